@@ -1,0 +1,29 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Made anew when the dependencies change, so that a later `make` skips what is installed.
+STAMP := $(VENV)/installed
+
+.PHONY: train test lint venv clean
+.DELETE_ON_ERROR:
+
+train: venv
+	$(BIN)/python jobs/digits.py --num-workers 2
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--editable '.[jobs,examples,optuna,benchmarks,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

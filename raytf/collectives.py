@@ -1,0 +1,99 @@
+"""Sums over the workers of a MultiWorkerMirroredStrategy, packed into as few collectives as there are dtypes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64, tf.int32})
+
+
+def spans_workers(strategy) -> bool:
+    """Whether `strategy` trains in step with other processes through collectives."""
+    return (
+        isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        and strategy.extended._in_multi_worker_mode()
+    )
+
+
+def is_chief(strategy) -> bool:
+    """Whether this process writes the files: the chief of the cluster, or the only process."""
+    return not spans_workers(strategy) or bool(strategy.extended._is_chief)
+
+
+def local_replicas(strategy) -> int:
+    """Number of replicas in this process."""
+    return len(strategy.extended.worker_devices)
+
+
+def all_sum(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor over all replicas; called in a replica context.
+
+    Args:
+        tensors: dense tensors or IndexedSlices of any dtypes in `SUMMABLE`, of the same shapes on each replica.
+
+    Returns:
+        The sums in the same order. Dense tensors of one dtype share one collective.
+    """
+    context = tf.distribute.get_replica_context()
+    groups: dict[object, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(i)
+    result: list[tf.Tensor | None] = [None] * len(tensors)
+    for places in groups.values():
+        # an argument of a tf.function lies on no device, and TensorFlow then finds no destination for the sum
+        local = [
+            t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in (tensors[i] for i in places)
+        ]
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, local)
+        for place, value in zip(places, summed, strict=True):
+            result[place] = value
+    return result
+
+
+def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Sums NumPy arrays over the processes; called outside any replica context, on every worker at once.
+
+    Args:
+        strategy: a strategy for which `spans_workers` holds.
+        values: arrays with dtypes in `SUMMABLE`, of the same shapes on each worker.
+
+    Returns:
+        The sums in the same order, equal on every worker to the bit.
+    """
+    tensors = [tf.convert_to_tensor(v) for v in values]
+    known = _sums.setdefault(strategy, {})
+    signature = tuple((t.dtype, tuple(t.shape)) for t in tensors)
+    if signature not in known:
+        known[signature] = _sum_function(strategy)
+    return [v.numpy() for v in known[signature](*tensors)]
+
+
+# A function for each signature: one function for all would be traced anew, and TensorFlow would warn of that.
+_sums: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _sum_function(strategy):
+    replicas = local_replicas(strategy)
+    strategy = weakref.proxy(strategy)
+
+    def replica(*local):
+        if replicas > 1:  # each process counts once
+            counted = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group % replicas, 0)
+            local = [tf.where(counted, v, tf.zeros_like(v)) for v in local]
+        return all_sum(local)
+
+    @tf.function
+    def total(*local):
+        return [strategy.experimental_local_results(v)[0] for v in strategy.run(replica, args=local)]
+
+    return total
+
+
+def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The chief's values on every worker; the others' are only read for their shapes and dtypes."""
+    chief = is_chief(strategy)
+    return sum_over_workers(strategy, [np.asarray(v) if chief else np.zeros_like(v) for v in values])

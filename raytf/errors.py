@@ -1,0 +1,60 @@
+"""The errors of raytf: each says the rule, what was received and the fix, in one sentence or two.
+
+They hold plain strings only, so that they pickle and cross from a worker to the driver unchanged.
+"""
+
+from __future__ import annotations
+
+
+class RaytfError(Exception):
+    """Base of every error that raytf raises on purpose."""
+
+
+class ConfigError(RaytfError, ValueError):
+    """An argument is wrong, and this is known before any worker starts.
+
+    Args:
+        rule: what must hold, as a clause without a full stop.
+        received: the value that broke it, as it should be shown.
+        fix: what to do about it, as a clause without a full stop.
+    """
+
+    def __init__(self, rule: str, received: object, fix: str):
+        super().__init__(rule, received, fix)
+        self.rule, self.received, self.fix = rule, received, fix
+
+    def __str__(self) -> str:
+        return f"{self.rule}; received: {self.received}. {self.fix}."
+
+    def __reduce__(self):
+        return type(self), (self.rule, str(self.received), self.fix)
+
+
+class UnsupportedVersionError(RaytfError, ImportError):
+    """The installed Keras or TensorFlow is not one that raytf's multi-worker support is tested with."""
+
+
+class ResourceError(ConfigError):
+    """The cluster can never hold what was asked of it."""
+
+
+class TrainingError(RaytfError, RuntimeError):
+    """A worker failed; the message is the first cause, with the rank it came from.
+
+    Args:
+        rank: world rank of the worker that failed first, or None where no worker is to blame.
+        cause: one line, type and message of the first cause.
+        details: traceback text of that worker, "" if there is none.
+    """
+
+    def __init__(self, rank: int | None, cause: str, details: str = ""):
+        super().__init__(rank, cause, details)
+        self.rank, self.cause, self.details = rank, cause, details
+
+    def __str__(self) -> str:
+        who = "the run" if self.rank is None else f"worker {self.rank}"
+        details = f"\n\nTraceback of {who}:\n{self.details}" if self.details else ""
+        return f"{who} failed: {self.cause}{details}"
+
+    def __reduce__(self):
+        return type(self), (self.rank, self.cause, self.details)

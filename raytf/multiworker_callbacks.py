@@ -1,0 +1,130 @@
+"""Callbacks under several workers: the chief decides and writes, and every worker follows at the same step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, TensorBoard
+
+from raytf import collectives
+
+# Keras callbacks that write files, and the attribute that says where.
+WRITERS = {
+    ModelCheckpoint: "filepath",
+    BackupAndRestore: "backup_dir",
+    TensorBoard: "log_dir",
+    CSVLogger: "filename",
+}
+
+
+class _Agreement(keras.callbacks.Callback):
+    """Stands last in the list and gives every worker the chief's state, learning rate and decision to stop."""
+
+    def on_train_begin(self, logs=None):
+        """The chief's variables and first epoch: a callback before this one may have restored them."""
+        model = self.model
+        variables = [
+            v
+            for v in (*model.variables, *model.optimizer.variables)
+            if tf.as_dtype(v.dtype) in collectives.SUMMABLE
+        ]
+        local = [np.asarray(v) for v in variables]
+        first_epoch = np.int64(model._initial_epoch or 0)
+        *values, first_epoch = collectives.from_chief(model.distribute_strategy, [*local, first_epoch])
+        for variable, old, value in zip(variables, local, values, strict=True):
+            if not np.array_equal(old, value):
+                variable.assign(value)
+        model._initial_epoch = int(first_epoch) or None
+
+    def on_epoch_end(self, epoch, logs=None):
+        model = self.model
+        rate = _settable_rate(model.optimizer)
+        local = np.float64(0.0 if rate is None else float(rate))
+        (chiefs,) = collectives.from_chief(model.distribute_strategy, [local])
+        if rate is not None and chiefs != local:
+            model.optimizer.learning_rate = float(chiefs)
+        self._agree_to_stop()
+
+    def _agree_to_stop(self):
+        (votes,) = collectives.sum_over_workers(
+            self.model.distribute_strategy, [np.int32(bool(self.model.stop_training))]
+        )
+        self.model.stop_training = bool(votes > 0)
+
+
+class _BatchAgreement(_Agreement):
+    """Used where a callback looks at batches and may stop the training between two of them."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._agree_to_stop()
+
+
+def _settable_rate(optimizer):
+    """The learning-rate variable that callbacks can set, or None under a schedule."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = getattr(inner, "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
+
+
+def _looks_at_batches(callback, kind: str) -> bool:
+    if isinstance(callback, (ModelCheckpoint, BackupAndRestore)):
+        return kind == "train" and callback.save_freq != "epoch"
+    if type(callback) is TensorBoard:
+        return kind == "train" and callback.update_freq != "epoch"
+    if getattr(callback, "raytf_local_batches", False):
+        return False
+    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
+    hooks += ["on_batch_begin", "on_batch_end"] if kind == "train" else []
+    base = keras.callbacks.Callback
+    return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
+
+
+def _redirected(callbacks, scratch: str):
+    """What a worker that is not the chief runs: writers are left out, or write to a folder that is thrown away."""
+    for i, callback in enumerate(callbacks):
+        kind = next((k for k in WRITERS if isinstance(callback, k)), None)
+        if kind is None:
+            yield callback
+        elif type(callback) is not kind:  # a subclass may do more than write
+            where = str(getattr(callback, WRITERS[kind]))
+            setattr(callback, WRITERS[kind], os.path.join(scratch, str(i), os.path.basename(where)))
+            os.makedirs(os.path.join(scratch, str(i)), exist_ok=True)
+            yield callback
+
+
+@contextlib.contextmanager
+def prepared(model, callbacks):
+    """Yields (callbacks for `fit`, "train" if batch logs must be global, else None) for a model on several workers."""
+    given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
+    if given is not None:
+        listed = list(given.callbacks)
+    else:
+        listed = (
+            list(callbacks)
+            if isinstance(callbacks, (list, tuple))
+            else []
+            if callbacks is None
+            else [callbacks]
+        )
+    # every worker has the same list before writers are left out, so that all agree on what to exchange
+    batches = any(_looks_at_batches(c, "train") for c in listed)
+    scratch = (
+        tempfile.mkdtemp(prefix="raytf_") if not collectives.is_chief(model.distribute_strategy) else None
+    )
+    kept = listed if scratch is None else list(_redirected(listed, scratch))
+    kept.append(_BatchAgreement() if batches else _Agreement())
+    if given is not None:
+        kept[-1].set_model(model)
+        given.callbacks[:] = kept
+        kept = given
+    try:
+        yield kept, "train" if batches else None
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""Pure arithmetic of a cluster: addresses and roles to TF_CONFIG, global batch to per-replica batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from raytf.errors import ConfigError
+
+ROLES = ("chief", "worker", "ps", "evaluator")
+
+
+def tf_config(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> str:
+    """The JSON text that TensorFlow reads from the environment variable TF_CONFIG.
+
+    Args:
+        cluster: for each role, the "host:port" addresses of its tasks, in the order of their index.
+        role: this task's role: "chief", "worker", "ps" or "evaluator".
+        index: this task's place within its role, from 0. An evaluator stands outside the cluster,
+            so that its index is not checked against the addresses.
+
+    Raises:
+        ConfigError: an unknown role, an address that occurs twice, or a task that is not in the cluster.
+
+    The format is described in the guide "Distributed training with TensorFlow", section TF_CONFIG.
+    """
+    for name in (*cluster, role):
+        if name not in ROLES:
+            raise ConfigError(f"A role must be one of {', '.join(ROLES)}", repr(name), "Rename the role")
+    addresses = [address for tasks in cluster.values() for address in tasks]
+    if len(set(addresses)) != len(addresses):
+        raise ConfigError("Every task needs an address of its own", addresses, "Give each task a free port")
+    if role != "evaluator" and not 0 <= index < len(cluster.get(role, ())):
+        raise ConfigError(
+            "A task must be in the cluster",
+            f"{role} {index} of {len(cluster.get(role, ()))}",
+            "Number the tasks of a role from 0",
+        )
+    return json.dumps(
+        {"cluster": {k: list(v) for k, v in cluster.items()}, "task": {"type": role, "index": index}}
+    )
+
+
+def is_chief(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> bool:
+    """Whether a task is the one that writes checkpoints and logs: the chief, or worker 0 without one."""
+    return role == "chief" if cluster.get("chief") else (role == "worker" and index == 0)
+
+
+def per_replica_batch(global_batch: int, replicas: int) -> tuple[int, ...]:
+    """Rows of a full global batch that each replica gets, largest shares first.
+
+    Args:
+        global_batch: rows of one training step over all replicas, at least `replicas`.
+        replicas: number of model replicas that train in step, at least 1.
+
+    Returns:
+        `replicas` positive row counts that differ by at most 1 and add up to `global_batch`.
+
+    Raises:
+        ConfigError: a replica would be left without a row.
+    """
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < replicas:
+        raise ConfigError(
+            "batch_size is the global batch and must be an integer with at least one row for each replica",
+            f"batch_size={global_batch!r} with {replicas} replica(s)",
+            f"Use a batch_size of {replicas} or more, or fewer workers",
+        )
+    return tuple(stop - start for start, stop in (share(global_batch, replicas, i) for i in range(replicas)))
+
+
+def share(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """The half-open range of rows that part `index` of `parts` takes of `rows` rows in a row.
+
+    Parts are contiguous and in order, and their sizes differ by at most 1; a part may be empty.
+    """
+    base, extra = divmod(rows, parts)
+    start = index * base + min(index, extra)
+    return start, start + base + (index < extra)

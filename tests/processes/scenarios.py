@@ -1,0 +1,815 @@
+"""What the parity tests run on one, two and three workers: each scenario trains and returns what must be equal.
+
+A scenario is a function of `Place` that returns {name: array}. It builds its data and model from fixed seeds, and feeds
+one process the same global batches as several workers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+SCENARIOS = {}
+ROWS, BATCH = 96, 24
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@dataclass
+class Place:
+    """Where a scenario runs."""
+
+    strategy: object
+    rank: int
+    world: int
+    folder: str
+
+    def data(self, arrays, batch=BATCH, drop=False):
+        """This worker's part of the arrays in global batches of `batch` rows."""
+        from raytf import keras_multiworker
+        from raytf.topology import share
+
+        rows = len(tf.nest.flatten(arrays)[0])
+
+        def part(step):
+            start = step * batch
+            lo, hi = share(min(rows, start + batch) - start, self.world, self.rank)
+            return tf.nest.map_structure(lambda a: a[start + lo : start + hi], arrays)
+
+        steps = rows // batch if drop else -(-rows // batch)
+        spec = tf.nest.map_structure(lambda a: tf.TensorSpec((None, *a.shape[1:]), a.dtype), arrays)
+        parts = [part(s) for s in range(steps)]
+        dataset = tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec)
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+        return keras_multiworker.mark_worker_part(dataset) if self.world > 1 else dataset
+
+    def fit(self, build, arrays, *, epochs=2, batch=BATCH, **kwargs):
+        with self.strategy.scope():
+            keras.utils.set_random_seed(7)
+            model = build()
+        history = model.fit(self.data(arrays, batch), epochs=epochs, verbose=0, **kwargs)
+        return model, results(model, history)
+
+
+def results(model, history=None):
+    out = {f"w{i}": np.asarray(v) for i, v in enumerate(model.trainable_variables)}
+    for name, values in (history.history if history else {}).items():
+        if isinstance(values[0], dict):
+            out |= {f"h:{name}:{k}": np.asarray([v[k] for v in values], np.float64) for k in values[0]}
+        else:
+            out[f"h:{name}"] = np.asarray(values, np.float64)
+    return out
+
+
+def floats(*shape, seed=0, rows=ROWS):
+    return np.random.default_rng(seed).normal(size=(rows, *shape)).astype(keras.config.floatx())
+
+
+def classes(count=4, seed=1, rows=ROWS):
+    return np.random.default_rng(seed).integers(0, count, rows)
+
+
+def images(rows=ROWS):
+    return floats(8, 8, 1, rows=rows), classes(rows=rows)
+
+
+def vectors(rows=ROWS):
+    return floats(6, rows=rows), classes(rows=rows)
+
+
+def mlp(optimizer=None, loss="sparse_categorical_crossentropy", outputs=4, activation="softmax", **kwargs):
+    def build():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(16, "relu"), layers.Dense(outputs, activation)]
+        )
+        kwargs.setdefault("metrics", ["accuracy"])
+        model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9), loss, **kwargs)
+        return model
+
+    return build
+
+
+def cnn(optimizer):
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(4, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def optimizers():
+    return {
+        "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(0.01),
+        "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05),
+    }
+
+
+for _name, _make in optimizers().items():
+    SCENARIOS[f"cnn_{_name}"] = lambda p, make=_make: p.fit(lambda: cnn(make()), images())[1]
+    SCENARIOS[f"mlp_{_name}"] = lambda p, make=_make: p.fit(mlp(make), vectors())[1]
+    SCENARIOS[f"lstm_{_name}"] = lambda p, make=_make: p.fit(lambda: lstm(make()), (floats(5, 3), classes()))[
+        1
+    ]
+    SCENARIOS[f"embedding_{_name}"] = lambda p, make=_make: p.fit(
+        lambda: embedding(make()), (np.random.default_rng(3).integers(0, 20, (ROWS, 5)), classes())
+    )[1]
+
+
+def lstm(optimizer):
+    model = keras.Sequential([keras.Input((5, 3)), layers.LSTM(8), layers.Dense(4, "softmax")])
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def embedding(optimizer):
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int64"),
+            layers.Embedding(20, 6),
+            layers.Flatten(),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+@scenario
+def masked_tokens(p):
+    """A loss over tokens, of which only the unmasked ones count; sequences differ in length between workers."""
+    tokens = np.random.default_rng(3).integers(1, 20, (ROWS, 6))
+    for i, row in enumerate(tokens):
+        row[1 + i * 5 // ROWS :] = 0
+
+    def build():
+        inputs = keras.Input((6,), dtype="int64")
+        x = layers.LSTM(8, return_sequences=True)(layers.Embedding(20, 6, mask_zero=True)(inputs))
+        model = keras.Model(inputs, layers.Dense(20, "softmax")(x))
+        model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    return p.fit(build, (tokens, tokens))[1]
+
+
+@scenario
+def metrics_that_are_no_averages(p):
+    y = classes(2)[:, None].astype(keras.config.floatx())
+    kinds = [
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.Precision(name="precision"),
+        keras.metrics.Recall(name="recall"),
+        keras.metrics.F1Score(threshold=0.5, name="f1"),
+        keras.metrics.R2Score(name="r2"),
+        keras.metrics.RootMeanSquaredError(name="rmse"),
+    ]
+    names = ("loss", "auc", "precision", "recall", "f1", "r2", "rmse")
+    build = lambda: mlp(loss="binary_crossentropy", outputs=1, activation="sigmoid", metrics=_fresh(kinds))()  # noqa: E731
+    seen = []
+    model, out = p.fit(
+        build,
+        (floats(6), y),
+        validation_data=p.data((floats(6, seed=5), y)),
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda e, logs: seen.append(dict(logs)))],
+    )
+    values = model.evaluate(p.data((floats(6, seed=5), y)), verbose=0, return_dict=True)
+    for name in names:
+        out[f"evaluate:{name}"] = np.asarray(values[name])
+        out[f"callback:{name}"] = np.asarray([logs[name] for logs in seen])
+        out[f"callback:val_{name}"] = np.asarray([logs[f"val_{name}"] for logs in seen])
+    return out
+
+
+def _fresh(kinds):
+    return [k.__class__.from_config(k.get_config()) for k in kinds]
+
+
+@scenario
+def class_weight(p):
+    return p.fit(mlp(), vectors(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 2.0})[1]
+
+
+@scenario
+def sample_weight(p):
+    weights = np.random.default_rng(2).uniform(0, 2, ROWS).astype(keras.config.floatx())
+    x, y = vectors()
+    return p.fit(mlp(weighted_metrics=["accuracy"]), (x, y, weights))[1]
+
+
+@scenario
+def mean_with_sample_weight(p):
+    weights = np.random.default_rng(2).uniform(0, 2, ROWS).astype(keras.config.floatx())
+    x, y = vectors()
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+    return p.fit(mlp(loss=loss), (x, y, weights), batch=20)[1]
+
+
+@scenario
+def several_inputs_and_outputs(p):
+    def build():
+        a, b = keras.Input((6,), name="a"), keras.Input((3,), name="b")
+        x = layers.Dense(8, "relu")(layers.Concatenate()([a, b]))
+        outputs = {
+            "kind": layers.Dense(4, "softmax", name="kind")(x),
+            "size": layers.Dense(1, name="size")(x),
+        }
+        model = keras.Model({"a": a, "b": b}, outputs)
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+            loss_weights={"kind": 1.0, "size": 0.3},
+            metrics={"kind": ["accuracy"], "size": ["mae"]},
+        )
+        return model
+
+    inputs = {"a": floats(6), "b": floats(3, seed=4)}
+    labels = {"kind": classes(), "size": floats(1, seed=6)}
+    model, out = p.fit(build, (inputs, labels), validation_data=p.data((inputs, labels), 40))
+    predicted = model.predict(p.data((inputs,), 36), verbose=0)
+    return out | {f"predict:{k}": v for k, v in predicted.items()}
+
+
+@scenario
+def predict_all_rows_in_order(p):
+    x, y = vectors(rows=49)
+    model, out = p.fit(mlp(), (x, y))
+    out["predict"] = model.predict(p.data((x,)), verbose=0)
+    out["predict_one_row_left"] = model.predict(p.data((x,), 48), verbose=0)
+    out["predict_arrays"] = model.predict(x, batch_size=24, verbose=0)
+    return out
+
+
+@scenario
+def arrays(p):
+    """NumPy arrays given whole to every worker; Keras cuts the global batches."""
+    x, y = vectors(rows=90)
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = mlp()()
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_split=0.2)
+    out = results(model, history)
+    out["evaluate"] = np.asarray(model.evaluate(x, y, batch_size=50, verbose=0))
+    return out
+
+
+@scenario
+def global_dataset(p):
+    """A tf.data pipeline of global batches, as TensorFlow's guides write it; TensorFlow shards it."""
+    dataset = tf.data.Dataset.from_tensor_slices(vectors(rows=91)).batch(BATCH)
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = mlp()()
+    return results(model, model.fit(dataset, epochs=2, verbose=0, validation_data=dataset))
+
+
+@scenario
+def unsharded_dataset(p):
+    """AutoShardPolicy.OFF: every worker brings rows of its own in batches of the global size; no row may be lost."""
+    x, y = vectors()
+    part = slice(p.rank, None, p.world)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    dataset = tf.data.Dataset.from_tensor_slices((x[part], y[part])).batch(BATCH).with_options(options)
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = mlp()()
+    model.fit(dataset, epochs=1, verbose=0)
+    return {"steps": np.asarray(int(model.optimizer.iterations))}
+
+
+@scenario
+def batch_normalization(p):
+    """Stock BatchNormalization normalizes with this worker's rows; statistics must be the same everywhere."""
+    model, _ = p.fit(lambda: bn_model(False), vectors())
+    same = {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
+    path = os.path.join(p.folder, f"bn_{p.world}_{p.rank}.keras")
+    model.save(path)
+    saved = keras.saving.load_model(path, compile=False)
+    for mine, other in zip(model.non_trainable_variables, saved.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+    first = np.asarray(model.evaluate(p.data(vectors()), verbose=0))
+    return {f"bits:{k}": v for k, v in same.items()} | {"bits:evaluate": first}
+
+
+def bn_model(synchronized):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(16),
+            layers.BatchNormalization(synchronized=synchronized, momentum=0.8),
+            layers.ReLU(),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+@scenario
+def batch_normalization_synchronized(p):
+    model, out = p.fit(lambda: bn_model(True), vectors(rows=90), validation_data=p.data(vectors()))
+    return out | {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
+
+
+@scenario
+def dropout(p):
+    """Masks differ between replicas and repeat with the seed; the model trains on."""
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dropout(0.5)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    def masks():
+        with p.strategy.scope():
+            keras.utils.set_random_seed(11)
+            model = build()
+        ones = np.ones((8, 6), keras.config.floatx())
+        run = tf.function(lambda: p.strategy.run(lambda: model(ones, training=True)))
+        return [np.asarray(run()) for _ in range(2)]
+
+    first, again = masks(), masks()
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(first[0], first[1])
+    if p.world > 1:
+        from raytf import collectives
+
+        mine = np.zeros((p.world, *first[0].shape))
+        mine[p.rank] = first[0]
+        (everyone,) = collectives.sum_over_workers(p.strategy, [mine])
+        assert not any(np.array_equal(everyone[0], other) for other in everyone[1:]), (
+            "the same mask on two workers"
+        )
+
+    def trained():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.GaussianNoise(0.1), layers.Dropout(0.3), layers.Dense(4, "softmax")]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        return model
+
+    return {f"bits:{k}": v for k, v in p.fit(trained, vectors())[1].items()}
+
+
+@scenario
+def last_batch_smaller(p):
+    return p.fit(mlp(), vectors(rows=ROWS - 5), validation_data=p.data(vectors(rows=31)))[1]
+
+
+@scenario
+def last_batch_of_one_row(p):
+    return p.fit(mlp(), vectors(rows=4 * BATCH + 1), validation_data=p.data(vectors(rows=BATCH + 1)))[1]
+
+
+@scenario
+def odd_global_batch(p):
+    return p.fit(mlp(), vectors(rows=95), batch=7)[1]
+
+
+@scenario
+def steps_per_execution(p):
+    return p.fit(mlp(steps_per_execution=3), vectors(rows=5 * BATCH - 3), validation_data=p.data(vectors()))[
+        1
+    ]
+
+
+@scenario
+def gradient_accumulation(p):
+    make = lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.5)  # noqa: E731
+    return p.fit(mlp(make), vectors(), epochs=3, batch=16)[1]
+
+
+@scenario
+def accumulation_in_long_executions(p):
+    make = lambda: keras.optimizers.SGD(
+        0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
+    )  # noqa: E731
+    return p.fit(mlp(make, steps_per_execution=4), vectors(), epochs=3, batch=16)[1]
+
+
+@scenario
+def run_eagerly(p):
+    return p.fit(mlp(run_eagerly=True), vectors(rows=70), validation_data=p.data(vectors()))[1]
+
+
+@scenario
+def jit_compile_is_refused(p):
+    if p.world == 1:
+        return {}
+    from raytf.errors import ConfigError
+
+    with p.strategy.scope():
+        model = mlp(jit_compile=True)()
+    try:
+        model.fit(p.data(vectors()), verbose=0)
+    except ConfigError as error:
+        assert "jit_compile" in str(error)
+        return {}
+    raise AssertionError("jit_compile=True was not refused")
+
+
+for _name, _options in {
+    "clipnorm": {"clipnorm": 0.05},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "clipvalue": {"clipvalue": 0.01},
+    "ema": {"use_ema": True, "ema_momentum": 0.9},
+    "ema_overwrite": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+    "weight_decay": {"weight_decay": 0.1},
+}.items():
+    SCENARIOS[_name] = lambda p, options=_options: p.fit(
+        mlp(lambda: keras.optimizers.SGD(0.1, **options)), vectors()
+    )[1]
+
+
+@scenario
+def regularization(p):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(16, "relu", kernel_regularizer="l2", kernel_constraint="max_norm"),
+                layers.Dense(8, "relu", activity_regularizer=keras.regularizers.L2(0.01)),
+                layers.Dense(4, "softmax"),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    return p.fit(build, vectors(rows=90))[1]
+
+
+@scenario
+def mixed_bfloat16(p):
+    return _mixed(p, "mixed_bfloat16", keras.optimizers.SGD(0.05))
+
+
+@scenario
+def mixed_float16(p):
+    """An overflow on one worker alone: all skip the step, and go on."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**15)
+    return _mixed(p, "mixed_float16", optimizer)
+
+
+def _mixed(p, policy, optimizer):
+    x, y = vectors()
+    x[1] *= 1e4  # in the first worker's rows
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    layers.Dense(16, "relu"),
+                    layers.Dense(4),
+                    layers.Activation("linear", dtype="float32"),
+                ]
+            )
+        finally:
+            keras.config.set_dtype_policy(keras.config.floatx())
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = model.fit(p.data((x, y)), epochs=3, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    out = {f"bits:{k}": v for k, v in results(model, history).items()}
+    out["iterations"] = np.asarray(int(model.optimizer.iterations))
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        assert int(model.optimizer.iterations) < 3 * ROWS // BATCH, "no step overflowed"
+        out["scale"] = np.asarray(model.optimizer.dynamic_scale)
+    return out
+
+
+class _StopAfter(keras.callbacks.Callback):
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.seen = step, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if self.seen == self.step:
+            self.model.stop_training = True
+
+
+class _ChiefStops(keras.callbacks.Callback):
+    """Decides by something that only one process knows, as a time limit does."""
+
+    def __init__(self, rank, at):
+        super().__init__()
+        self.rank, self.at = rank, at
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.rank == 0 and epoch == self.at:
+            self.model.stop_training = True
+
+
+@scenario
+def early_stopping(p):
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    return p.fit(
+        mlp(lambda: keras.optimizers.SGD(1.5)),
+        vectors(),
+        epochs=12,
+        validation_data=p.data(vectors(49)),
+        callbacks=[stop],
+    )[1]
+
+
+@scenario
+def reduce_lr_on_plateau(p):
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.1)
+    model, out = p.fit(mlp(), vectors(), epochs=5, validation_data=p.data(vectors()), callbacks=[plateau])
+    return out | {"rate": np.asarray(model.optimizer.learning_rate)}
+
+
+@scenario
+def learning_rate_scheduler(p):
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
+    return p.fit(mlp(), vectors(), epochs=3, callbacks=[schedule])[1]
+
+
+@scenario
+def learning_rate_schedule(p):
+    make = lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.05, 8))  # noqa: E731
+    return p.fit(mlp(make), vectors(), epochs=3)[1]
+
+
+@scenario
+def terminate_on_nan(p):
+    x, y = vectors()
+    x[50] = np.nan
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = mlp()()
+    history = model.fit(p.data((x, y)), epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+    return {"epochs": np.asarray(len(history.epoch)), "steps": np.asarray(int(model.optimizer.iterations))}
+
+
+@scenario
+def stop_between_batches(p):
+    return p.fit(mlp(), vectors(), epochs=3, callbacks=[_StopAfter(6)])[1]
+
+
+@scenario
+def chief_decides(p):
+    model, out = p.fit(mlp(), vectors(), epochs=5, callbacks=[_ChiefStops(p.rank, 1)])
+    return out
+
+
+@scenario
+def batch_logs(p):
+    """What a callback sees after each batch is the global running value."""
+    seen = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda b, logs: seen.append((float(logs["loss"]), float(logs["accuracy"])))
+    )
+    _, out = p.fit(mlp(), vectors(rows=77), callbacks=[callback])
+    return out | {"seen": np.asarray(seen)}
+
+
+@scenario
+def files_by_the_chief(p):
+    folder = os.path.join(p.folder, f"files_{p.world}")
+    os.makedirs(folder, exist_ok=True)
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(
+            os.path.join(folder, "model_{epoch}.keras"), save_best_only=True, monitor="loss"
+        ),
+        keras.callbacks.ModelCheckpoint(
+            os.path.join(folder, "step.weights.h5"), save_weights_only=True, save_freq=3
+        ),
+        keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
+        keras.callbacks.TensorBoard(os.path.join(folder, "events")),
+        keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"), delete_checkpoint=False),
+    ]
+    _, out = p.fit(mlp(), vectors(), epochs=3, callbacks=callbacks)
+    if p.rank == 0:
+        with open(os.path.join(folder, "log.csv")) as log:
+            assert len(log.read().splitlines()) == 4
+        out["chief:models"] = np.asarray(sorted(os.listdir(folder)).__len__())
+        events = os.listdir(os.path.join(folder, "events", "train"))
+        assert len([e for e in events if "tfevents" in e]) == 1, events
+    return out
+
+
+@scenario
+def backup_and_restore(p):
+    """A run that stops after two epochs and is started again goes on there, on every worker."""
+    backup = lambda: keras.callbacks.BackupAndRestore(  # noqa: E731
+        os.path.join(p.folder, f"restore_{p.world}"), delete_checkpoint=False
+    )
+
+    class Broken(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise RuntimeError("broken")
+
+    try:
+        p.fit(mlp(), vectors(), epochs=4, callbacks=[backup(), Broken()])
+    except RuntimeError:
+        pass
+    model, out = p.fit(mlp(), vectors(), epochs=4, callbacks=[backup()])
+    assert int(model.optimizer.iterations) == 4 * ROWS // BATCH
+    return out
+
+
+class OwnStep(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(16, "relu"), layers.Dense(4, "softmax")
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=predicted)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, predicted)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class OwnMean(OwnStep):
+    """Takes the mean by hand and keeps a tracker of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="own")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, self(x, training=True)))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.tracker.update_state(loss)
+        return {"own": self.tracker.result()}
+
+
+class BareLogs(OwnStep):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, self(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"bare": loss}
+
+
+def _compiled(kind):
+    def build():
+        model = kind()
+        metrics = ["accuracy"] if kind is OwnStep else None
+        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=metrics)
+        return model
+
+    return build
+
+
+for _kind in (OwnStep, OwnMean, BareLogs):
+    SCENARIOS[f"train_step_{_kind.__name__}"] = lambda p, kind=_kind: p.fit(
+        _compiled(kind), vectors(rows=90)
+    )[1]
+
+
+@scenario
+def not_built_before_fit(p):
+    def build():
+        model = keras.Sequential([layers.Dense(16, "relu"), layers.Dense(4, "softmax")])
+        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    return p.fit(build, vectors())[1]
+
+
+def _per_row(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+def _own_mean(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred))
+
+
+def _own_sum(y_true, y_pred):
+    return ops.sum(ops.abs(y_true - y_pred)) / 50
+
+
+def _root_mean(y_true, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
+
+
+class _LossClass(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.mean(ops.abs(y_true - y_pred), axis=-1)
+
+
+class _LossClassOwnMean(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.mean(ops.abs(y_true - y_pred))
+
+
+class _LossOverridesCall(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.mean(ops.square(ops.cast(y_true, y_pred.dtype) - y_pred))
+
+
+for _name, _loss in {
+    "per_row": lambda: _per_row,
+    "own_mean": lambda: _own_mean,
+    "own_sum": lambda: _own_sum,
+    "root_mean": lambda: _root_mean,
+    "class": _LossClass,
+    "class_own_mean": _LossClassOwnMean,
+    "overrides_call": _LossOverridesCall,
+    "reduction_sum": lambda: keras.losses.MeanSquaredError(reduction="sum"),
+}.items():
+
+    def _custom_loss(p, loss=_loss):
+        build = lambda: mlp(
+            lambda: keras.optimizers.SGD(0.01), loss=loss(), outputs=2, activation=None, metrics=["mae"]
+        )()  # noqa: E731
+        return p.fit(
+            build,
+            (floats(6, rows=90), floats(2, seed=8, rows=90)),
+            validation_data=p.data((floats(6), floats(2, seed=8))),
+        )[1]
+
+    SCENARIOS[f"loss_{_name}"] = _custom_loss
+
+
+@scenario
+def own_add_loss(p):
+    class Penalty(layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * ops.mean(ops.square(x)))
+            return x
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(16), Penalty(), layers.Dense(4, "softmax")])
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        return model
+
+    return p.fit(build, vectors(rows=90))[1]
+
+
+@scenario
+def custom_loop(p):
+    """A loop as in TensorFlow's guide: `strategy.run`, a loss divided by the global batch, `strategy.reduce`."""
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = mlp()()
+        optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.2)
+        per_row = keras.losses.SparseCategoricalCrossentropy(reduction="none")
+    dataset = tf.data.Dataset.from_tensor_slices(vectors()).batch(BATCH)
+    distributed = p.strategy.experimental_distribute_dataset(dataset)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(per_row(y, model(x, training=True)), global_batch_size=BATCH)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        return loss
+
+    @tf.function
+    def run(x, y):
+        return p.strategy.reduce(tf.distribute.ReduceOp.SUM, p.strategy.run(step, args=(x, y)), axis=None)
+
+    losses = [float(run(x, y)) for _ in range(2) for x, y in distributed]
+    return results(model) | {"losses": np.asarray(losses)}
+
+
+@scenario
+def on_batch(p):
+    x, y = vectors()
+    part = slice(p.rank * ROWS // p.world, (p.rank + 1) * ROWS // p.world)
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = mlp()()
+    logs = [model.train_on_batch(x[part], y[part], return_dict=True) for _ in range(3)]
+    tested = model.test_on_batch(x[part], y[part], return_dict=True)
+    out = {f"log:{k}": np.asarray([line[k] for line in logs]) for k in logs[0]}
+    return results(model) | out | {f"test:{k}": np.asarray(v) for k, v in tested.items()}

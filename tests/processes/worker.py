@@ -1,0 +1,51 @@
+"""One TensorFlow process of a parity test: runs scenarios and writes what each returned, or how it failed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import sys
+import traceback
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--only", nargs="*")
+    options = parser.parse_args()
+    task = json.loads(os.environ.get("TF_CONFIG", "{}"))
+    rank = task.get("task", {}).get("index", 0)
+    world = len(task.get("cluster", {}).get("worker", [None]))
+
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy() if world > 1 else tf.distribute.get_strategy()
+    import keras
+
+    from raytf import keras_multiworker
+    from tests.processes.scenarios import SCENARIOS, Place
+
+    keras_multiworker.install()
+    keras.config.set_floatx(options.dtype)
+    place = Place(strategy, rank, world, options.folder)
+    for name in options.only or SCENARIOS:
+        path = os.path.join(options.folder, f"{name}.{options.dtype}.{world}.{rank}.pkl")
+        try:
+            result = SCENARIOS[name](place)
+        except Exception:
+            result = traceback.format_exc()
+            print(f"{name}: {result}", file=sys.stderr, flush=True)
+        with open(path + ".tmp", "wb") as file:
+            pickle.dump(result, file)
+        os.replace(path + ".tmp", path)
+        print(f"[{rank}] {name} done", flush=True)
+        keras.backend.clear_session()
+
+
+if __name__ == "__main__":
+    main()
