@@ -13,10 +13,7 @@ SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64,
 
 def spans_workers(strategy) -> bool:
     """Whether `strategy` trains in step with other processes through collectives."""
-    return (
-        isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        and strategy.extended._in_multi_worker_mode()
-    )
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.extended._in_multi_worker_mode()
 
 
 def is_chief(strategy) -> bool:
@@ -45,9 +42,7 @@ def all_sum(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     result: list[tf.Tensor | None] = [None] * len(tensors)
     for places in groups.values():
         # an argument of a tf.function lies on no device, and TensorFlow then finds no destination for the sum
-        local = [
-            t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in (tensors[i] for i in places)
-        ]
+        local = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in (tensors[i] for i in places)]
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, local)
         for place, value in zip(places, summed, strict=True):
             result[place] = value

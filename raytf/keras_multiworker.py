@@ -256,9 +256,7 @@ def _refuse_what_cannot_work(model, strategy):
 # ------------------------------------------------------------------------------------------------------ losses
 
 
-def _reduce_weighted_values(
-    values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
-):
+def _reduce_weighted_values(values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None):
     """A worker's loss, such that the mean over workers weighted with their rows is the loss of the global batch."""
     step = _step()
     original = _installed["reduce_weighted_values"]
@@ -287,9 +285,7 @@ def _gathered(step: _Step, tensor, share):
     Gradients flow into the own rows alone; the sum over replicas then is the gradient of the whole.
     """
     offset, total = share
-    placed = tf.pad(
-        tensor[: step.rows], [[offset, total - offset - step.rows]] + [[0, 0]] * (tensor.shape.rank - 1)
-    )
+    placed = tf.pad(tensor[: step.rows], [[offset, total - offset - step.rows]] + [[0, 0]] * (tensor.shape.rank - 1))
     if tensor.dtype not in collectives.SUMMABLE:
         (summed,) = all_sum([tf.cast(placed, tf.int32)])
         return tf.cast(summed, tensor.dtype)
@@ -307,9 +303,7 @@ def _whole_batch_loss(step: _Step, function, y_true, y_pred, sample_weight):
     gather = functools.partial(
         tree.map_structure, lambda t: t if t is None else _gathered(step, tf.convert_to_tensor(t), share)
     )
-    value = function(
-        gather(y_true), gather(y_pred), *([] if sample_weight is None else [gather(sample_weight)])
-    )
+    value = function(gather(y_true), gather(y_pred), *([] if sample_weight is None else [gather(sample_weight)]))
     # The value stands for every replica; its gradient is this replica's own part, which must not be weighted again.
     return tf.stop_gradient(value) + (value - tf.stop_gradient(value)) * step.upscale(value.dtype)
 
@@ -376,12 +370,7 @@ def _scale_for_distribution(original, value):
 def _mean_update_state(self, values, sample_weight=None):
     """`Mean.update_state`; a scalar that stands for a batch counts by the rows it stands for."""
     step = _step()
-    if (
-        step is not None
-        and step.partial
-        and sample_weight is None
-        and len(getattr(values, "shape", (1,))) == 0
-    ):
+    if step is not None and step.partial and sample_weight is None and len(getattr(values, "shape", (1,))) == 0:
         replicas = tf.distribute.get_replica_context().num_replicas_in_sync
         sample_weight = replicas / step.upscale(self.dtype)
         sample_weight = tf.where(step.rows > 0, sample_weight, tf.zeros_like(sample_weight))
@@ -468,9 +457,7 @@ def _seed_next(self, ordered=True):
 def _averaged_variables(model) -> list:
     """Floating-point state that workers update from their own rows, such as moving statistics."""
     metrics = {id(v) for v in model.metrics_variables}
-    return [
-        v for v in _step_variables(model) if id(v) not in metrics and keras.backend.is_float_dtype(v.dtype)
-    ]
+    return [v for v in _step_variables(model) if id(v) not in metrics and keras.backend.is_float_dtype(v.dtype)]
 
 
 def _synchronize(model):
@@ -555,10 +542,7 @@ class _WorkerEpochIterator(tf_trainer.TFEpochIterator):
 
     def _distribute(self, dataset, strategy):
         if not is_worker_part(dataset):
-            if (
-                dataset.options().experimental_distribute.auto_shard_policy
-                == tf.data.experimental.AutoShardPolicy.OFF
-            ):
+            if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
                 # each batch is cut into one for each worker, so the number of batches is not that of the steps
                 self.data_adapter._raytf_unknown_batches = True
                 self._num_batches = None
@@ -606,6 +590,16 @@ def _epoch_iterator(*args, distribute_strategy=None, **kwargs):
     return kind(*args, distribute_strategy=distribute_strategy, **kwargs)
 
 
+def _example_batch(iterator, strategy):
+    """A batch with the shapes and dtypes of the data; where they are known, no row is read for it."""
+    dataset = iterator._distributed_dataset
+    specs = tf.nest.flatten(dataset.element_spec)
+    if all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.shape[1:].is_fully_defined() for s in specs):
+        return tf.nest.map_structure(lambda s: tf.zeros([s.shape[0] or 2, *s.shape[1:]], s.dtype), dataset.element_spec)
+    batch = next(iter(dataset))
+    return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
+
+
 def _maybe_symbolic_build(self, iterator=None, data_batch=None):
     strategy = self.distribute_strategy
     if not spans_workers(strategy):
@@ -616,9 +610,7 @@ def _maybe_symbolic_build(self, iterator=None, data_batch=None):
     if built:
         return None
     if iterator is not None:
-        _, _, batches = next(iter(iterator._enumerate_iterator()))
-        local = next(iter(batches))
-        data_batch = tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], local)
+        data_batch = _example_batch(iterator, strategy)
     with strategy.scope():
         self._symbolic_build(data_batch=data_batch)
 
@@ -644,9 +636,7 @@ def _fit(self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callba
 def _agree_on_seed(strategy):
     """Workers that shuffle the same arrays must shuffle them alike."""
     if tf.compat.v1.get_seed(None)[0] is None:
-        (seed,) = collectives.from_chief(
-            strategy, [np.random.SeedSequence().generate_state(1).astype(np.int64) >> 1]
-        )
+        (seed,) = collectives.from_chief(strategy, [np.random.SeedSequence().generate_state(1).astype(np.int64) >> 1])
         tf.random.set_seed(int(seed[0]))
 
 
@@ -678,9 +668,7 @@ def _on_batch(name):
     def wrapper(self, *args, return_dict=False, **kwargs):
         logs = _installed[name](self, *args, return_dict=True, **kwargs)
         if spans_workers(self.distribute_strategy):
-            logs = keras.src.utils.python_utils.pythonify_logs(
-                _global_logs(self, *self.__dict__["_raytf_last"])
-            )
+            logs = keras.src.utils.python_utils.pythonify_logs(_global_logs(self, *self.__dict__["_raytf_last"]))
         return logs if return_dict else self._flatten_metrics_in_order(logs)
 
     return wrapper

@@ -24,15 +24,13 @@ WRITERS = {
 
 
 class _Agreement(keras.callbacks.Callback):
-    """Stands last in the list and gives every worker the chief's state, learning rate and decision to stop."""
+    """Stands after the user's callbacks and gives every worker the chief's state, learning rate and decision to stop."""
 
     def on_train_begin(self, logs=None):
         """The chief's variables and first epoch: a callback before this one may have restored them."""
         model = self.model
         variables = [
-            v
-            for v in (*model.variables, *model.optimizer.variables)
-            if tf.as_dtype(v.dtype) in collectives.SUMMABLE
+            v for v in (*model.variables, *model.optimizer.variables) if tf.as_dtype(v.dtype) in collectives.SUMMABLE
         ]
         local = [np.asarray(v) for v in variables]
         first_epoch = np.int64(model._initial_epoch or 0)
@@ -105,22 +103,16 @@ def prepared(model, callbacks):
     if given is not None:
         listed = list(given.callbacks)
     else:
-        listed = (
-            list(callbacks)
-            if isinstance(callbacks, (list, tuple))
-            else []
-            if callbacks is None
-            else [callbacks]
-        )
+        listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     # every worker has the same list before writers are left out, so that all agree on what to exchange
     batches = any(_looks_at_batches(c, "train") for c in listed)
-    scratch = (
-        tempfile.mkdtemp(prefix="raytf_") if not collectives.is_chief(model.distribute_strategy) else None
-    )
+    scratch = tempfile.mkdtemp(prefix="raytf_") if not collectives.is_chief(model.distribute_strategy) else None
     kept = listed if scratch is None else list(_redirected(listed, scratch))
-    kept.append(_BatchAgreement() if batches else _Agreement())
+    agreement = _BatchAgreement() if batches else _Agreement()
+    after = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
+    kept = [*(c for c in kept if c not in after), agreement, *after]
     if given is not None:
-        kept[-1].set_model(model)
+        agreement.set_model(model)
         given.callbacks[:] = kept
         kept = given
     try:

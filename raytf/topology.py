@@ -36,9 +36,7 @@ def tf_config(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> st
             f"{role} {index} of {len(cluster.get(role, ()))}",
             "Number the tasks of a role from 0",
         )
-    return json.dumps(
-        {"cluster": {k: list(v) for k, v in cluster.items()}, "task": {"type": role, "index": index}}
-    )
+    return json.dumps({"cluster": {k: list(v) for k, v in cluster.items()}, "task": {"type": role, "index": index}})
 
 
 def is_chief(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> bool:
@@ -76,3 +74,56 @@ def share(rows: int, parts: int, index: int) -> tuple[int, int]:
     base, extra = divmod(rows, parts)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)
+
+
+STRATEGIES = (
+    "auto",
+    "one_device",
+    "mirrored",
+    "multi_worker_mirrored",
+    "central_storage",
+    "parameter_server",
+    "tpu",
+)
+
+
+def pick_strategy(name: str, *, workers: int, devices: int, tpu: bool) -> str:
+    """The strategy that a run uses: a name given by hand is obeyed or refused, "auto" picks.
+
+    Args:
+        name: one of `STRATEGIES`.
+        workers: number of workers of the run, at least 1.
+        devices: GPUs of each worker.
+        tpu: whether the workers hold TPUs.
+
+    Returns:
+        A name of `STRATEGIES` other than "auto", or "default" for TensorFlow's strategy of a single device.
+
+    Raises:
+        ConfigError: an unknown name, or one that does not fit the workers.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}", repr(name), "Choose one of these")
+    if name == "auto":
+        if tpu:
+            return "tpu"
+        return "multi_worker_mirrored" if workers > 1 else "mirrored" if devices > 1 else "default"
+    if name == "parameter_server":
+        raise ConfigError(
+            "raytf does not train with parameter servers yet",
+            repr(name),
+            "Use multi_worker_mirrored, or ClusterCoordinator in a script of your own",
+        )
+    if name in ("one_device", "mirrored", "central_storage") and workers > 1:
+        raise ConfigError(
+            f"strategy {name!r} trains in one process",
+            f"{workers} workers",
+            "Use num_workers=1, or strategy='multi_worker_mirrored'",
+        )
+    if name == "tpu" and not tpu:
+        raise ConfigError(
+            "strategy 'tpu' needs workers that hold TPUs",
+            "workers without TPUs",
+            "Ask for them with ScalingConfig(use_tpu=True, topology=...)",
+        )
+    return name

@@ -87,9 +87,7 @@ def vectors(rows=ROWS):
 
 def mlp(optimizer=None, loss="sparse_categorical_crossentropy", outputs=4, activation="softmax", **kwargs):
     def build():
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(16, "relu"), layers.Dense(outputs, activation)]
-        )
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(16, "relu"), layers.Dense(outputs, activation)])
         kwargs.setdefault("metrics", ["accuracy"])
         model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9), loss, **kwargs)
         return model
@@ -122,9 +120,7 @@ def optimizers():
 for _name, _make in optimizers().items():
     SCENARIOS[f"cnn_{_name}"] = lambda p, make=_make: p.fit(lambda: cnn(make()), images())[1]
     SCENARIOS[f"mlp_{_name}"] = lambda p, make=_make: p.fit(mlp(make), vectors())[1]
-    SCENARIOS[f"lstm_{_name}"] = lambda p, make=_make: p.fit(lambda: lstm(make()), (floats(5, 3), classes()))[
-        1
-    ]
+    SCENARIOS[f"lstm_{_name}"] = lambda p, make=_make: p.fit(lambda: lstm(make()), (floats(5, 3), classes()))[1]
     SCENARIOS[f"embedding_{_name}"] = lambda p, make=_make: p.fit(
         lambda: embedding(make()), (np.random.default_rng(3).integers(0, 20, (ROWS, 5)), classes())
     )[1]
@@ -352,9 +348,7 @@ def dropout(p):
         mine = np.zeros((p.world, *first[0].shape))
         mine[p.rank] = first[0]
         (everyone,) = collectives.sum_over_workers(p.strategy, [mine])
-        assert not any(np.array_equal(everyone[0], other) for other in everyone[1:]), (
-            "the same mask on two workers"
-        )
+        assert not any(np.array_equal(everyone[0], other) for other in everyone[1:]), "the same mask on two workers"
 
     def trained():
         model = keras.Sequential(
@@ -383,9 +377,7 @@ def odd_global_batch(p):
 
 @scenario
 def steps_per_execution(p):
-    return p.fit(mlp(steps_per_execution=3), vectors(rows=5 * BATCH - 3), validation_data=p.data(vectors()))[
-        1
-    ]
+    return p.fit(mlp(steps_per_execution=3), vectors(rows=5 * BATCH - 3), validation_data=p.data(vectors()))[1]
 
 
 @scenario
@@ -396,9 +388,7 @@ def gradient_accumulation(p):
 
 @scenario
 def accumulation_in_long_executions(p):
-    make = lambda: keras.optimizers.SGD(
-        0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
-    )  # noqa: E731
+    make = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3)
     return p.fit(mlp(make, steps_per_execution=4), vectors(), epochs=3, batch=16)[1]
 
 
@@ -431,9 +421,9 @@ for _name, _options in {
     "ema_overwrite": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
     "weight_decay": {"weight_decay": 0.1},
 }.items():
-    SCENARIOS[_name] = lambda p, options=_options: p.fit(
-        mlp(lambda: keras.optimizers.SGD(0.1, **options)), vectors()
-    )[1]
+    SCENARIOS[_name] = lambda p, options=_options: p.fit(mlp(lambda: keras.optimizers.SGD(0.1, **options)), vectors())[
+        1
+    ]
 
 
 @scenario
@@ -588,9 +578,7 @@ def files_by_the_chief(p):
         keras.callbacks.ModelCheckpoint(
             os.path.join(folder, "model_{epoch}.keras"), save_best_only=True, monitor="loss"
         ),
-        keras.callbacks.ModelCheckpoint(
-            os.path.join(folder, "step.weights.h5"), save_weights_only=True, save_freq=3
-        ),
+        keras.callbacks.ModelCheckpoint(os.path.join(folder, "step.weights.h5"), save_weights_only=True, save_freq=3),
         keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
         keras.callbacks.TensorBoard(os.path.join(folder, "events")),
         keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"), delete_checkpoint=False),
@@ -690,9 +678,7 @@ def _compiled(kind):
 
 
 for _kind in (OwnStep, OwnMean, BareLogs):
-    SCENARIOS[f"train_step_{_kind.__name__}"] = lambda p, kind=_kind: p.fit(
-        _compiled(kind), vectors(rows=90)
-    )[1]
+    SCENARIOS[f"train_step_{_kind.__name__}"] = lambda p, kind=_kind: p.fit(_compiled(kind), vectors(rows=90))[1]
 
 
 @scenario
@@ -750,7 +736,7 @@ for _name, _loss in {
     def _custom_loss(p, loss=_loss):
         build = lambda: mlp(
             lambda: keras.optimizers.SGD(0.01), loss=loss(), outputs=2, activation=None, metrics=["mae"]
-        )()  # noqa: E731
+        )()
         return p.fit(
             build,
             (floats(6, rows=90), floats(2, seed=8, rows=90)),

@@ -90,9 +90,7 @@ def test_equals_one_process(results, dtype, world, name):
         assert not isinstance(outcome, str), outcome
     for rank, other in enumerate(many[1:], 1):
         for key, value in other.items():
-            np.testing.assert_array_equal(
-                value, many[0][key], err_msg=f"{key}: worker {rank} differs from worker 0"
-            )
+            np.testing.assert_array_equal(value, many[0][key], err_msg=f"{key}: worker {rank} differs from worker 0")
     for key, value in one.items():
         if not key.startswith(("bits:", "chief:")):
             np.testing.assert_allclose(many[0][key], value, rtol=0, atol=TOLERANCE[dtype], err_msg=key)

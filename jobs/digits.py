@@ -1,0 +1,98 @@
+"""Train a CNN on handwritten digits on several Ray workers.
+
+python jobs/digits.py --num-workers 2
+ray job submit --working-dir . -- python jobs/digits.py --num-workers 2
+
+The images are scikit-learn's bundled set: 1797 scans of 8x8 pixels (E. Alpaydin, C. Kaynak, 1998, UCI).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pathlib
+import tempfile
+
+import ray
+from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+
+import raytf
+
+
+def build_model(config):
+    import keras
+    from keras import layers
+
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Rescaling(1 / 16),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Dropout(0.3),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(config["learning_rate"]), "sparse_categorical_crossentropy", metrics=["accuracy"]
+    )
+    return model
+
+
+def write_parquet(folder: pathlib.Path) -> None:
+    """Writes the digits to train/ and validation/ below `folder`: a fifth of the rows is for validation."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = digits.images.astype("float32")[..., None]
+    order = np.random.default_rng(0).permutation(len(images))
+    cut = len(images) // 5
+    for name, rows in {"train": order[cut:], "validation": order[:cut]}.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        image = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(images[rows]))
+        label = pa.array(digits.target[rows].astype("int64"))
+        pq.write_table(pa.table({"image": image, "label": label}), folder / name / "digits.parquet")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=128, help="rows of the global batch")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--storage", type=pathlib.Path, default=pathlib.Path("runs"), help="where results are kept")
+    parser.add_argument("--smoke", action="store_true", help="one epoch, to see that everything works")
+    options = parser.parse_args(arguments)
+
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    with tempfile.TemporaryDirectory() as folder:
+        write_parquet(pathlib.Path(folder))
+        datasets = {name: ray.data.read_parquet(f"{folder}/{name}") for name in ("train", "validation")}
+        trainer = raytf.KerasTrainer(
+            build_model,
+            config={
+                "batch_size": options.batch_size,
+                "epochs": 1 if options.smoke else options.epochs,
+                "learning_rate": options.learning_rate,
+            },
+            datasets=datasets,
+            features="image",
+            labels="label",
+            scaling_config=ScalingConfig(num_workers=options.num_workers),
+            run_config=RunConfig(
+                storage_path=str(options.storage.resolve()), checkpoint_config=CheckpointConfig(num_to_keep=2)
+            ),
+        )
+        result = trainer.fit()
+    raytf.show_result(result)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Keras callbacks of a training on Ray: epochs and steps for the feed, metrics and checkpoints, progress, TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+
+import keras
+import numpy as np
+import ray.train
+
+from raytf import checkpoint as checkpoints
+
+
+class FeedCallback(keras.callbacks.Callback):
+    """Tells the feed which epoch comes."""
+
+    raytf_local_batches = True
+
+    def __init__(self, feed):
+        super().__init__()
+        self._feed = feed
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._feed.set_epoch(epoch)
+
+
+class ReportCallback(keras.callbacks.Callback):
+    """Reports metrics and a checkpoint to Ray at the end of every epoch; put it last.
+
+    Every worker must have it, as `ray.train.report` waits for all. The chief (rank 0) alone writes a checkpoint: the
+    complete training state, from which the run goes on after a failure.
+
+    Args:
+        checkpoint: write a checkpoint with each report; without one Ray keeps no metrics in the Result.
+        seed: the run's seed, stored with the checkpoint.
+        build: (build_model, config, input shapes), stored for `raytf.load_model`.
+        callbacks: the callbacks whose state belongs to the checkpoint, in order.
+        history: metrics of the epochs before, when a run goes on.
+    """
+
+    raytf_local_batches = True
+    raytf_after_agreement = True
+
+    def __init__(self, checkpoint: bool = True, *, seed: int = 0, build=None, callbacks=(), history=()):
+        super().__init__()
+        self._checkpoint, self._seed, self._build, self._callbacks = checkpoint, seed, build, list(callbacks)
+        self._history = list(history)
+        self._reported = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._history.append({"epoch": epoch + 1, **{k: _number(v) for k, v in (logs or {}).items()}})
+        self._report(stopped=bool(self.model.stop_training))
+
+    def on_train_end(self, logs=None):
+        # EarlyStopping and averaged weights may have put other weights in place after the last epoch
+        if self._history and self._reported is not None and self._fingerprint() != self._reported:
+            self._report(stopped=bool(self.model.stop_training))
+
+    def _fingerprint(self):
+        return [float(np.sum(np.asarray(v, np.float64))) for v in self.model.trainable_variables]
+
+    def _report(self, stopped: bool):
+        metrics = dict(self._history[-1])
+        self._reported = self._fingerprint()
+        if not self._checkpoint or ray.train.get_context().get_world_rank() != 0:
+            ray.train.report(metrics)
+            return
+        with tempfile.TemporaryDirectory(prefix="raytf_") as folder:
+            step = int(self.model.optimizer.iterations)
+            state = checkpoints.State(len(self._history), step, self._seed, stopped, self._history)
+            checkpoints.save(folder, self.model, state, self._callbacks, self._build)
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+class RestoreCallback(keras.callbacks.Callback):
+    """Gives callbacks back their state when a run goes on; put it after them."""
+
+    def __init__(self, folder: str, callbacks):
+        super().__init__()
+        self._folder, self._callbacks = folder, list(callbacks)
+
+    def on_train_begin(self, logs=None):
+        checkpoints.restore_callbacks(self._folder, self._callbacks)
+
+
+class ProgressCallback(keras.callbacks.Callback):
+    """Tells the driver's progress line, at most every `every` seconds, where the chief's training stands.
+
+    Between the ends of epochs loss and accuracy are those of the chief's own rows.
+
+    Args:
+        board: handle of a `progress.Board` actor.
+        global_batch: rows of a step.
+        every: seconds.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(self, board, global_batch: int, every: float = 0.2):
+        super().__init__()
+        self._board, self._batch, self._every = board, global_batch, every
+        self._sent = 0.0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = time.monotonic()
+        if now - self._sent >= self._every:
+            self._sent = now
+            self._send(batch + 1, logs, ended=False)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._send(self.params["steps"] or 0, logs, ended=True)
+
+    def _send(self, step, logs, ended):
+        numbers = {k: _number(v) for k, v in (logs or {}).items()}
+        update = {
+            "epoch": self._epoch + 1,
+            "epochs": self.params["epochs"],
+            "step": min(step, self.params["steps"] or step),
+            "steps": self.params["steps"],
+            "rows": self._batch,
+            "logs": numbers,
+            "ended": ended,
+        }
+        self._board.update.remote(update)
+
+
+def tensorboard(storage, callbacks) -> list:
+    """A TensorBoard callback that writes beside the run's checkpoints, unless the user brings one.
+
+    Only where that is a file system of this machine; events for object stores are not written.
+    """
+    import pyarrow.fs
+
+    if any(isinstance(c, keras.callbacks.TensorBoard) for c in callbacks):
+        return []
+    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+        return []
+    folder = os.path.join(storage.experiment_fs_path, "tensorboard")
+    return [keras.callbacks.TensorBoard(folder, write_graph=False)]
+
+
+def _number(value):
+    if isinstance(value, dict):
+        return {k: _number(v) for k, v in value.items()}
+    value = np.asarray(value)
+    return value.item() if value.ndim == 0 else value.tolist()

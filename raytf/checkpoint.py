@@ -1,0 +1,191 @@
+"""The complete state of a training: saved by the chief, restored on every worker, and loaded as a model afterwards.
+
+A checkpoint is a folder:
+
+* `model.keras`: architecture, weights, optimizer state, and the state of seed generators (Dropout, augmentation).
+* `state.json`: `State` below.
+* `callbacks.pkl`: for each callback its plain attributes (counters, best values, weights put aside).
+* `build.pkl`: `build_model` and its config, for models that Keras cannot build from `model.keras` alone.
+
+Ray Train uploads the folder and only then registers it, so that a kill in between leaves the last good one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Mapping
+
+from raytf.errors import ConfigError
+
+MODEL, STATE, CALLBACKS, BUILD = "model.keras", "state.json", "callbacks.pkl", "build.pkl"
+
+
+@dataclasses.dataclass
+class State:
+    """Where a training stands.
+
+    Args:
+        epoch: epochs that are complete, at least 0.
+        step: training steps that were made in all, at least 0.
+        seed: the run's seed.
+        stopped: whether a callback ended the run before its last epoch.
+        history: a dict of metric values for each epoch.
+    """
+
+    epoch: int
+    step: int
+    seed: int
+    stopped: bool
+    history: list[dict[str, float]]
+
+
+def save(folder: str, model, state: State, callbacks=(), build: tuple | None = None) -> None:
+    """Writes a checkpoint into an empty folder; called by the chief alone.
+
+    Args:
+        folder: an existing folder of this machine.
+        model: a compiled and built `keras.Model`.
+        state: where the training stands.
+        callbacks: the user's callbacks, in the order in which they are built.
+        build: (build_model, config), or None.
+    """
+    import cloudpickle
+
+    model.save(os.path.join(folder, MODEL))
+    with open(os.path.join(folder, CALLBACKS), "wb") as file:
+        cloudpickle.dump([(type(c).__name__, _plain_attributes(c)) for c in callbacks], file)
+    if build is not None:
+        with open(os.path.join(folder, BUILD), "wb") as file:
+            cloudpickle.dump(build, file)
+    with open(os.path.join(folder, STATE), "w") as file:
+        json.dump(dataclasses.asdict(state), file)
+
+
+def read_state(folder: str) -> State:
+    """The `State` of a checkpoint folder."""
+    path = os.path.join(folder, STATE)
+    if not os.path.exists(path):
+        raise ConfigError(
+            f"A checkpoint of raytf.KerasTrainer holds {STATE}", f"{folder!r} without it", "Name such a checkpoint"
+        )
+    with open(path) as file:
+        return State(**json.load(file))
+
+
+def restore(folder: str, model) -> None:
+    """Gives a built model the weights, optimizer state and seeds of a checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint was written by another model.
+    """
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    try:
+        model.load_weights(os.path.join(folder, MODEL))
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            "A run of the same name goes on from its last checkpoint, so build_model must still build the same model",
+            str(error).splitlines()[0],
+            "Give the run another RunConfig(name=...) or storage_path",
+        ) from error
+
+
+def restore_callbacks(folder: str, callbacks) -> None:
+    """Gives callbacks the plain attributes that they had; called after their `on_train_begin`, which resets them."""
+    with open(os.path.join(folder, CALLBACKS), "rb") as file:
+        saved = pickle.load(file)
+    if [name for name, _ in saved] != [type(c).__name__ for c in callbacks]:
+        raise ConfigError(
+            "A run that goes on needs the callbacks that it had",
+            f"{[type(c).__name__ for c in callbacks]} after {[name for name, _ in saved]}",
+            "Keep the list, or give the run another name",
+        )
+    for callback, (_, attributes) in zip(callbacks, saved, strict=True):
+        vars(callback).update(attributes)
+
+
+def _plain_attributes(callback) -> dict:
+    return {k: v for k, v in vars(callback).items() if k not in ("params", "_params", "validation_data") and _plain(v)}
+
+
+def _plain(value) -> bool:
+    import numpy as np
+
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(map(_plain, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str, bytes, np.ndarray, np.generic))
+
+
+def load_model(source, compile: bool = True):
+    """The Keras model of a run, a checkpoint or a folder.
+
+    Args:
+        source: a `ray.train.Result`, a `ray.train.Checkpoint`, or the path of a checkpoint folder, of a run's folder
+            or of a `.keras` file.
+        compile: whether to restore loss, metrics and optimizer too.
+
+    Returns:
+        A `keras.Model` with the trained weights, outside any strategy.
+
+    Raises:
+        ConfigError: there is no model at `source`.
+    """
+    checkpoint = getattr(source, "checkpoint", source)
+    if checkpoint is None:
+        raise ConfigError("A result needs a checkpoint to load a model from", "a result without one", "Train longer")
+    if hasattr(checkpoint, "as_directory"):
+        with checkpoint.as_directory() as folder:
+            return _load(folder, compile)
+    path = os.path.expanduser(os.fspath(checkpoint))
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, MODEL)):
+        return load_model(_newest(path), compile)
+    return _load(path, compile)
+
+
+def _newest(run: str):
+    from ray.train import Result
+
+    try:
+        return Result.from_path(run)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
+            repr(run),
+            "Look for it under the storage path of the run",
+        ) from error
+
+
+def _load(path: str, compile: bool):
+    import keras
+
+    if not os.path.exists(path):
+        raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
+    file = os.path.join(path, MODEL) if os.path.isdir(path) else path
+    build = os.path.join(os.path.dirname(file), BUILD)
+    try:
+        return keras.saving.load_model(file, compile=compile)
+    except (TypeError, ValueError, ImportError) as error:
+        if not os.path.exists(build):
+            raise
+        warnings.warn(
+            f"Keras cannot build the model from its file ({str(error).splitlines()[0]}); "
+            "it is built with build_model and given the saved weights",
+            stacklevel=3,
+        )
+    with open(build, "rb") as saved:
+        build_model, config, shapes = pickle.load(saved)
+    model = build_model(dict(config))
+    if not model.built:
+        model.build(shapes)
+    if compile and model.optimizer is not None:
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(file)
+    else:
+        model.load_weights(file, skip_mismatch=False)
+    return model

@@ -1,0 +1,95 @@
+"""Which worker failed first, and why: one cause with its rank in the place of a page of gRPC text. Driver side."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+
+import ray
+from ray.train import TrainingFailedError
+
+from raytf.errors import RaytfError, TrainingError
+
+# What a healthy worker reports when a peer has gone: a consequence, never the cause.
+_CONSEQUENCES = (
+    "UnavailableError",
+    "AbortedError",
+    "CancelledError",
+    "DeadlineExceededError",
+    "Collective ops is aborted",
+    "Connection reset by peer",
+    "failed to connect to all addresses",
+    "CoordinationService",
+    "RPC: /tensorflow",
+)
+
+
+class WorkerFailedError(TrainingError, TrainingFailedError):
+    """A `TrainingError` that is Ray Train's `TrainingFailedError` too; `worker_failures` maps rank to exception."""
+
+    worker_failures: dict
+
+    def __init__(self, rank, cause, details="", worker_failures=None):
+        TrainingError.__init__(self, rank, cause, details)
+        self.worker_failures = worker_failures or {}
+
+    def __reduce__(self):
+        return type(self), (self.rank, self.cause, self.details, self.worker_failures)
+
+
+@contextlib.contextmanager
+def first_cause():
+    """Turns Ray Train's error into one that names the rank that failed first and its own error."""
+    try:
+        yield
+    except TrainingFailedError as error:
+        failures = getattr(error, "worker_failures", {})
+        if not failures:
+            inner = getattr(error, "controller_failure", error)
+            raise WorkerFailedError(None, _line(inner)) from error
+        rank = first_rank(failures)
+        failure = failures[rank]
+        raise WorkerFailedError(rank, _line(failure), _details(failure), failures) from None
+
+
+def first_rank(failures: dict[int, BaseException]) -> int:
+    """The rank whose error is a cause, not the consequence of another's."""
+    causes = [rank for rank, error in sorted(failures.items()) if not _is_consequence(error)]
+    return causes[0] if causes else min(failures)
+
+
+def _is_consequence(error: BaseException) -> bool:
+    text = f"{type(error).__name__}: {type(_cause(error)).__name__}: {error}"
+    return any(sign in text for sign in _CONSEQUENCES)
+
+
+def _cause(error: BaseException) -> BaseException:
+    for name in ("_base_exc", "cause", "worker_group_error"):
+        inner = getattr(error, name, None)
+        if isinstance(inner, BaseException):
+            return _cause(inner)
+    return error
+
+
+def _line(error: BaseException) -> str:
+    cause = _cause(error)
+    lines = [line for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def _details(error: BaseException) -> str:
+    text = getattr(error, "_traceback_str", None)
+    if text is None:
+        return ""
+    cause = "".join(traceback.format_exception_only(_cause(error)))
+    return text if cause.strip() in text else f"{text}\n{cause}"
+
+
+def unwrapped(call):
+    """Runs a call that waits for Ray, and raises an error of ours that came from afar as itself."""
+    try:
+        return call()
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RaytfError):
+            raise error.cause from None
+        raise

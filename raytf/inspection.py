@@ -1,0 +1,108 @@
+"""Builds the model once, in a process of its own, and tries it on the data's shapes before any worker starts."""
+
+from __future__ import annotations
+
+import traceback
+
+import ray
+
+from raytf.blocks import Blocks
+from raytf.errors import ConfigError
+
+_STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
+
+
+# The process ends with the call: a worker must not get one whose TensorFlow has started.
+@ray.remote(num_cpus=0, max_calls=1)
+def inspect(build_model, config: dict, first: Blocks, features, labels, sample_weights) -> ConfigError | None:
+    """What is wrong with the model or the columns, as an error that the driver raises, or None.
+
+    Args:
+        build_model, config: the user's.
+        first: the first block of the training data.
+        features, labels, sample_weights: parsed columns.
+    """
+    import os
+
+    os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
+    try:
+        check(build_model, config, first, features, labels, sample_weights)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def check(build_model, config, first, features, labels, sample_weights) -> None:
+    """Raises ConfigError unless the model can train on the columns."""
+    import keras
+    import tensorflow as tf
+
+    from raytf.feed import Feed
+    from raytf.worker import build_from_example
+
+    feed = Feed(first, features=features, labels=labels, sample_weights=sample_weights, global_batch=1)
+    try:
+        model = build_model(dict(config))
+    except Exception as error:
+        raise ConfigError(
+            "build_model(config) must return a compiled keras.Model", _where(error), "Correct build_model or the config"
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise ConfigError(
+            "build_model(config) must return a compiled keras.Model",
+            f"{type(model).__module__}.{type(model).__name__}",
+            "Return the model, of Keras 3",
+        )
+    if not model.compiled or model.optimizer is None:
+        raise ConfigError(
+            "build_model(config) must return a compiled keras.Model",
+            f"{model.name!r}, which is not compiled with an optimizer",
+            "Call model.compile(optimizer, loss, ...) in build_model",
+        )
+    dataset = feed.dataset()
+    _check_numeric(model, dataset)
+    example = tf.nest.map_structure(lambda s: tf.zeros([2, *s.shape[1:]], s.dtype), dataset.element_spec)
+    try:
+        build_from_example(model, example)
+    except Exception as error:
+        parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
+        shown = ", ".join(
+            f"{role} {_shape(spec)}" for role, spec in zip(("features", "labels", "weights"), parts, strict=False)
+        )
+        raise ConfigError(
+            "The columns must fit the model's inputs and its loss",
+            f"{shown}, for which Keras says: {_first_line(error)}",
+            "Choose other columns, or change the model",
+        ) from error
+
+
+def _check_numeric(model, dataset) -> None:
+    import tensorflow as tf
+
+    features = dataset.element_spec[0] if isinstance(dataset.element_spec, tuple) else dataset.element_spec
+    strings = any(spec.dtype == tf.string for spec in tf.nest.flatten(features))
+    takes = any(t.dtype == "string" for t in tf.nest.flatten(getattr(model, "inputs", None) or []))
+    takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in model._flatten_layers())
+    if strings and not takes:
+        raise ConfigError(
+            "Features must be numbers unless the model takes strings",
+            f"{_shape(features)}",
+            "Encode the column, or put a StringLookup or TextVectorization layer into the model",
+        )
+
+
+def _shape(spec) -> str:
+    if isinstance(spec, dict):
+        return "{" + ", ".join(f"{k}: {_shape(v)}" for k, v in spec.items()) + "}"
+    return f"{spec.dtype.name}{tuple(spec.shape)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith(("Exception encountered", "Arguments received"))]
+    return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")
+
+
+def _where(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{_first_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"

@@ -1,0 +1,108 @@
+"""On a worker: prepare TensorFlow, and build the strategy before any other TensorFlow operation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import warnings
+
+import tensorflow as tf
+
+from raytf import backend, keras_multiworker
+from raytf.errors import ConfigError
+from raytf.topology import pick_strategy
+
+_current: dict[str, object] = {}
+
+
+@contextlib.contextmanager
+def prepared(config: backend.TensorflowConfig):
+    """Makes this process ready for a train loop, and leaves nothing of it behind."""
+    keras_multiworker.install(allow_untested=config.allow_untested_keras)
+    if config.seed is not None:
+        tf.random.set_seed(config.seed)
+    options = communication_options(config)
+    _current.update(config=config, strategy=None)
+    with _strategy_hook(options):
+        try:
+            yield
+        finally:
+            backend.release_port()
+            _current.clear()
+
+
+def communication_options(config: backend.TensorflowConfig):
+    """TensorFlow's CommunicationOptions for a config."""
+    implementation = tf.distribute.experimental.CommunicationImplementation[config.communication.upper()]
+    return tf.distribute.experimental.CommunicationOptions(
+        implementation=implementation, bytes_per_pack=config.bytes_per_pack, timeout_seconds=config.timeout_s
+    )
+
+
+@contextlib.contextmanager
+def _strategy_hook(options):
+    """A MultiWorkerMirroredStrategy that anybody builds gets the port that was kept for it, and the options."""
+    kind = tf.distribute.MultiWorkerMirroredStrategy
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self, cluster_resolver=None, communication_options=None):
+        backend.release_port()
+        original(self, cluster_resolver, options if communication_options is None else communication_options)
+        _current["strategy"] = self
+
+    kind.__init__ = init
+    try:
+        yield
+    finally:
+        kind.__init__ = original
+
+
+def get_strategy() -> tf.distribute.Strategy:
+    """Inside a train loop: the strategy of this worker, built at the first call.
+
+    It must be called, or the strategy be built by hand, before any other TensorFlow operation of the process.
+
+    Raises:
+        ConfigError: called outside a train loop of a raytf trainer.
+    """
+    if "config" not in _current:
+        raise ConfigError(
+            "raytf.get_strategy() works inside a train loop",
+            "a call outside of one",
+            "Call it in the function that a raytf trainer runs on its workers",
+        )
+    if _current["strategy"] is None:
+        _current["strategy"] = build(_current["config"].strategy)
+    return _current["strategy"]
+
+
+def config() -> backend.TensorflowConfig | None:
+    """The config of the train loop that runs in this process, or None outside of one."""
+    return _current.get("config")
+
+
+def build(name: str) -> tf.distribute.Strategy:
+    """Builds the strategy of a name (or "auto") from this worker's devices and TF_CONFIG."""
+    workers = len(json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {}).get("worker", [None]))
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    name = pick_strategy(name, workers=workers, devices=gpus, tpu=bool(tf.config.list_physical_devices("TPU")))
+    if name == "multi_worker_mirrored":
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    backend.release_port()
+    if name == "default":
+        return tf.distribute.get_strategy()
+    if name == "one_device":
+        return tf.distribute.OneDeviceStrategy("gpu:0" if gpus else "cpu:0")
+    if name == "mirrored":
+        return tf.distribute.MirroredStrategy()
+    if name == "central_storage":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return tf.distribute.experimental.CentralStorageStrategy()
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
+    tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)

@@ -1,0 +1,317 @@
+"""KerasTrainer and TensorflowTrainer: check everything, then hand over to Ray Train."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import pandas as pd
+import ray
+import ray.train
+from ray.train import DataConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from raytf import columns, failures, order, progress, resources
+from raytf.backend import TensorflowConfig
+from raytf.blocks import Blocks, BlockServer
+from raytf.errors import ConfigError
+from raytf.inspection import inspect
+from raytf.topology import per_replica_batch, pick_strategy
+from raytf.worker import Task, train
+
+DEFAULTS = {"batch_size": 32, "epochs": 1}
+
+
+class KerasTrainer:
+    """Trains a Keras 3 model on Ray workers, as `model.fit` would in one process on the same global batches.
+
+    Args:
+        build_model: build_model(config) -> compiled `keras.Model`; called on every worker in the strategy's scope.
+        config: values for `build_model` and `callbacks`, and for the trainer itself: `batch_size` (rows of the
+            **global** batch, at least one for each replica, default 32), `epochs` (at least 1, default 1).
+        datasets: {"train": Dataset, "validation": Dataset}, of `ray.data`; "validation" may be left out.
+        features: a column, a list of columns (stacked into one float32 vector), or a dict of these by input name.
+        labels: likewise, by output name; None for models that need no labels.
+        sample_weights: a column of weights for each row, or a dict of these by output name.
+        callbacks: callbacks(config) -> list of Keras callbacks, built on every worker; files are written by the chief.
+        strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage" or "tpu".
+        scaling_config: `ray.train.ScalingConfig`; one worker by default.
+        run_config: `ray.train.RunConfig`. A run whose name and storage path exist already goes on from its last
+            checkpoint.
+        tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
+        seed: of weights, order of rows, masks and augmentation, 0 to 2**63 - 1.
+        shuffle: order of training rows in each epoch: "full" or "none".
+        progress: show a progress line at the driver.
+
+    Raises:
+        ConfigError: an argument that can be seen to be wrong before anything runs.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable,
+        *,
+        config: Mapping[str, Any] | None = None,
+        datasets: Mapping[str, Any],
+        features,
+        labels=None,
+        sample_weights=None,
+        callbacks: Callable | None = None,
+        strategy: str = "auto",
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        tensorflow_config: TensorflowConfig | None = None,
+        seed: int = 0,
+        shuffle: str = "full",
+        progress: bool = True,
+    ):
+        self.build_model, self.callbacks = build_model, callbacks
+        self.config = DEFAULTS | dict(config or {})
+        self.datasets = dict(datasets)
+        self.features = columns.parse(features, "features")
+        self.labels = columns.parse(labels, "labels")
+        self.sample_weights = columns.parse(sample_weights, "sample_weights")
+        self.scaling_config = scaling_config or ScalingConfig()
+        self.run_config = run_config or RunConfig()
+        self.tensorflow_config = tensorflow_config or TensorflowConfig()
+        self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        check_pickles(self.build_model, "build_model")
+        if self.callbacks is not None:
+            check_pickles(self.callbacks, "callbacks")
+        check_config(self.config)
+        workers = smallest_workers(self.scaling_config)
+        check_strategy(self.strategy, self.scaling_config)
+        devices = max(1, int(self.scaling_config._resources_per_worker_not_none.get("GPU", 0)))
+        per_replica_batch(self.config["batch_size"], workers * devices)
+        if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:
+            raise ConfigError(
+                "datasets must hold 'train' and may hold 'validation'", sorted(self.datasets), "Rename the datasets"
+            )
+        for name, dataset in self.datasets.items():
+            if not isinstance(dataset, ray.data.Dataset):
+                raise ConfigError(
+                    "A dataset must be a ray.data.Dataset",
+                    f"{name!r} of type {type(dataset).__name__}",
+                    "Read it with ray.data, for example ray.data.read_parquet",
+                )
+        if self.features is None:
+            raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
+        if self.shuffle not in order.SHUFFLES:
+            raise ConfigError(f"shuffle must be one of {', '.join(order.SHUFFLES)}", repr(self.shuffle), "Choose one")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(self.seed), "Choose such a seed")
+
+    def fit(self) -> ray.train.Result:
+        """Trains, and returns when the last epoch is reported.
+
+        Returns:
+            A `ray.train.Result`: `metrics` holds the last epoch's global values by their Keras names and `epoch`,
+            `metrics_dataframe` a row for each epoch, `checkpoint` what `raytf.load_model` reads.
+
+        Raises:
+            ConfigError: the model, the columns or the cluster do not fit; no worker has started.
+            TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
+        """
+        if not ray.is_initialized():
+            ray.init()
+        resources.check_cluster(self.scaling_config)
+        server = BlockServer.remote(self.datasets)
+        board = progress.Board.remote() if self.progress else None
+        try:
+            self._check_data_and_model(server)
+            task = Task(
+                build_model=self.build_model,
+                callbacks=self.callbacks,
+                config=self.config,
+                features=self.features,
+                labels=self.labels,
+                sample_weights=self.sample_weights,
+                datasets=tuple(self.datasets),
+                seed=self.seed,
+                shuffle=self.shuffle,
+                server=server,
+                board=board,
+            )
+            return self._run(task)
+        finally:
+            for actor in (server, board):
+                if actor is not None:
+                    ray.kill(actor)
+
+    def _run(self, task: Task) -> ray.train.Result:
+        tensorflow_config = dataclasses.replace(
+            self.tensorflow_config, feed=task.server, strategy=self.strategy, seed=self.seed % 2**31
+        )
+
+        def keras_training():
+            train(task)
+
+        inner = DataParallelTrainer(
+            keras_training,
+            backend_config=tensorflow_config,
+            scaling_config=self.scaling_config,
+            run_config=self.run_config,
+        )
+        with failures.first_cause():
+            if task.board is None:
+                result = inner.fit()
+            else:
+                from rich.console import Console
+
+                with progress.Line(task.board, Console()):
+                    result = inner.fit()
+        return _with_history(result)
+
+    def _check_data_and_model(self, server) -> None:
+        blocks: dict[str, Blocks] = {}
+        for name in self.datasets:
+            blocks[name] = failures.unwrapped(lambda name=name: ray.get(server.blocks.remote(name)))
+            if not blocks[name].rows:
+                raise ConfigError(
+                    "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
+                )
+            for role in ("features", "labels", "sample_weights"):
+                columns.check_names(getattr(self, role), blocks[name].columns, role)
+        first = blocks["train"]
+        first = Blocks(first.refs[:1], first.rows[:1], first.columns)
+        task = inspect
+        if self.run_config.worker_runtime_env:
+            task = inspect.options(runtime_env=self.run_config.worker_runtime_env)
+        arguments = (self.build_model, self.config, first, self.features, self.labels, self.sample_weights)
+        error = failures.unwrapped(lambda: ray.get(task.remote(*arguments)))
+        if error is not None:
+            raise error
+
+
+def _with_history(result: ray.train.Result) -> ray.train.Result:
+    """A row for each epoch, however many checkpoints are kept."""
+    from raytf import checkpoint
+
+    if result.checkpoint is not None:
+        with result.checkpoint.as_directory() as folder:
+            result.metrics_dataframe = pd.DataFrame(checkpoint.read_state(folder).history)
+    return result
+
+
+class TensorflowTrainer(DataParallelTrainer):
+    """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
+
+    Args:
+        train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
+            the strategy, or it builds `tf.distribute.MultiWorkerMirroredStrategy()` itself.
+        train_loop_config: what the function is called with.
+        tensorflow_config: `raytf.TensorflowConfig`; Ray's own, which has no options, is taken for the default.
+        scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train.
+        metadata, resume_from_checkpoint: refused by Ray Train 2.60.
+        strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable,
+        *,
+        train_loop_config: dict | None = None,
+        tensorflow_config: Any = None,
+        scaling_config: ScalingConfig | None = None,
+        dataset_config: DataConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        validation_config=None,
+        metadata: dict[str, Any] | None = None,
+        resume_from_checkpoint=None,
+        strategy: str = "auto",
+    ):
+        check_strategy(strategy, scaling_config or ScalingConfig())
+        if not isinstance(tensorflow_config, TensorflowConfig):
+            kind = type(tensorflow_config)
+            if tensorflow_config is not None and kind.__module__ != "ray.train.tensorflow.config":
+                raise ConfigError(
+                    "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
+                )
+            tensorflow_config = TensorflowConfig()
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=dataclasses.replace(tensorflow_config, strategy=strategy),
+            scaling_config=scaling_config,
+            dataset_config=dataset_config,
+            run_config=run_config,
+            datasets=datasets,
+            resume_from_checkpoint=resume_from_checkpoint,
+            metadata=metadata,
+            validation_config=validation_config,
+        )
+
+    def fit(self) -> ray.train.Result:
+        """Runs the train loop on every worker.
+
+        Raises:
+            ResourceError: the cluster can never hold the workers.
+            TrainingError: a worker failed more often than `FailureConfig` allows; it is a
+                `ray.train.TrainingFailedError` too.
+        """
+        if not ray.is_initialized():
+            ray.init()
+        resources.check_cluster(self.scaling_config)
+        config = self.backend_config
+        seed = secrets.randbelow(2**31) if config.seed is None else config.seed
+        server = BlockServer.remote(self.datasets)
+        self.backend_config = dataclasses.replace(config, feed=server, seed=seed)
+        try:
+            with failures.first_cause():
+                return super().fit()
+        finally:
+            self.backend_config = config
+            ray.kill(server)
+
+
+# ------------------------------------------------------------------------------------------------------ checks
+
+
+def check_pickles(function, name: str) -> None:
+    """Raises ConfigError unless `function` can be called and sent to a worker."""
+    if not callable(function):
+        raise ConfigError(f"{name} must be a function of config", repr(function), "Pass a function")
+    try:
+        cloudpickle.dumps(function)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} must be a function that pickles, as it is sent to the workers",
+            f"{getattr(function, '__name__', function)!r}: {error}",
+            "Create what does not pickle (models, locks, files, connections) inside the function",
+        ) from error
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for values of `config` that the trainer itself reads."""
+    for name in ("batch_size", "epochs"):
+        value = config[name]
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+            raise ConfigError(f"config[{name!r}] must be an integer of at least 1", repr(value), "Change it")
+    rate = config.get("learning_rate")
+    if isinstance(rate, numbers.Real) and not (math.isfinite(rate) and rate > 0):
+        raise ConfigError("config['learning_rate'] must be a finite number above 0", repr(rate), "Change it")
+
+
+def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
+    """Raises ConfigError if the strategy does not fit the workers."""
+    workers = smallest_workers(scaling_config)
+    devices = int(scaling_config._resources_per_worker_not_none.get("GPU", 0))
+    pick_strategy(name, workers=workers, devices=devices, tpu=bool(scaling_config.use_tpu))
+
+
+def smallest_workers(scaling_config: ScalingConfig) -> int:
+    """The number of workers, or the smallest where it is elastic."""
+    workers = scaling_config.num_workers
+    workers = workers if isinstance(workers, int) else workers[0]
+    if workers < 1:
+        raise ConfigError("num_workers must be at least 1", workers, "Use ScalingConfig(num_workers=1) or more")
+    return workers

@@ -1,0 +1,123 @@
+"""What one worker of a KerasTrainer does, on one screen: strategy, model, data, restore, fit, report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a KerasTrainer tells its workers.
+
+    Args:
+        build_model, callbacks: the user's functions of the config.
+        config: the user's config.
+        features, labels, sample_weights: parsed columns.
+        datasets: names of the datasets that there are, "train" and perhaps "validation".
+        seed: of weights, shuffle and masks.
+        shuffle: order of training rows.
+        server: handle of the `blocks.BlockServer`.
+        board: handle of the `progress.Board`, or None for no progress line.
+    """
+
+    build_model: Callable
+    callbacks: Callable | None
+    config: dict[str, Any]
+    features: Any
+    labels: Any
+    sample_weights: Any
+    datasets: tuple[str, ...]
+    seed: int
+    shuffle: str
+    server: Any
+    board: Any
+
+
+def train(task: Task) -> None:
+    """Runs on every worker; the user's code sees a plain Keras training."""
+    import keras
+    import ray.train
+
+    from raytf import callbacks, checkpoint, strategy
+
+    context = ray.train.get_context()
+    distribution = strategy.get_strategy()
+    saved = ray.train.get_checkpoint()
+    with saved.as_directory() if saved else nullcontext() as folder:
+        state = checkpoint.read_state(folder) if saved else None
+        if state is not None and (state.stopped or state.epoch >= task.config["epochs"]):
+            return
+        keras.utils.set_random_seed(task.seed % 2**32)
+        with distribution.scope():
+            model = task.build_model(dict(task.config))
+        feeds = {name: _feed(task, name, context) for name in task.datasets}
+        datasets = {name: feed.dataset() for name, feed in feeds.items()}
+        _build(model, datasets["train"], distribution)
+        users = list(task.callbacks(dict(task.config))) if task.callbacks else []
+        users += callbacks.tensorboard(context.get_storage(), users)
+        around = [callbacks.FeedCallback(feeds["train"]), *users]
+        if state is not None:
+            checkpoint.restore(folder, model)
+            around.append(callbacks.RestoreCallback(folder, users))
+        if context.get_world_rank() == 0 and task.board is not None:
+            around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"]))
+        shapes = _input_shapes(datasets["train"])
+        report = callbacks.ReportCallback(
+            seed=task.seed,
+            build=(task.build_model, task.config, shapes),
+            callbacks=users,
+            history=state.history if state else (),
+        )
+        model.fit(
+            datasets["train"],
+            validation_data=datasets.get("validation"),
+            epochs=task.config["epochs"],
+            initial_epoch=state.epoch if state else 0,
+            callbacks=[*around, report],
+            verbose=0,
+        )
+
+
+def _feed(task: Task, name: str, context):
+    import ray
+
+    from raytf.feed import Feed
+
+    return Feed(
+        ray.get(task.server.blocks.remote(name)),
+        features=task.features,
+        labels=task.labels,
+        sample_weights=task.sample_weights,
+        global_batch=task.config["batch_size"],
+        worker=context.get_world_rank(),
+        workers=context.get_world_size(),
+        seed=task.seed,
+        shuffle=task.shuffle if name == "train" else "none",
+    )
+
+
+def _build(model, dataset, distribution) -> None:
+    """Builds model and optimizer from the data's shapes, so that a checkpoint can be restored into them."""
+    import tensorflow as tf
+
+    example = tf.nest.map_structure(lambda s: tf.zeros([2, *s.shape[1:]], s.dtype), dataset.element_spec)
+    with distribution.scope():
+        build_from_example(model, example)
+
+
+def build_from_example(model, example) -> None:
+    """Builds a compiled model from a batch (features, labels, weights) as Keras does before its first step."""
+    model._symbolic_build(data_batch=example)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _input_shapes(dataset):
+    import tensorflow as tf
+
+    spec = dataset.element_spec
+    features = spec[0] if isinstance(spec, tuple) else spec
+    return tf.nest.map_structure(lambda s: tuple(s.shape), features)
