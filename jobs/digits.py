@@ -27,8 +27,8 @@ def build_model(config):
         [
             keras.Input((8, 8, 1)),
             layers.Rescaling(1 / 16),
+            layers.Conv2D(16, 3, padding="same", activation="relu"),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
             layers.Dropout(0.3),
             layers.Flatten(),

@@ -47,7 +47,7 @@ class TensorflowConfig(BackendConfig):
     memory_growth: bool = True
     allow_untested_keras: bool = False
     seed: int | None = None
-    # What `raytf.get_dataset` reads on a worker; set by the trainers.
+    # The trainer's datasets by name, for `raytf.get_dataset`; set by the trainers.
     feed: Any = field(default=None, repr=False)
     strategy: str = field(default="auto", repr=False)
 

@@ -1,57 +1,69 @@
-"""The blocks of the datasets of a run: read once, kept in Ray's object store, handed to every worker.
+"""The blocks of a dataset: read once, kept in Ray's object store, shared by every worker of the cluster.
 
 Driver side: nothing here imports TensorFlow.
 """
 
 from __future__ import annotations
 
-import ray
-import ray.data
+import contextlib
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
-from raytf.errors import ConfigError
 
-
+@dataclass(frozen=True)
 class Blocks:
     """Where the rows of a dataset lie.
 
     Args:
         refs: references to Arrow tables in the object store.
-        rows: number of rows of each block.
+        rows: number of rows of each block, each at least 1.
         columns: names of the columns.
     """
 
-    def __init__(self, refs: list, rows: list[int], columns: list[str]):
-        self.refs, self.rows, self.columns = refs, rows, columns
+    refs: list = field(repr=False)
+    rows: list[int]
+    columns: list[str]
+
+    def first(self) -> Blocks:
+        """The first block alone."""
+        return Blocks(self.refs[:1], self.rows[:1], self.columns)
 
 
-@ray.remote(num_cpus=0)
-class BlockServer:
-    """Reads each dataset of a run at the first request, in a fixed order of rows, and remembers where it lies."""
-
-    def __init__(self, datasets: dict):
-        self._datasets = datasets
-        self._blocks: dict[str, Blocks] = {}
-
-    def blocks(self, name: str) -> Blocks:
-        if name not in self._datasets:
-            known = ", ".join(map(repr, self._datasets)) or "none"
-            raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it")
-        if name not in self._blocks:
-            dataset = self._datasets[name]
-            dataset = dataset() if callable(dataset) else dataset
-            self._blocks[name] = read(dataset)
-        return self._blocks[name]
+def read_all(datasets: Mapping) -> dict[str, Blocks]:
+    """`read` for each of a run's datasets, at the same time: most of a small one's time is Ray's start-up."""
+    with _quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
+        return dict(zip(datasets, pool.map(_read, datasets.values()), strict=True))
 
 
 def read(dataset) -> Blocks:
-    """Executes a dataset into the object store; the order of its rows is the same in every execution."""
+    """Executes a `ray.data.Dataset` into the object store.
+
+    The order of its rows is the same in every execution, as the order of training is counted in rows.
+    """
+    with _quiet():
+        return _read(dataset)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Ray Data tells of its plan and progress at length; the trainer has a line of its own."""
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _read(dataset) -> Blocks:
     dataset.context.execution_options.preserve_order = True
+    dataset.context.enable_progress_bars = False
     materialized = dataset.materialize()
-    refs, rows = [], []
-    for bundle in materialized.iter_internal_ref_bundles():
-        for block in bundle.blocks:
-            if block.metadata.num_rows:
-                refs.append(block.ref)
-                rows.append(block.metadata.num_rows)
+    found = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
+    found = [block for block in found if block.metadata.num_rows]
     schema = materialized.schema()
-    return Blocks(refs, rows, list(schema.names) if schema is not None else [])
+    columns = [] if schema is None else list(schema.names)
+    return Blocks([block.ref for block in found], [block.metadata.num_rows for block in found], columns)

@@ -1,4 +1,4 @@
-"""Keras callbacks of a training on Ray: epochs and steps for the feed, metrics and checkpoints, progress, TensorBoard."""
+"""Keras callbacks of a training on Ray: the feed's epochs, metrics and checkpoints, progress, TensorBoard."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ProgressCallback(keras.callbacks.Callback):
     Between the ends of epochs loss and accuracy are those of the chief's own rows.
 
     Args:
-        board: handle of a `progress.Board` actor.
+        board: a `progress.Board`.
         global_batch: rows of a step.
         every: seconds.
     """
@@ -126,7 +126,7 @@ class ProgressCallback(keras.callbacks.Callback):
             "logs": numbers,
             "ended": ended,
         }
-        self._board.update.remote(update)
+        self._board.write(update)
 
 
 def tensorboard(storage, callbacks) -> list:

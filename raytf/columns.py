@@ -68,7 +68,7 @@ def check_names(spec, schema_names: Sequence[str], role: str) -> None:
 def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
     """An uninitialized array whose memory starts at a multiple of `ALIGNMENT` bytes."""
     dtype = np.dtype(dtype)
-    if dtype == object:
+    if dtype.hasobject:
         return np.empty(shape, dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
@@ -152,7 +152,7 @@ class Source:
                 raise ConfigError(
                     "All rows of a column need one shape and dtype", f"{shapes} in {name!r}", "Convert it"
                 )
-            if self._stacked and (part[0].ndim != 1 or part[0].dtype == object):
+            if self._stacked and (part[0].ndim != 1 or part[0].dtype.hasobject):
                 raise ConfigError(
                     "Columns that are stacked into one vector must hold single numbers",
                     f"{name!r} of shape {part[0].shape[1:]} and dtype {part[0].dtype}",

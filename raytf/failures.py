@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import traceback
 
-import ray
 from ray.train import TrainingFailedError
 
-from raytf.errors import RaytfError, TrainingError
+from raytf.errors import TrainingError
 
 # What a healthy worker reports when a peer has gone: a consequence, never the cause.
 _CONSEQUENCES = (
@@ -83,13 +82,3 @@ def _details(error: BaseException) -> str:
         return ""
     cause = "".join(traceback.format_exception_only(_cause(error)))
     return text if cause.strip() in text else f"{text}\n{cause}"
-
-
-def unwrapped(call):
-    """Runs a call that waits for Ray, and raises an error of ours that came from afar as itself."""
-    try:
-        return call()
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, RaytfError):
-            raise error.cause from None
-        raise

@@ -11,12 +11,13 @@ import pyarrow as pa
 import ray
 import tensorflow as tf
 
+from raytf import blocks as blocks_module
 from raytf import columns as columns_module
 from raytf import keras_multiworker, order, strategy
 from raytf.blocks import Blocks
 from raytf.columns import Columns, Source
 from raytf.errors import ConfigError
-from raytf.topology import share
+from raytf.topology import per_replica_batch, share
 
 # Bytes that are gathered at once: large enough that Python is called seldom, small enough to stay in the allocator.
 SUPERBLOCK = 8 << 20
@@ -54,7 +55,7 @@ class Feed:
     ):
         if shuffle not in order.SHUFFLES:
             raise ConfigError(f"shuffle must be one of {', '.join(order.SHUFFLES)}", repr(shuffle), "Choose one")
-        self._place = dict(global_batch=global_batch, worker=worker, workers=workers)
+        self._place = {"global_batch": global_batch, "worker": worker, "workers": workers}
         self._rows, self._seed, self._shuffle = sum(blocks.rows), seed, shuffle
         self._drop = drop_remainder
         self._starts = np.cumsum([0, *blocks.rows])
@@ -130,7 +131,21 @@ def _unflatten(structure, flat):
 
 
 def _tf_dtype(dtype: np.dtype) -> tf.DType:
-    return tf.string if dtype == object else tf.as_dtype(dtype)
+    return tf.string if dtype.hasobject else tf.as_dtype(dtype)
+
+
+_read: dict[str, Blocks] = {}
+
+
+def _read_once(name: str, dataset, context) -> Blocks:
+    """Rank 0 reads a dataset at the first call, and tells the others where it lies; all must ask for it."""
+    from ray.train.collective import broadcast_from_rank_zero
+
+    if name not in _read:
+        first = context.get_world_rank() == 0
+        found = blocks_module.read(dataset() if callable(dataset) else dataset) if first else None
+        _read[name] = broadcast_from_rank_zero(found)
+    return _read[name]
 
 
 def get_dataset(
@@ -162,7 +177,7 @@ def get_dataset(
         ConfigError: called outside a train loop, or an argument does not fit the dataset.
     """
     config = strategy.config()
-    if config is None or config.feed is None:
+    if config is None or not config.feed:
         raise ConfigError(
             "raytf.get_dataset() works inside a train loop",
             f"a call for {name!r} outside of one",
@@ -171,13 +186,17 @@ def get_dataset(
     import ray.train
 
     context = ray.train.get_context()
-    blocks = ray.get(config.feed.blocks.remote(name))
+    if name not in config.feed:
+        known = ", ".join(map(repr, config.feed))
+        raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
+    blocks = _read_once(name, config.feed[name], context)
     parsed = {
         role: columns_module.parse(spec, role)
         for role, spec in {"features": features, "labels": labels, "sample_weights": sample_weights}.items()
     }
     for role, spec in parsed.items():
         columns_module.check_names(spec, blocks.columns, role)
+    per_replica_batch(batch_size, context.get_world_size())
     feed = Feed(
         blocks,
         **parsed,

@@ -12,24 +12,30 @@ from raytf.errors import ConfigError
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
 
-# The process ends with the call: a worker must not get one whose TensorFlow has started.
-@ray.remote(num_cpus=0, max_calls=1)
-def inspect(build_model, config: dict, first: Blocks, features, labels, sample_weights) -> ConfigError | None:
-    """What is wrong with the model or the columns, as an error that the driver raises, or None.
+# An actor, whose process ends with it: no worker may get a process in which TensorFlow has started.
+@ray.remote(num_cpus=0)
+class Inspector:
+    """A process that imports TensorFlow while the driver reads the data, and then tries the model."""
 
-    Args:
-        build_model, config: the user's.
-        first: the first block of the training data.
-        features, labels, sample_weights: parsed columns.
-    """
-    import os
+    def __init__(self):
+        import os
 
-    os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
-    try:
-        check(build_model, config, first, features, labels, sample_weights)
-    except ConfigError as error:
-        return error
-    return None
+        os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
+        import keras  # noqa: F401
+
+    def inspect(self, build_model, config: dict, block: Blocks, features, labels, sample_weights):
+        """What is wrong with the model or the columns, as a ConfigError for the driver to raise, or None.
+
+        Args:
+            build_model, config: the user's.
+            block: a block of the training data.
+            features, labels, sample_weights: parsed columns.
+        """
+        try:
+            check(build_model, config, block, features, labels, sample_weights)
+        except ConfigError as error:
+            return error
+        return None
 
 
 def check(build_model, config, first, features, labels, sample_weights) -> None:

@@ -181,7 +181,7 @@ def _make_function(self, step_function):
     def one_step(data):
         outputs, rows = strategy.run(replica_step, args=(data,))
         local = strategy.experimental_local_results
-        mean = lambda v: local(v)[0] if local_replicas(strategy) == 1 else tf.reduce_mean(local(v), axis=0)  # noqa: E731
+        mean = lambda v: local(v)[0] if local_replicas(strategy) == 1 else tf.reduce_mean(local(v), axis=0)
         return tree.map_structure(mean, outputs), tf.reduce_sum(local(rows))
 
     one_step = self._autoconvert_optionals(one_step)
@@ -234,7 +234,7 @@ def _make_function(self, step_function):
 def _refuse_what_cannot_work(model, strategy):
     if model.jit_compile and not tf.config.list_physical_devices("GPU"):
         raise ConfigError(
-            "TensorFlow has no collectives inside XLA on CPUs, so jit_compile needs GPUs when there are several workers",
+            "jit_compile needs GPUs when there are several workers: TensorFlow has no collectives in XLA on CPUs",
             "jit_compile=True",
             "Compile the model with jit_compile=False, or give each worker a GPU",
         )

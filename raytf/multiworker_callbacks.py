@@ -24,7 +24,7 @@ WRITERS = {
 
 
 class _Agreement(keras.callbacks.Callback):
-    """Stands after the user's callbacks and gives every worker the chief's state, learning rate and decision to stop."""
+    """Stands after the user's callbacks: every worker takes the chief's state and learning rate, and stops with all."""
 
     def on_train_begin(self, logs=None):
         """The chief's variables and first epoch: a callback before this one may have restored them."""

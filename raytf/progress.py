@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 import time
+import uuid
 
-import ray
+from ray.experimental import internal_kv
 
 
-@ray.remote(num_cpus=0)
 class Board:
-    """Where the chief writes how far it is, and the driver reads it."""
+    """Where the chief writes how far it is and the driver reads it: an entry of Ray's key-value store.
+
+    It needs no process of its own, which would take CPU time from the start of the workers.
+    """
 
     def __init__(self):
-        self._updates: list[dict] = []
+        self._key = f"raytf/progress/{uuid.uuid4().hex}".encode()
+        self._ended: list[dict] = []
 
-    def update(self, update: dict) -> None:
-        """Keeps the ends of epochs, and of the updates in between the last."""
-        if self._updates and not self._updates[-1]["ended"]:
-            self._updates.pop()
-        self._updates.append(update)
+    def write(self, update: dict) -> None:
+        """Called by the chief; the ends of epochs are kept."""
+        if update["ended"]:
+            self._ended.append(update)
+        internal_kv._internal_kv_put(self._key, json.dumps({"ended": self._ended, "last": update}).encode(), True)
 
-    def take(self) -> list[dict]:
-        """The updates since the last call."""
-        updates, self._updates = self._updates, []
-        return updates
+    def read(self) -> dict | None:
+        """{"ended": updates at the ends of epochs, "last": the newest update}, or None before the first."""
+        text = internal_kv._internal_kv_get(self._key)
+        return json.loads(text) if text else None
+
+    def clear(self) -> None:
+        """Called by the driver when the run has ended."""
+        internal_kv._internal_kv_del(self._key)
 
 
 class Line:
     """Shows a board's updates while a `with` block runs: live in a terminal, a line for each epoch elsewhere.
 
     Args:
-        board: handle of a `Board`.
+        board: a `Board`.
         console: a `rich.console.Console`.
     """
 
@@ -40,6 +50,7 @@ class Line:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._rate = Rate()
+        self._printed = 0
 
     def __enter__(self):
         self._thread.start()
@@ -54,29 +65,22 @@ class Line:
         from rich.text import Text
 
         live = Live(Text("starting workers ..."), console=self._console, transient=True, refresh_per_second=4)
-        with live if self._console.is_terminal else _Nothing():
+        with live if self._console.is_terminal else contextlib.nullcontext():
             while True:
                 stopping = self._stop.wait(0.2)
-                try:
-                    updates = ray.get(self._board.take.remote())
-                except ray.exceptions.RayError:
-                    return
-                for update in updates:
-                    text = describe(update, *self._rate(update))
-                    if update["ended"]:
-                        self._console.print(text, highlight=False)
-                    elif self._console.is_terminal:
-                        live.update(Text(text))
+                self._show(live, Text)
                 if stopping:
                     return
 
-
-class _Nothing:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
+    def _show(self, live, text):
+        state = self._board.read()
+        if state is None:
+            return
+        for update in state["ended"][self._printed :]:
+            self._console.print(describe(update, *self._rate(update)), highlight=False, soft_wrap=True)
+            self._printed += 1
+        if not state["last"]["ended"]:
+            live.update(text(describe(state["last"], *self._rate(state["last"])), overflow="ellipsis", no_wrap=True))
 
 
 class Rate:

@@ -16,11 +16,11 @@ import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raytf import columns, failures, order, progress, resources
+from raytf import columns, failures, launching, order, progress, resources
 from raytf.backend import TensorflowConfig
-from raytf.blocks import Blocks, BlockServer
+from raytf.blocks import Blocks, read_all
 from raytf.errors import ConfigError
-from raytf.inspection import inspect
+from raytf.inspection import Inspector
 from raytf.topology import per_replica_batch, pick_strategy
 from raytf.worker import Task, train
 
@@ -123,33 +123,28 @@ class KerasTrainer:
         if not ray.is_initialized():
             ray.init()
         resources.check_cluster(self.scaling_config)
-        server = BlockServer.remote(self.datasets)
-        board = progress.Board.remote() if self.progress else None
+        blocks = self._read_and_try()
+        board = progress.Board() if self.progress else None
+        task = Task(
+            build_model=self.build_model,
+            callbacks=self.callbacks,
+            config=self.config,
+            features=self.features,
+            labels=self.labels,
+            sample_weights=self.sample_weights,
+            datasets=blocks,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            board=board,
+        )
         try:
-            self._check_data_and_model(server)
-            task = Task(
-                build_model=self.build_model,
-                callbacks=self.callbacks,
-                config=self.config,
-                features=self.features,
-                labels=self.labels,
-                sample_weights=self.sample_weights,
-                datasets=tuple(self.datasets),
-                seed=self.seed,
-                shuffle=self.shuffle,
-                server=server,
-                board=board,
-            )
             return self._run(task)
         finally:
-            for actor in (server, board):
-                if actor is not None:
-                    ray.kill(actor)
+            if board is not None:
+                board.clear()
 
     def _run(self, task: Task) -> ray.train.Result:
-        tensorflow_config = dataclasses.replace(
-            self.tensorflow_config, feed=task.server, strategy=self.strategy, seed=self.seed % 2**31
-        )
+        tensorflow_config = dataclasses.replace(self.tensorflow_config, strategy=self.strategy, seed=self.seed % 2**31)
 
         def keras_training():
             train(task)
@@ -160,7 +155,7 @@ class KerasTrainer:
             scaling_config=self.scaling_config,
             run_config=self.run_config,
         )
-        with failures.first_cause():
+        with launching.prompt_controller(), failures.first_cause():
             if task.board is None:
                 result = inner.fit()
             else:
@@ -170,25 +165,27 @@ class KerasTrainer:
                     result = inner.fit()
         return _with_history(result)
 
-    def _check_data_and_model(self, server) -> None:
-        blocks: dict[str, Blocks] = {}
-        for name in self.datasets:
-            blocks[name] = failures.unwrapped(lambda name=name: ray.get(server.blocks.remote(name)))
-            if not blocks[name].rows:
-                raise ConfigError(
-                    "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
-                )
-            for role in ("features", "labels", "sample_weights"):
-                columns.check_names(getattr(self, role), blocks[name].columns, role)
-        first = blocks["train"]
-        first = Blocks(first.refs[:1], first.rows[:1], first.columns)
-        task = inspect
-        if self.run_config.worker_runtime_env:
-            task = inspect.options(runtime_env=self.run_config.worker_runtime_env)
-        arguments = (self.build_model, self.config, first, self.features, self.labels, self.sample_weights)
-        error = failures.unwrapped(lambda: ray.get(task.remote(*arguments)))
+    def _read_and_try(self) -> dict[str, Blocks]:
+        """Where the rows of each dataset lie, after the model was tried on the first of them."""
+        environment = self.run_config.worker_runtime_env
+        inspector = Inspector.options(runtime_env=environment).remote() if environment else Inspector.remote()
+        try:
+            blocks = read_all(self.datasets)
+            for name, found in blocks.items():
+                if not found.rows:
+                    raise ConfigError(
+                        "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
+                    )
+                for role in ("features", "labels", "sample_weights"):
+                    columns.check_names(getattr(self, role), found.columns, role)
+            first = blocks["train"].first()
+            arguments = (self.build_model, self.config, first, self.features, self.labels, self.sample_weights)
+            error = ray.get(inspector.inspect.remote(*arguments))
+        finally:
+            ray.kill(inspector)
         if error is not None:
             raise error
+        return blocks
 
 
 def _with_history(result: ray.train.Result) -> ray.train.Result:
@@ -263,14 +260,12 @@ class TensorflowTrainer(DataParallelTrainer):
         resources.check_cluster(self.scaling_config)
         config = self.backend_config
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
-        server = BlockServer.remote(self.datasets)
-        self.backend_config = dataclasses.replace(config, feed=server, seed=seed)
+        self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
         try:
-            with failures.first_cause():
+            with launching.prompt_controller(), failures.first_cause():
                 return super().fit()
         finally:
             self.backend_config = config
-            ray.kill(server)
 
 
 # ------------------------------------------------------------------------------------------------------ checks

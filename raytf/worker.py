@@ -7,6 +7,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from raytf.blocks import Blocks
+from raytf.progress import Board
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
@@ -16,11 +19,10 @@ class Task:
         build_model, callbacks: the user's functions of the config.
         config: the user's config.
         features, labels, sample_weights: parsed columns.
-        datasets: names of the datasets that there are, "train" and perhaps "validation".
+        datasets: the `blocks.Blocks` of "train" and, if there is one, of "validation".
         seed: of weights, shuffle and masks.
         shuffle: order of training rows.
-        server: handle of the `blocks.BlockServer`.
-        board: handle of the `progress.Board`, or None for no progress line.
+        board: the `progress.Board`, or None for no progress line.
     """
 
     build_model: Callable
@@ -29,11 +31,10 @@ class Task:
     features: Any
     labels: Any
     sample_weights: Any
-    datasets: tuple[str, ...]
+    datasets: dict[str, Blocks]
     seed: int
     shuffle: str
-    server: Any
-    board: Any
+    board: Board | None
 
 
 def train(task: Task) -> None:
@@ -82,12 +83,10 @@ def train(task: Task) -> None:
 
 
 def _feed(task: Task, name: str, context):
-    import ray
-
     from raytf.feed import Feed
 
     return Feed(
-        ray.get(task.server.blocks.remote(name)),
+        task.datasets[name],
         features=task.features,
         labels=task.labels,
         sample_weights=task.sample_weights,

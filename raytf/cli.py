@@ -1,0 +1,168 @@
+"""The command `raytf`. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import click
+
+from raytf.errors import RaytfError
+
+
+class _Commands(click.Group):
+    """Shows raytf's own errors as one sentence and exits with 1."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except RaytfError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="raytf")
+def main():
+    """Train Keras 3 and TensorFlow models on a Ray cluster.
+
+    Run by hand, a command uses the cluster that RAY_ADDRESS names, or a local Ray that it starts. Under
+    `ray job submit` it uses the cluster of the job.
+    """
+
+
+@main.command()
+@click.argument("model", metavar="MODULE:FUNCTION")
+@click.option("--data", required=True, help="Folder or URI of Parquet files to train on.")
+@click.option("--validation", help="Folder or URI of Parquet files to validate on.")
+@click.option("--features", required=True, help="A column; several, with commas, are stacked into one float vector.")
+@click.option("--labels", help="The column of labels.")
+@click.option("--sample-weights", help="A column of weights for each row.")
+@click.option("--num-workers", default=1, show_default=True, help="Number of workers.")
+@click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker.")
+@click.option("--cpus-per-worker", default=1, show_default=True, help="CPUs of each worker.")
+@click.option("--batch-size", default=32, show_default=True, help="Rows of the global batch, over all workers.")
+@click.option("--epochs", default=1, show_default=True)
+@click.option("--learning-rate", type=float, help="config['learning_rate'] for the model function.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another entry of config; may be repeated."
+)
+@click.option("--strategy", default="auto", show_default=True, help="How replicas train together.")
+@click.option("--seed", default=0, show_default=True, help="Of weights, order of rows and masks.")
+@click.option("--name", help="Name of the run; one that exists goes on from its last checkpoint.")
+@click.option("--storage", help="Where results are kept.  [default: Ray's, ~/ray_results]")
+@click.option("--max-failures", default=0, show_default=True, help="Restarts after a worker died.")
+def train(model, data, validation, features, labels, sample_weights, settings, **options):
+    """Train the model that FUNCTION(config) of MODULE builds, on Parquet files.
+
+    MODULE is imported from the current folder. FUNCTION takes the config, a dict with batch_size, epochs,
+    learning_rate and what --set gives, and returns a compiled keras.Model.
+    """
+    build_model = load_function(model)
+    config = {"batch_size": options["batch_size"], "epochs": options["epochs"]}
+    config |= {"learning_rate": options["learning_rate"]} if options["learning_rate"] is not None else {}
+    config |= parse_settings(settings)
+    columns = features.split(",")
+
+    import logging
+    import os
+
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    from raytf.summary import show_result
+    from raytf.trainer import KerasTrainer
+
+    # the workers import the model function from where the command runs
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
+    paths = {"train": data, "validation": validation}
+    trainer = KerasTrainer(
+        build_model,
+        config=config,
+        datasets={name: read_parquet(name, path) for name, path in paths.items() if path},
+        features=columns if len(columns) > 1 else features,
+        labels=labels,
+        sample_weights=sample_weights,
+        strategy=options["strategy"],
+        seed=options["seed"],
+        scaling_config=ScalingConfig(
+            num_workers=options["num_workers"],
+            use_gpu=options["gpus_per_worker"] > 0,
+            resources_per_worker={"CPU": options["cpus_per_worker"]}
+            | ({"GPU": options["gpus_per_worker"]} if options["gpus_per_worker"] else {}),
+        ),
+        run_config=RunConfig(
+            name=options["name"],
+            storage_path=options["storage"] and os.path.abspath(options["storage"])
+            if "://" not in (options["storage"] or "")
+            else options["storage"],
+            failure_config=FailureConfig(max_failures=options["max_failures"]),
+        ),
+    )
+    show_result(trainer.fit())
+
+
+def load_function(name: str):
+    """The function that "MODULE:FUNCTION" names, imported from the current folder.
+
+    Raises:
+        ConfigError: no such module or function.
+    """
+    import importlib
+    import os
+    import sys
+
+    from raytf.errors import ConfigError
+
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ConfigError("A model is named as MODULE:FUNCTION", repr(name), "For example mymodels:build_model")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "MODULE must be a module that can be imported from the current folder",
+            f"{module!r} ({error})",
+            "Run the command where the module lies, and name it without .py",
+        ) from error
+    if not callable(getattr(found, function, None)):
+        raise ConfigError("FUNCTION must be a function of MODULE", repr(name), "Check its name")
+    return getattr(found, function)
+
+
+def parse_settings(settings) -> dict:
+    """{"units": 64} from ["units=64"]; values are JSON where they can be, else text."""
+    import json
+
+    from raytf.errors import ConfigError
+
+    config = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ConfigError("--set takes NAME=VALUE", repr(setting), "For example --set units=64")
+        try:
+            config[name] = json.loads(value)
+        except json.JSONDecodeError:
+            config[name] = value
+    return config
+
+
+def read_parquet(name: str, path: str):
+    """A `ray.data.Dataset` of Parquet files.
+
+    Raises:
+        ConfigError: there is nothing at `path`.
+    """
+    import os
+
+    import ray.data
+
+    from raytf.errors import ConfigError
+
+    if "://" not in path and not os.path.exists(path):
+        raise ConfigError(f"The {name} data must be a folder or file that exists", repr(path), "Check the path")
+    return ray.data.read_parquet(path)
+
+
+if __name__ == "__main__":
+    main()

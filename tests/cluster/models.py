@@ -1,0 +1,71 @@
+"""Models, data and callbacks of the cluster tests; workers import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+
+FEATURES = [f"x{i}" for i in range(6)]
+
+
+def rows(count=97, seed=0):
+    """`count` rows of six numbers and a class that depends on them."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, 6))
+    label = (x[:, 0] > 0).astype(int) + 2 * (x[:, 1] > 0.3).astype(int)
+    return {
+        **{f"x{i}": x[:, i].astype("float32") for i in range(6)},
+        "label": label,
+        "weight": rng.uniform(0, 2, count),
+    }
+
+
+def dataset(count=97, seed=0, blocks=5):
+    import pandas as pd
+    import ray
+
+    return ray.data.from_pandas(pd.DataFrame(rows(count, seed))).repartition(blocks)
+
+
+def mlp(config):
+    """A float64 classifier, so that a wrong gradient is told from rounding."""
+    import keras
+    from keras import layers
+
+    keras.config.set_floatx("float64")
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(16, "relu"),
+            layers.Dropout(config.get("dropout", 0.0)),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(config.get("learning_rate", 0.01))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def rank():
+    import ray.train
+
+    return ray.train.get_context().get_world_rank()
+
+
+def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL):
+    """A callback that kills worker `rank_` in the middle of an epoch, the first time that it gets there."""
+    import keras
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_begin(self, e, logs=None):
+            self.epoch = e
+
+        def on_train_batch_begin(self, b, logs=None):
+            if rank() == rank_ and (self.epoch, b) == (epoch, batch) and not os.path.exists(marker):
+                with open(marker, "w") as file:
+                    file.write(str(os.getpid()))
+                os.kill(os.getpid(), sig)
+
+    return Kill()

@@ -1,0 +1,141 @@
+"""KerasTrainer on a real Ray: the same training with any number of workers, through failures, and from errors."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+
+import raytf
+from tests.cluster import models
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+CONFIG = {"batch_size": 25, "epochs": 3}
+
+
+def trainer(tmp_path, workers=2, *, name="run", build=models.mlp, failures=0, callbacks=None, keep=None, **kwargs):
+    config = CONFIG | kwargs.pop("config", {})
+    datasets = kwargs.pop("datasets", None) or {"train": models.dataset(), "validation": models.dataset(41, 1)}
+    return raytf.KerasTrainer(
+        build,
+        config=config,
+        datasets=datasets,
+        features=kwargs.pop("features", models.FEATURES),
+        labels=kwargs.pop("labels", "label"),
+        callbacks=callbacks,
+        scaling_config=ScalingConfig(num_workers=workers, **kwargs.pop("scaling", {})),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(tmp_path),
+            failure_config=FailureConfig(max_failures=failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=keep),
+        ),
+        progress=False,
+        **kwargs,
+    )
+
+
+def weights(result):
+    return [np.asarray(w) for w in raytf.load_model(result).get_weights()]
+
+
+def assert_equal(result, other, tolerance=1e-9):
+    for mine, its in zip(weights(result), weights(other), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=tolerance)
+    for column in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        np.testing.assert_allclose(result.metrics_dataframe[column], other.metrics_dataframe[column], atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster, tmp_path_factory):
+    """Two workers, four epochs, nothing happens; callbacks with a memory."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return trainer(folder, config={"epochs": 4, "dropout": 0.2}, callbacks=_plateau).fit()
+
+
+def _plateau(config):
+    import keras
+
+    return [
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.2),
+        *([models.kill_once(**config["kill"])] if "kill" in config else []),
+    ]
+
+
+@pytest.mark.slow
+def test_one_two_and_three_workers_train_alike(tmp_path):
+    """97 rows in batches of 25: neither 2 nor 3 divides them, and weights count."""
+    results = [
+        trainer(tmp_path, n, name=f"w{n}", sample_weights="weight", keep=1, config={"weighted": True}).fit()
+        for n in (1, 2, 3)
+    ]
+    one = results[0]
+    assert one.metrics["epoch"] == 3
+    assert len(one.metrics_dataframe) == 3, "a row for each epoch, although one checkpoint is kept"
+    assert {"loss", "accuracy", "val_loss", "val_accuracy", "epoch"} <= set(one.metrics)
+    for other in results[1:]:
+        assert_equal(one, other)
+    events = os.path.join(results[1].path, "tensorboard", "train")
+    assert len([f for f in os.listdir(events) if "tfevents" in f]) == 1, "the chief alone writes events"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_killed_in_the_middle_of_an_epoch_changes_nothing(undisturbed, tmp_path, rank):
+    kill = {"marker": str(tmp_path / "killed"), "rank_": rank, "epoch": 2, "batch": 2}
+    config = {"epochs": 4, "dropout": 0.2, "kill": kill}
+    result = trainer(tmp_path, config=config, callbacks=_plateau, failures=1).fit()
+    assert (tmp_path / "killed").exists(), "no worker was killed"
+    assert_equal(result, undisturbed, 0)
+    assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_again_goes_on(undisturbed, tmp_path):
+    first = trainer(tmp_path, config={"epochs": 2, "dropout": 0.2}, callbacks=_plateau).fit()
+    assert first.metrics["epoch"] == 2
+    again = trainer(tmp_path, config={"epochs": 4, "dropout": 0.2}, callbacks=_plateau).fit()
+    assert_equal(again, undisturbed, 0)
+
+
+@pytest.mark.slow
+def test_early_stopping_leaves_the_best_weights(tmp_path):
+    def callbacks(config):
+        import keras
+
+        return [keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True, min_delta=10)]
+
+    result = trainer(tmp_path, config={"epochs": 9}, callbacks=callbacks).fit()
+    assert result.metrics["epoch"] == 2
+    best = trainer(tmp_path, name="best", config={"epochs": 1}).fit()
+    for mine, its in zip(weights(result), weights(best), strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_reaches_the_driver_with_its_rank(tmp_path):
+    def callbacks(config):
+        import keras
+
+        def fail(batch, logs):
+            if models.rank() == 1 and batch == 2:
+                raise KeyError("broken on purpose")
+
+        return [keras.callbacks.LambdaCallback(on_train_batch_begin=fail)]
+
+    with pytest.raises(raytf.TrainingError) as caught:
+        trainer(tmp_path, callbacks=callbacks).fit()
+    assert caught.value.rank == 1
+    assert str(caught.value).startswith("worker 1 failed: KeyError: 'broken on purpose'")
+    assert "gRPC" not in str(caught.value) and len(str(caught.value)) < 4000
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_named(tmp_path):
+    kill = {"marker": str(tmp_path / "killed"), "rank_": 1, "epoch": 0, "batch": 1}
+    with pytest.raises(raytf.TrainingError) as caught:
+        trainer(tmp_path, config={"kill": kill}, callbacks=_plateau).fit()
+    assert caught.value.rank == 1
+    assert "died" in str(caught.value).lower()

@@ -1,0 +1,54 @@
+"""Fixtures of all tests: one Ray cluster for many, and a check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+
+import pytest
+
+# What Ray, TensorFlow and pytest set in this process by design.
+_FREE_VARIABLES = ("PYTEST_", "RAY_", "TF2_BEHAVIOR", "TF_", "KMP_", "GRPC_", "PYTHON", "COLUMNS", "TPU_", "OMP_")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    """Fails a test that leaves environment variables or threads of raytf behind; TF_CONFIG is the dangerous one."""
+    before = dict(os.environ)
+    yield
+    changed = {k for k in before.keys() ^ os.environ.keys() if not k.startswith(_FREE_VARIABLES)}
+    changed |= {k for k in before.keys() & os.environ.keys() if before[k] != os.environ[k] and "PYTEST" not in k}
+    changed |= {k for k in ("TF_CONFIG", "TF_USE_LEGACY_KERAS") if before.get(k) != os.environ.get(k)}
+    assert not changed, f"the test left environment variables changed: {sorted(changed)}"
+    threads = [t.name for t in threading.enumerate() if "_follow" in t.name]
+    assert not threads, f"the test left threads running: {threads}"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory):
+    """One local Ray for all tests that need no cluster of their own: four CPUs, so that three workers fit."""
+    import logging
+
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield ray
+    processes = _ray_processes()
+    ray.shutdown()
+    _wait_gone(processes)
+
+
+def _ray_processes():
+    import psutil
+
+    return psutil.Process().children(recursive=True)
+
+
+def _wait_gone(processes, timeout=30):
+    import psutil
+
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    assert not alive, f"processes outlive the cluster: {[p.name() for p in alive if p.is_running()]}"

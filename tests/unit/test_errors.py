@@ -1,0 +1,30 @@
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from raytf.errors import ConfigError, ResourceError, TrainingError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("A must be B", 3, "Use B"),
+        ResourceError("The cluster must hold it", "2", "Add nodes"),
+        TrainingError(1, "ValueError: x", "trace"),
+    ],
+)
+def test_errors_pickle_unchanged(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error)
+
+
+def test_an_error_says_rule_value_and_fix():
+    assert str(ConfigError("A must be B", 3, "Use B")) == "A must be B; received: 3. Use B."
+    assert str(TrainingError(1, "ValueError: x")) == "worker 1 failed: ValueError: x"
+
+
+def test_importing_raytf_imports_neither_ray_nor_tensorflow():
+    code = "import sys, raytf; print(sorted({'ray', 'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

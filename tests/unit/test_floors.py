@@ -1,0 +1,79 @@
+"""Imports go down only: a module may import modules of its own floor or of floors below, at the top of the file."""
+
+import ast
+import pathlib
+
+import raytf
+
+FLOORS = [
+    {"errors"},
+    {"topology"},
+    {"order"},
+    {"columns", "collectives", "blocks", "progress", "resources", "failures", "launching", "summary", "backend"},
+    {"multiworker_callbacks", "checkpoint"},
+    {"keras_multiworker", "callbacks"},
+    {"strategy"},
+    {"feed"},
+    {"worker", "inspection"},
+    {"trainer"},
+    {"cli", "__init__"},
+]
+FOLDER = pathlib.Path(raytf.__file__).parent
+DRIVER = (
+    "__init__",
+    "cli",
+    "trainer",
+    "inspection",
+    "worker",
+    "blocks",
+    "backend",
+    "failures",
+    "columns",
+    "checkpoint",
+)
+
+
+def imported(name, nested):
+    """Modules of raytf, or names of other packages, that a module imports: at its top, or anywhere."""
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    nodes = ast.walk(tree) if nested else tree.body
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            if node.module == "raytf":
+                found |= {f"raytf.{alias.name}" for alias in node.names}
+            else:
+                found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def floor_of(name):
+    return next(i for i, names in enumerate(FLOORS) if name in names)
+
+
+def test_every_module_has_a_floor():
+    assert {path.stem for path in FOLDER.glob("*.py")} == set().union(*FLOORS)
+
+
+def test_imports_only_go_down():
+    for name in set().union(*FLOORS) - {"__init__"}:
+        for module in imported(name, nested=False):
+            if module.startswith("raytf."):
+                target = module.split(".")[1]
+                assert floor_of(target) < floor_of(name) or (target == name), f"{name} imports {target} from above"
+
+
+def test_the_ground_is_standard_library_and_numpy():
+    import sys
+
+    for name in set().union(*FLOORS[:3]):
+        others = {m.split(".")[0] for m in imported(name, nested=True)} - {"raytf", "numpy"}
+        assert others <= sys.stdlib_module_names, (name, others)
+
+
+def test_driver_modules_import_no_tensorflow_at_the_top():
+    for name in DRIVER:
+        packages = {m.split(".")[0] for m in imported(name, nested=False)}
+        assert not packages & {"tensorflow", "keras"}, name
