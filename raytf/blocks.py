@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import ray
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -58,9 +60,23 @@ def _quiet():
         logger.setLevel(level)
 
 
+def _limit_footer_readers(dataset) -> None:
+    """Lists Parquet files with no more actors than half the cluster's CPUs.
+
+    Ray 2.60 starts 32 for each listing unless an environment variable of its own says otherwise, and takes the number
+    when `read_parquet` is called. On two cores their processes alone took 6 to 70 s for one small file.
+    """
+    most = max(1, int(ray.cluster_resources().get("CPU", 1)) // 2)
+    for operator in dataset._logical_plan.dag.post_order_iter():
+        indexer = getattr(operator, "file_indexer", None)
+        if hasattr(indexer, "_num_actors"):
+            indexer._num_actors = min(indexer._num_actors, most)
+
+
 def _read(dataset) -> Blocks:
     dataset.context.execution_options.preserve_order = True
     dataset.context.enable_progress_bars = False
+    _limit_footer_readers(dataset)
     materialized = dataset.materialize()
     found = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
     found = [block for block in found if block.metadata.num_rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def run_group(world, command, folder, timeout=600, env=None):
         for process in processes:
             process.kill()
             process.wait()
-    texts = [open(log).read() for log in logs]
+    texts = [pathlib.Path(log).read_text() for log in logs]
     if any(codes):
         raise AssertionError(f"exit codes {codes}\n" + "\n".join(text[-4000:] for text in texts))
     return texts

@@ -6,6 +6,7 @@ one process the same global batches as several workers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -174,7 +175,7 @@ def metrics_that_are_no_averages(p):
         keras.metrics.RootMeanSquaredError(name="rmse"),
     ]
     names = ("loss", "auc", "precision", "recall", "f1", "r2", "rmse")
-    build = lambda: mlp(loss="binary_crossentropy", outputs=1, activation="sigmoid", metrics=_fresh(kinds))()  # noqa: E731
+    build = lambda: mlp(loss="binary_crossentropy", outputs=1, activation="sigmoid", metrics=_fresh(kinds))()
     seen = []
     model, out = p.fit(
         build,
@@ -382,7 +383,7 @@ def steps_per_execution(p):
 
 @scenario
 def gradient_accumulation(p):
-    make = lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.5)  # noqa: E731
+    make = lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.5)
     return p.fit(mlp(make), vectors(), epochs=3, batch=16)[1]
 
 
@@ -533,7 +534,7 @@ def learning_rate_scheduler(p):
 
 @scenario
 def learning_rate_schedule(p):
-    make = lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.05, 8))  # noqa: E731
+    make = lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.05, 8))
     return p.fit(mlp(make), vectors(), epochs=3)[1]
 
 
@@ -555,8 +556,7 @@ def stop_between_batches(p):
 
 @scenario
 def chief_decides(p):
-    model, out = p.fit(mlp(), vectors(), epochs=5, callbacks=[_ChiefStops(p.rank, 1)])
-    return out
+    return p.fit(mlp(), vectors(), epochs=5, callbacks=[_ChiefStops(p.rank, 1)])[1]
 
 
 @scenario
@@ -596,7 +596,7 @@ def files_by_the_chief(p):
 @scenario
 def backup_and_restore(p):
     """A run that stops after two epochs and is started again goes on there, on every worker."""
-    backup = lambda: keras.callbacks.BackupAndRestore(  # noqa: E731
+    backup = lambda: keras.callbacks.BackupAndRestore(
         os.path.join(p.folder, f"restore_{p.world}"), delete_checkpoint=False
     )
 
@@ -605,10 +605,8 @@ def backup_and_restore(p):
             if epoch == 2:
                 raise RuntimeError("broken")
 
-    try:
+    with contextlib.suppress(RuntimeError):
         p.fit(mlp(), vectors(), epochs=4, callbacks=[backup(), Broken()])
-    except RuntimeError:
-        pass
     model, out = p.fit(mlp(), vectors(), epochs=4, callbacks=[backup()])
     assert int(model.optimizer.iterations) == 4 * ROWS // BATCH
     return out

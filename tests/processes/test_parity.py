@@ -84,7 +84,7 @@ def results(tmp_path_factory):
 @pytest.mark.timeout(650)
 @pytest.mark.parametrize(("dtype", "world", "name"), CASES, ids=[f"{n}-{w}-{d}" for d, w, n in CASES])
 def test_equals_one_process(results, dtype, world, name):
-    """`bits:` results must be equal between workers alone, `chief:` ones are the chief's, all others equal everywhere."""
+    """`bits:` results must be equal between workers alone, `chief:` ones are the chief's, others equal everywhere."""
     (one,), many = results(dtype, 1, name), results(dtype, world, name)
     for outcome in (one, *many):
         assert not isinstance(outcome, str), outcome

@@ -1,0 +1,120 @@
+"""Bad input is refused with one sentence before a worker starts."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pandas as pd
+import pytest
+import ray
+from ray.train import RunConfig, ScalingConfig
+
+import raytf
+from tests.cluster import models
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def fit(tmp_path, **changes):
+    arguments = {
+        "build_model": models.mlp,
+        "config": {"batch_size": 8},
+        "datasets": {"train": models.dataset(16, blocks=1)},
+        "features": models.FEATURES,
+        "labels": "label",
+        "scaling_config": ScalingConfig(num_workers=2),
+        "run_config": RunConfig(storage_path=str(tmp_path), name="refused"),
+        "progress": False,
+    } | changes
+    return raytf.KerasTrainer(**arguments).fit()
+
+
+def not_compiled(config):
+    import keras
+
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+
+
+def returns_nothing(config):
+    models.mlp(config)
+
+
+def needs_a_key(config):
+    return models.mlp({"learning_rate": config["lr"]})
+
+
+def takes_images(config):
+    import keras
+
+    model = keras.Sequential([keras.Input((28, 28)), keras.layers.Flatten(), keras.layers.Dense(4, "softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+LOCK = threading.Lock()
+
+
+def does_not_pickle():
+    lock = threading.Lock()
+
+    def build(config):
+        with lock:
+            return models.mlp(config)
+
+    return build
+
+
+CASES = {
+    "not pickled": (lambda: {"build_model": does_not_pickle()}, "build_model must be a function that pickles"),
+    "not a function": (lambda: {"build_model": 3}, "build_model must be a function of config; received: 3"),
+    "not compiled": (lambda: {"build_model": not_compiled}, "not compiled with an optimizer"),
+    "no model": (
+        lambda: {"build_model": returns_nothing},
+        "must return a compiled keras.Model; received: builtins.None",
+    ),
+    "an error in build_model": (lambda: {"build_model": needs_a_key}, r"KeyError: 'lr' \(test_refused.py, line \d+\)"),
+    "no such column": (lambda: {"features": ["x0", "x9"]}, "features must name columns .* received: 'x9'"),
+    "no such label": (lambda: {"labels": "lable"}, "labels must name columns .* received: 'lable'"),
+    "wrong shape": (lambda: {"build_model": takes_images}, r"fit the model's inputs .* float32\(None, 6\)"),
+    "strings": (lambda: {"datasets": words(), "features": "text"}, "Features must be numbers .* string"),
+    "empty": (lambda: {"datasets": {"train": models.dataset(16).filter(lambda r: False)}}, "'train' is empty"),
+    "small batch": (lambda: {"config": {"batch_size": 1}}, "at least one row for each replica; received: batch_size=1"),
+    "no batch": (lambda: {"config": {"batch_size": 0}}, r"config\['batch_size'\] must be an integer of at least 1"),
+    "half an epoch": (lambda: {"config": {"epochs": 0.5}}, r"config\['epochs'\] must be an integer"),
+    "too many workers": (
+        lambda: {"scaling_config": ScalingConfig(num_workers=64), "config": {"batch_size": 64}},
+        r"num_workers=64 on 1 node\(s\) with 4 CPU, room for 4",
+    ),
+    "unknown strategy": (lambda: {"strategy": "miror"}, "strategy must be one of .* received: 'miror'"),
+    "NaN": (lambda: {"config": {"learning_rate": np.nan}}, r"config\['learning_rate'\] must be a finite number"),
+    "negative rate": (lambda: {"config": {"learning_rate": -1.0}}, "must be a finite number above 0; received: -1.0"),
+    "no training data": (lambda: {"datasets": {"test": models.dataset(16)}}, "datasets must hold 'train'"),
+    "no dataset": (
+        lambda: {"datasets": {"train": [1, 2]}},
+        "must be a ray.data.Dataset; received: 'train' of type list",
+    ),
+    "nulls": (lambda: {"datasets": nulls(), "features": "x"}, r"must hold no nulls; received: 1 null\(s\) in 'x'"),
+    "seed": (lambda: {"seed": -1}, "seed must be an integer from 0"),
+    "shuffle": (lambda: {"shuffle": "some"}, "shuffle must be one of full, none"),
+    "workers": (lambda: {"scaling_config": ScalingConfig(num_workers=0)}, "num_workers must be at least 1"),
+}
+
+
+def words():
+    return {"train": ray.data.from_pandas(pd.DataFrame({"text": ["a", "b"] * 8, "label": [0, 1] * 8}))}
+
+
+def nulls():
+    import pyarrow as pa
+
+    return {"train": ray.data.from_arrow(pa.table({"x": [1.0, None] * 1 + [2.0] * 14, "label": [0, 1] * 8}))}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(tmp_path, case):
+    changes, message = CASES[case]
+    with pytest.raises(raytf.ConfigError, match=message) as caught:
+        fit(tmp_path, **changes())
+    assert len(str(caught.value).splitlines()) == 1 and str(caught.value).count(". ") <= 4
+    assert not (tmp_path / "refused").exists(), "a run was started"

@@ -1,0 +1,195 @@
+"""Train loops as people write them for Ray's own TensorflowTrainer, with only the import changed."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import ray
+from ray.train import Checkpoint, RunConfig, ScalingConfig
+
+import raytf
+from raytf import TensorflowTrainer
+from tests.cluster import models
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+
+
+def build():
+    import tensorflow as tf
+
+    return tf.keras.Sequential(
+        [tf.keras.layers.Input((1,)), tf.keras.layers.Dense(10, "relu"), tf.keras.layers.Dense(1)]
+    )
+
+
+def loop_with_fit(config):
+    """After Ray's guide "Get Started with Distributed Training using TensorFlow and Keras"."""
+    import tensorflow as tf
+    from ray.train.tensorflow.keras import ReportCheckpointCallback
+
+    task = json.loads(os.environ["TF_CONFIG"])
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        tf.keras.utils.set_random_seed(1)
+        model = build()
+        model.compile(tf.keras.optimizers.SGD(config["lr"]), "mse", metrics=["mse"])
+    dataset = ray.train.get_dataset_shard("train")
+    history = []
+    for _ in range(config["epochs"]):
+        batches = dataset.to_tf(feature_columns="x", label_columns="y", batch_size=config["batch_size"])
+        history += model.fit(batches, verbose=0, callbacks=[ReportCheckpointCallback()]).history["loss"]
+    assert strategy.num_replicas_in_sync == 2 and len(task["cluster"]["worker"]) == 2
+    return {"history": history, "steps": int(model.optimizer.iterations)}
+
+
+def line(count=200):
+    return ray.data.from_items([{"x": np.float32(i / count), "y": np.float32(3 * i / count + 1)} for i in range(count)])
+
+
+def test_the_guide_of_ray(tmp_path):
+    trainer = TensorflowTrainer(
+        train_loop_per_worker=loop_with_fit,
+        train_loop_config={"lr": 0.1, "batch_size": 20, "epochs": 4},
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+        datasets={"train": line()},
+    )
+    result = trainer.fit()
+    history = result.return_value["history"]
+    assert history[-1] < 0.2 * history[0]
+    assert result.return_value["steps"] == 4 * 200 // 20, "batch_size is the global batch, and no row is lost"
+    assert result.checkpoint is not None and "loss" in result.metrics
+    with result.checkpoint.as_directory() as folder:
+        model = raytf.load_model(os.path.join(folder, "model.keras"))
+    assert abs(float(model.predict(np.ones((1, 1)), verbose=0)[0, 0]) - 4) < 1
+
+
+def loop_by_hand(config):
+    """A loop after TensorFlow's guide "Custom training loop with Keras and MultiWorkerMirroredStrategy"."""
+    import tempfile
+
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    global_batch = config["batch_size"] * strategy.num_replicas_in_sync
+
+    def batches(context):
+        x = np.linspace(0, 1, 160, dtype="float32")[:, None]
+        data = tf.data.Dataset.from_tensor_slices((x, 2 * x + 1))
+        data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return data.batch(context.get_per_replica_batch_size(global_batch))
+
+    with strategy.scope():
+        tf.keras.utils.set_random_seed(1)
+        model = build()
+        optimizer = tf.keras.optimizers.Adam(0.05)
+        accuracy = tf.keras.metrics.MeanSquaredError()
+    distributed = strategy.distribute_datasets_from_function(batches)
+
+    def step(inputs):
+        x, y = inputs
+        with tf.GradientTape() as tape:
+            predicted = model(x, training=True)
+            per_row = tf.reduce_mean(tf.square(y - predicted), axis=-1)
+            loss = tf.nn.compute_average_loss(per_row, global_batch_size=global_batch)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        accuracy.update_state(y, predicted)
+        return loss
+
+    @tf.function
+    def epoch(iterator):
+        total = 0.0
+        for _ in tf.range(160 // global_batch):
+            losses = strategy.run(step, args=(next(iterator),))
+            total += strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+        return total
+
+    for _ in range(config["epochs"]):
+        loss = float(epoch(iter(distributed)))
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_weights(os.path.join(folder, "model.weights.h5"))
+            checkpoint = Checkpoint.from_directory(folder) if models.rank() == 0 else None
+            ray.train.report({"loss": loss, "mse": float(accuracy.result())}, checkpoint=checkpoint)
+        accuracy.reset_state()
+    return [w.tolist() for w in model.get_weights()]
+
+
+def test_a_loop_by_hand(tmp_path):
+    trainer = TensorflowTrainer(
+        loop_by_hand,
+        train_loop_config={"batch_size": 8, "epochs": 20},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    result = trainer.fit()
+    assert result.metrics["loss"] < 0.1 and result.metrics["mse"] < 0.02
+
+
+def loop_with_raytf(config):
+    import keras
+    import tensorflow as tf
+
+    strategy = raytf.get_strategy()
+    assert strategy is raytf.get_strategy()
+    seen = []
+    data = raytf.get_dataset("train", batch_size=30, features=models.FEATURES, labels="label", seed=3)
+    for _ in range(2):
+        seen.append(np.concatenate([x.numpy()[:, 0] for x, _ in data]).tolist())
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = models.mlp({})
+    history = model.fit(data, epochs=2, verbose=0, callbacks=[raytf.ReportCallback()])
+    threads = {name: os.environ[f"TF_NUM_{name}_THREADS"] for name in ("INTRAOP", "INTEROP")}
+    everyone = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+    assert type(strategy).__name__ == {1: "_DefaultDistributionStrategy"}.get(
+        len(everyone), "CollectiveAllReduceStrategy"
+    )
+    assert tf.config.threading.get_intra_op_parallelism_threads() in (0, 1)
+    return {"seen": seen, "loss": history.history["loss"], "threads": threads, "workers": everyone}
+
+
+def test_the_part_of_a_worker(tmp_path):
+    """`raytf.get_dataset`: together the workers see every row once in an epoch; the loss does not depend on them."""
+    returned = []
+    for workers in (1, 2):
+        trainer = TensorflowTrainer(
+            loop_with_raytf,
+            scaling_config=ScalingConfig(num_workers=workers),
+            run_config=RunConfig(storage_path=str(tmp_path), name=f"w{workers}"),
+            datasets={"train": models.dataset()},
+        )
+        result = trainer.fit()
+        assert "loss" in result.metrics and result.checkpoint is not None
+        returned.append(result.return_value)
+    one, two = returned
+    np.testing.assert_allclose(one["loss"], two["loss"], atol=1e-9)
+    expected = np.sort(models.rows()["x0"])
+    for epoch in one["seen"]:
+        np.testing.assert_array_equal(np.sort(epoch), expected)
+    assert one["seen"][0] != one["seen"][1], "epochs are shuffled differently"
+    assert two["seen"][0] == [x for s in range(4) for x in one["seen"][0][30 * s : 30 * s + (15 if s < 3 else 4)]]
+    assert two["threads"] == {"INTRAOP": "1", "INTEROP": "2"}
+    ports = [int(address.rsplit(":", 1)[1]) for address in two["workers"]]
+    assert len(set(ports)) == 2 and all(20_000 <= port < 32_000 for port in ports)
+
+
+def test_wrong_calls_are_refused_with_the_reason(tmp_path):
+    def loop():
+        try:
+            raytf.get_dataset("trian", batch_size=4, features="x")
+        except raytf.ConfigError as error:
+            return str(error)
+
+    trainer = TensorflowTrainer(loop, datasets={"train": line(8)}, run_config=RunConfig(storage_path=str(tmp_path)))
+    assert "one that the trainer was given ('train'); received: 'trian'" in trainer.fit().return_value
+    with pytest.raises(raytf.ConfigError, match="inside a train loop"):
+        raytf.get_dataset("train", batch_size=4, features="x")
+    with pytest.raises(raytf.ConfigError, match="must be a raytf.TensorflowConfig"):
+        TensorflowTrainer(loop, tensorflow_config=3)
+    with pytest.raises(raytf.ConfigError, match="communication must be one of"):
+        raytf.TensorflowConfig(communication="gloo")
