@@ -1,7 +1,7 @@
 """Train a CNN on handwritten digits on several Ray workers.
 
 python jobs/digits.py --num-workers 2
-ray job submit --working-dir . -- python jobs/digits.py --num-workers 2
+ray job submit --working-dir . -- python jobs/digits.py --num-workers 2 --storage /shared/runs
 
 The images are scikit-learn's bundled set: 1797 scans of 8x8 pixels (E. Alpaydin, C. Kaynak, 1998, UCI).
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import pathlib
-import tempfile
+import os
 
 import ray
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
@@ -42,54 +41,58 @@ def build_model(config):
     return model
 
 
-def write_parquet(folder: pathlib.Path) -> None:
-    """Writes the digits to train/ and validation/ below `folder`: a fifth of the rows is for validation."""
+def write_parquet(folder: str) -> None:
+    """Writes the digits to train/ and validation/ below `folder`, a path or URI: a fifth of the rows validate."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from pyarrow import fs
     from sklearn.datasets import load_digits
 
+    filesystem, root = fs.FileSystem.from_uri(folder)
     digits = load_digits()
     images = digits.images.astype("float32")[..., None]
     order = np.random.default_rng(0).permutation(len(images))
     cut = len(images) // 5
     for name, rows in {"train": order[cut:], "validation": order[:cut]}.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
+        filesystem.create_dir(f"{root}/{name}")
         image = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(images[rows]))
         label = pa.array(digits.target[rows].astype("int64"))
-        pq.write_table(pa.table({"image": image, "label": label}), folder / name / "digits.parquet")
+        pq.write_table(
+            pa.table({"image": image, "label": label}), f"{root}/{name}/digits.parquet", filesystem=filesystem
+        )
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=128, help="rows of the global batch")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--storage", type=pathlib.Path, default=pathlib.Path("runs"), help="where results are kept")
+    parser.add_argument(
+        "--storage", default="runs", help="folder or URI for data and results; one that all hosts of a cluster share"
+    )
     parser.add_argument("--smoke", action="store_true", help="one epoch, to see that everything works")
     options = parser.parse_args(arguments)
+    storage = options.storage if "://" in options.storage else os.path.abspath(options.storage)
 
     ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
-    with tempfile.TemporaryDirectory() as folder:
-        write_parquet(pathlib.Path(folder))
-        datasets = {name: ray.data.read_parquet(f"{folder}/{name}") for name in ("train", "validation")}
-        trainer = raytf.KerasTrainer(
-            build_model,
-            config={
-                "batch_size": options.batch_size,
-                "epochs": 1 if options.smoke else options.epochs,
-                "learning_rate": options.learning_rate,
-            },
-            datasets=datasets,
-            features="image",
-            labels="label",
-            scaling_config=ScalingConfig(num_workers=options.num_workers),
-            run_config=RunConfig(
-                storage_path=str(options.storage.resolve()), checkpoint_config=CheckpointConfig(num_to_keep=2)
-            ),
-        )
-        result = trainer.fit()
+    data = f"{storage}/digits-data"
+    write_parquet(data)
+    trainer = raytf.KerasTrainer(
+        build_model,
+        config={
+            "batch_size": options.batch_size,
+            "epochs": 1 if options.smoke else options.epochs,
+            "learning_rate": options.learning_rate,
+        },
+        datasets={name: ray.data.read_parquet(f"{data}/{name}") for name in ("train", "validation")},
+        features="image",
+        labels="label",
+        scaling_config=ScalingConfig(num_workers=options.num_workers),
+        run_config=RunConfig(storage_path=storage, checkpoint_config=CheckpointConfig(num_to_keep=2)),
+    )
+    result = trainer.fit()
     raytf.show_result(result)
     return result
 

@@ -51,13 +51,15 @@ def read(dataset) -> Blocks:
 @contextlib.contextmanager
 def _quiet():
     """Ray Data tells of its plan and progress at length; the trainer has a line of its own."""
-    logger = logging.getLogger("ray.data")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+    levels = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
+    before = {name: logging.getLogger(name).level for name in levels}
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _limit_footer_readers(dataset) -> None:

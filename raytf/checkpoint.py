@@ -2,8 +2,9 @@
 
 A checkpoint is a folder:
 
-* `model.keras`: architecture, weights, optimizer state, and the state of seed generators (Dropout, augmentation).
+* `model.keras`: architecture, weights and optimizer state.
 * `state.json`: `State` below.
+* `seeds.npz`: the state of the model's seed generators (Dropout, augmentation), which Keras leaves out of its file.
 * `callbacks.pkl`: for each callback its plain attributes (counters, best values, weights put aside).
 * `build.pkl`: `build_model` and its config, for models that Keras cannot build from `model.keras` alone.
 
@@ -16,12 +17,13 @@ import dataclasses
 import json
 import os
 import pickle
+import types
 import warnings
 from collections.abc import Mapping
 
 from raytf.errors import ConfigError
 
-MODEL, STATE, CALLBACKS, BUILD = "model.keras", "state.json", "callbacks.pkl", "build.pkl"
+MODEL, STATE, SEEDS, CALLBACKS, BUILD = "model.keras", "state.json", "seeds.npz", "callbacks.pkl", "build.pkl"
 
 
 @dataclasses.dataclass
@@ -54,8 +56,10 @@ def save(folder: str, model, state: State, callbacks=(), build: tuple | None = N
         build: (build_model, config), or None.
     """
     import cloudpickle
+    import numpy as np
 
     model.save(os.path.join(folder, MODEL))
+    np.savez(os.path.join(folder, SEEDS), *[np.asarray(v) for v in _seeds(model)])
     with open(os.path.join(folder, CALLBACKS), "wb") as file:
         cloudpickle.dump([(type(c).__name__, _plain_attributes(c)) for c in callbacks], file)
     if build is not None:
@@ -84,8 +88,13 @@ def restore(folder: str, model) -> None:
     """
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+    import numpy as np
+
     try:
         model.load_weights(os.path.join(folder, MODEL))
+        with np.load(os.path.join(folder, SEEDS)) as saved:
+            for variable, name in zip(_seeds(model), saved.files, strict=True):
+                variable.assign(saved[name])
     except (ValueError, KeyError) as error:
         raise ConfigError(
             "A run of the same name goes on from its last checkpoint, so build_model must still build the same model",
@@ -108,6 +117,16 @@ def restore_callbacks(folder: str, callbacks) -> None:
         vars(callback).update(attributes)
 
 
+def _seeds(model) -> list:
+    """The states of the model's seed generators, and of the global one where something draws from it."""
+    from keras.src.backend.common import global_state
+    from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+
+    shared = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    generators = [g for layer in model._flatten_layers() for g in layer._seed_generators]
+    return list({id(g): g.state for g in (*generators, *([shared] if shared is not None else []))}.values())
+
+
 def _plain_attributes(callback) -> dict:
     return {k: v for k, v in vars(callback).items() if k not in ("params", "_params", "validation_data") and _plain(v)}
 
@@ -119,7 +138,17 @@ def _plain(value) -> bool:
         return all(map(_plain, value))
     if isinstance(value, Mapping):
         return type(value) is dict and all(map(_plain, value.values()))
+    if isinstance(value, (types.FunctionType, np.ufunc)):
+        return _found_by_name(value)  # Keras' monitors choose their comparison once, and flip `min_delta` when they do
     return value is None or isinstance(value, (bool, int, float, str, bytes, np.ndarray, np.generic))
+
+
+def _found_by_name(function) -> bool:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError):
+        return False
+    return True
 
 
 def load_model(source, compile: bool = True):

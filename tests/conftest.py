@@ -11,7 +11,10 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 import pytest
 
 # What Ray, TensorFlow and pytest set in this process by design.
-_FREE_VARIABLES = ("PYTEST_", "RAY_", "TF2_BEHAVIOR", "TF_", "KMP_", "GRPC_", "PYTHON", "COLUMNS", "TPU_", "OMP_")
+_FREE_VARIABLES = (
+    *("PYTEST_", "RAY_", "TF2_BEHAVIOR", "TF_", "KMP_", "GRPC_", "PYTHON", "COLUMNS", "TPU_", "OMP_"),
+    *("HDF5_", "ENABLE_RUNTIME_"),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,449 @@
+"""Start and end a Ray cluster of several nodes on this one machine, to try what needs a cluster.
+
+python cluster/local.py up --nodes 3 --cpus 2
+python cluster/local.py status
+python cluster/local.py down
+
+A node is a `ray start --block` with folders and ports of its own, so that several clusters and a `ray start` of the
+user do not meet. `ray stop` would end every Ray process of the machine; `down` ends those of one cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import getpass
+import json
+import os
+import pathlib
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from raytf.errors import ConfigError, RaytfError
+
+STATE = "cluster.json"
+# Every process of a cluster inherits this variable; its value tells the clusters of a machine apart.
+MARK = "RAYTF_LOCAL_CLUSTER"
+# Ray's own default, 30 % of the machine's memory, would be promised once for each node.
+OBJECT_STORE_BYTES = 512 * 2**20
+# A Unix socket's path has at most 107 bytes; Ray's part, "/12/session_<date>_<pid>/sockets/<name>", takes up to 75.
+LONGEST_FOLDER = 107 - 75
+# Seconds until all nodes must be alive: it takes 10 on an idle machine.
+START_SECONDS = 180
+# `ray start` ends its processes in order within a few seconds of SIGTERM; what is left then is killed.
+GRACE_SECONDS = 10
+
+# Runs in a process of its own: Ray's client keeps settings, among them the token, for the life of a process.
+ASK_RAY = """
+import json, sys, time
+from ray.job_submission import JobSubmissionClient
+from ray.util.state import list_nodes
+address, wanted = sys.argv[1], int(sys.argv[2])
+dashboard = JobSubmissionClient(address).get_address()
+while len(alive := list_nodes(address=dashboard, filters=[("state", "=", "ALIVE")])) < wanted:
+    time.sleep(0.2)
+print(json.dumps({"dashboard": dashboard, "alive": len(alive)}))
+"""
+
+
+class LocalClusterError(RaytfError, RuntimeError):
+    """A cluster did not start, or did not end; the message says which node and what its log says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process, told from a later one of the same id by its start: clock ticks since the machine booted."""
+
+    pid: int
+    started: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A running cluster, as its state file holds it.
+
+    Args:
+        folder: where the state file is.
+        ray_folder: files, logs and token of the nodes, removed when the cluster ends.
+        mark: value of the environment variable that its processes bear.
+        boot: id of the machine's boot, as process ids start anew with each.
+        cpus: CPUs of each node.
+        nodes: the `ray start` processes, head first.
+        address: host:port of the GCS, for `ray.init` and RAY_ADDRESS; "" until it is known.
+        dashboard: URL for `ray job submit`; "" until it is known.
+    """
+
+    folder: str
+    ray_folder: str
+    mark: str
+    boot: str
+    cpus: int
+    nodes: tuple[Process, ...] = ()
+    address: str = ""
+    dashboard: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client needs besides the address: Ray asks for the token, and takes RAY_AUTH_TOKEN before the file."""
+        path = os.path.join(self.ray_folder, "auth_token")
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path, "RAY_AUTH_TOKEN": ""}
+
+    def log(self, node: int) -> pathlib.Path:
+        """The output of a node's `ray start`."""
+        return pathlib.Path(self.ray_folder, f"node-{node}.log")
+
+
+def up(nodes: int = 2, cpus: int = 1, folder: str | os.PathLike | None = None) -> Cluster:
+    """Starts a head and `nodes` - 1 workers, and returns when all are alive and jobs can be submitted.
+
+    Args:
+        nodes: number of nodes, the head among them, at least 1.
+        cpus: CPUs that Ray counts on each node, at least 1; there may be more in all than the machine has.
+        folder: where the state file is written, made if need be; by default one of the user's below the system's
+            temporary folder.
+
+    Raises:
+        ConfigError: an argument is wrong, or a cluster is up in the folder.
+        LocalClusterError: a node ended or was too slow; nothing is left running.
+    """
+    for name, value in (("nodes", nodes), ("cpus", cpus)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be an integer of at least 1", repr(value), "Ask for 1 or more")
+    cluster = _new(_own_folder(folder), cpus)
+    deadline = time.monotonic() + START_SECONDS
+    try:
+        # Port 0 is the system's choice, made at the bind; only the client server cannot take it.
+        head = ["--head", "--port=0", "--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=0"]
+        cluster = _start(cluster, [*head, f"--ray-client-server-port={_free_port()}", "--disable-usage-stats"])
+        written = pathlib.Path(cluster.ray_folder, "0", "ray_current_cluster")
+        address = _wait(lambda: written.is_file() and written.read_text(), cluster, deadline)
+        cluster = _save(dataclasses.replace(cluster, address=address))
+        for _ in range(nodes - 1):
+            cluster = _start(cluster, [f"--address={address}"])
+        return _save(dataclasses.replace(cluster, dashboard=ask(cluster, nodes, deadline)["dashboard"]))
+    except BaseException:
+        down(cluster.folder)
+        raise
+
+
+def down(folder: str | os.PathLike | None = None) -> None:
+    """Ends every process of the cluster whose state file is in the folder, and removes its files.
+
+    Raises:
+        ConfigError: no cluster is up in the folder.
+        LocalClusterError: a process outlives SIGKILL; the state file stays.
+    """
+    cluster = load(folder)
+    processes = members(cluster)
+    for node in cluster.nodes:
+        send(node, signal.SIGTERM)
+    kill, give_up = time.monotonic() + GRACE_SECONDS, time.monotonic() + 2 * GRACE_SECONDS
+    # Looked up again and again, as an ending Ray still starts processes; one that was a member stays one.
+    while processes := {process for process in processes | members(cluster) if lives(process)}:
+        now = time.monotonic()
+        if now > give_up:
+            pids = sorted(process.pid for process in processes)
+            raise LocalClusterError(f"These processes of the cluster in {cluster.folder} outlive SIGKILL: {pids}")
+        if now > kill:
+            for process in processes:
+                send(process, signal.SIGKILL)
+        time.sleep(0.05)
+    for node in cluster.nodes:
+        if child := _children.pop(node.pid, None):
+            child.wait()
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(cluster.ray_folder)
+    _state(cluster.folder).unlink()
+
+
+@contextlib.contextmanager
+def local_cluster(nodes: int = 2, cpus: int = 1):
+    """A cluster for a `with` block, with a state file of its own; see `up` for arguments and errors."""
+    with tempfile.TemporaryDirectory(prefix="raytf-") as folder:
+        cluster = up(nodes, cpus, folder)
+        try:
+            yield cluster
+        finally:
+            if _state(folder).exists():
+                down(folder)
+
+
+def load(folder: str | os.PathLike | None = None) -> Cluster:
+    """The cluster whose state file is in the folder, running or not.
+
+    Raises:
+        ConfigError: there is no state file, or the folder is another user's.
+    """
+    folder = _own_folder(folder)
+    if not _state(folder).exists():
+        raise ConfigError("A cluster must be up in the folder", folder, "Start one, or name its folder with --folder")
+    values = json.loads(_state(folder).read_text())
+    return Cluster(**{**values, "nodes": tuple(Process(**node) for node in values["nodes"])})
+
+
+def ask(cluster: Cluster, nodes: int, deadline: float) -> dict:
+    """Waits until Ray knows `nodes` living nodes; gives {"dashboard": URL, "alive": number of living nodes}.
+
+    Args:
+        cluster: a cluster whose GCS address is known.
+        nodes: how many nodes to wait for, 0 to ask only.
+        deadline: of `time.monotonic()`.
+
+    Raises:
+        LocalClusterError: Ray does not answer, or a node ended, or the deadline passed.
+    """
+    command = [sys.executable, "-c", ASK_RAY, cluster.address, str(nodes)]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        asking = subprocess.Popen(
+            command, env=os.environ | cluster.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+        )
+        try:
+            _wait(lambda: asking.poll() is not None, cluster, deadline)
+        finally:
+            asking.kill()
+            asking.wait()
+        output.seek(0), errors.seek(0)
+        if asking.returncode:
+            raise LocalClusterError(f"Ray at {cluster.address} does not say which nodes it has:\n{errors.read()}")
+        return json.loads(output.read())
+
+
+# --------------------------------------------------------------------------------------------------- processes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    parent: int
+    session: int
+    started: int
+
+
+def members(cluster: Cluster) -> set[Process]:
+    """The cluster's living processes: its nodes' sessions, all descendants, and whoever bears its mark.
+
+    No one of these is enough: Ray's workers overwrite their environment with their title, and a job's driver has a
+    session of its own.
+    """
+    if cluster.boot != _boot():
+        return set()
+    table = _table()
+    heads = {p.pid for p in cluster.nodes if p.pid in table and table[p.pid].started == p.started}
+    pids = {pid for pid, row in table.items() if row.session in heads or _bears(pid, cluster.mark)} | heads
+    while found := {pid for pid, row in table.items() if row.parent in pids} - pids:
+        pids |= found
+    return {Process(pid, table[pid].started) for pid in pids}
+
+
+def lives(process: Process) -> bool:
+    """Whether the process is still there, and not a zombie or a later one of the same id."""
+    row = _row(process.pid)
+    return row is not None and row.started == process.started
+
+
+def send(process: Process, number: signal.Signals) -> None:
+    """Signals the process; one that has ended, or a later one of its id, gets nothing."""
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(process.pid)
+        try:
+            # Only now, as the handle stays with the process that it was opened for.
+            if lives(process):
+                signal.pidfd_send_signal(handle, number)
+        finally:
+            os.close(handle)
+
+
+def _table() -> dict[int, _Row]:
+    rows = {int(name): _row(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: row for pid, row in rows.items() if row is not None}
+
+
+def _row(pid: int) -> _Row | None:
+    try:
+        # The second field is the name in brackets, which may hold spaces and brackets itself.
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else _Row(int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def _bears(pid: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
+def _boot() -> str:
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# ------------------------------------------------------------------------------------------------------ start
+
+# The nodes that this very process has started: it must reap them.
+_children: dict[int, subprocess.Popen] = {}
+
+
+def _new(folder: str, cpus: int) -> Cluster:
+    """A cluster without a node yet, with its state file."""
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("A local cluster needs /proc, which is Linux's", sys.platform, "Use a Linux machine")
+    if not _ray().exists():
+        raise ConfigError("Ray must be installed beside this Python", sys.executable, "Run it with the venv's Python")
+    if _state(folder).exists():
+        if members(load(folder)):
+            raise ConfigError("A folder holds one cluster, and one is up", folder, "End it, or use another --folder")
+        down(folder)
+    temporary = tempfile.gettempdir()
+    if len(os.fsencode(temporary)) + len("/raytf-12345678") > LONGEST_FOLDER:
+        raise ConfigError(
+            "The temporary folder's path must be short, as Unix sockets below it allow for 107 bytes",
+            temporary,
+            "Set TMPDIR to a short one such as /tmp",
+        )
+    ray_folder = tempfile.mkdtemp(prefix="raytf-")
+    # Ray listens on all interfaces, so a token keeps strangers out; its own file would be shared with other clusters.
+    pathlib.Path(ray_folder, "tmp").mkdir()
+    token = pathlib.Path(ray_folder, "auth_token")
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    cluster = Cluster(folder=folder, ray_folder=ray_folder, mark=secrets.token_hex(8), boot=_boot(), cpus=cpus)
+    return _save(cluster)
+
+
+def _start(cluster: Cluster, options: list[str]) -> Cluster:
+    """Starts one more node."""
+    index = len(cluster.nodes)
+    command = [_ray(), "start", "--block", *options, f"--num-cpus={cluster.cpus}"]
+    # Each node would count all GPUs as its own.
+    command += ["--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", "--dashboard-agent-listen-port=0"]
+    # A folder for each node: in a common one, nodes that start together pick the same socket names.
+    command += [f"--temp-dir={cluster.ray_folder}/{index}", "--log-color=false"]
+    environment = os.environ | cluster.environment | {MARK: cluster.mark}
+    # A job's `python` is then the Python that has raytf.
+    environment["PATH"] = os.pathsep.join((str(_ray().parent), environment.get("PATH", os.defpath)))
+    # Ray would wait half a minute for tasks to end that `down` is to end.
+    environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    # TensorFlow and Ray leave files in it when their processes are killed, which is how Ray ends a worker.
+    environment["TMPDIR"] = os.path.join(cluster.ray_folder, "tmp")
+    environment.pop("RAY_ADDRESS", None)
+    with cluster.log(index).open("w") as log:
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    _children[child.pid] = child
+    row = _row(child.pid)
+    if row is None:
+        raise _ended(cluster, index)
+    return _save(dataclasses.replace(cluster, nodes=(*cluster.nodes, Process(child.pid, row.started))))
+
+
+def _wait(ready, cluster: Cluster, deadline: float):
+    """Polls until `ready()` gives something true, which is returned; raises if a node ends or the deadline passes."""
+    while not (value := ready()):
+        for index, node in enumerate(cluster.nodes):
+            if not lives(node):
+                raise _ended(cluster, index)
+        if time.monotonic() > deadline:
+            logs = "\n".join(_tail(cluster, index) for index in range(len(cluster.nodes)))
+            raise LocalClusterError(f"All nodes must be alive within {START_SECONDS} s, and some are not.\n{logs}")
+        time.sleep(0.05)
+    return value
+
+
+def _ended(cluster: Cluster, index: int) -> LocalClusterError:
+    return LocalClusterError(f"Node {index} must run until `down`, and it has ended.\n{_tail(cluster, index)}")
+
+
+def _tail(cluster: Cluster, index: int) -> str:
+    lines = cluster.log(index).read_text().splitlines()[-15:]
+    return "\n".join([f"The last lines of node {index}:", *lines])
+
+
+def _save(cluster: Cluster) -> Cluster:
+    """Writes the state file in one step, so that `down` can end a cluster at any point of its start."""
+    new = _state(cluster.folder).with_suffix(".new")
+    new.write_text(json.dumps(dataclasses.asdict(cluster), indent=2))
+    new.replace(_state(cluster.folder))
+    return cluster
+
+
+def _state(folder: str) -> pathlib.Path:
+    return pathlib.Path(folder, STATE)
+
+
+def _own_folder(folder: str | os.PathLike | None) -> str:
+    folder = pathlib.Path(folder or os.path.join(tempfile.gettempdir(), f"raytf-{getpass.getuser()}")).absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        # The state file says which processes to end and which folder to remove.
+        raise ConfigError("The folder must be one's own", folder, "Name another with --folder")
+    return str(folder)
+
+
+def _ray() -> pathlib.Path:
+    return pathlib.Path(sys.executable).with_name("ray")
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def _describe(cluster: Cluster) -> str:
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in cluster.environment.items())
+    ray, python, script = (shlex.quote(str(path)) for path in (_ray(), sys.executable, os.path.relpath(__file__)))
+    return f"""The cluster is up; nodes: {len(cluster.nodes)}, CPUs of each: {cluster.cpus}.
+  GCS        {cluster.address}
+  dashboard  {cluster.dashboard}
+  logs       {cluster.ray_folder}
+
+It answers only to those with its token:
+  export {settings}
+Submit a job:
+  {ray} job submit --address {cluster.dashboard} --working-dir . -- \\
+    python jobs/digits.py --num-workers 2 --storage "$PWD/runs"
+Run a script on it from here:
+  RAY_ADDRESS={cluster.address} {python} jobs/digits.py --num-workers 2
+End it:
+  {python} {script} down --folder {shlex.quote(cluster.folder)}"""
+
+
+def main(arguments=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    texts = {"up": "start a cluster", "status": "say whether all its nodes are alive", "down": "end it"}
+    for name, text in texts.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--folder", help=f"where {STATE} is kept; by default one of the user's")
+        if name == "up":
+            command.add_argument("--nodes", type=int, default=2, help="number of nodes, the head among them")
+            command.add_argument("--cpus", type=int, default=1, help="CPUs of each node")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "up":
+            print(_describe(up(options.nodes, options.cpus, options.folder)))
+        elif options.command == "down":
+            down(options.folder)
+        else:
+            cluster = load(options.folder)
+            alive = ask(cluster, 0, time.monotonic() + START_SECONDS)["alive"]
+            print(f"{alive} of {len(cluster.nodes)} nodes are alive at {cluster.address}, {cluster.dashboard}")
+            sys.exit(alive != len(cluster.nodes))
+    except RaytfError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

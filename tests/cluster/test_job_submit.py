@@ -1,0 +1,123 @@
+"""`ray job submit` runs a training on a cluster started with cluster/local.py, as cluster/README.md says."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from cluster import local
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+# What the job is: its Python, its raytf and the files that came with it.
+SHOW = (
+    "import os, sys, raytf; print('PREFIX', sys.prefix); print('RAYTF', raytf.__file__); print('FILES', os.listdir())"
+)
+
+BROKEN = """
+import logging, sys
+
+import ray
+from ray.train import RunConfig, ScalingConfig
+
+import raytf
+
+
+def build_model(config):
+    import keras
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def callbacks(config):
+    import keras
+    from ray.train import get_context
+
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if get_context().get_world_rank() == 1:
+                raise ValueError("broken on purpose")
+
+    return [Breaks()]
+
+
+if __name__ == "__main__":
+    ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    raytf.KerasTrainer(
+        build_model,
+        config={"batch_size": 4},
+        datasets={"train": ray.data.from_items([{"x": 0.0, "y": 0.0}] * 8)},
+        features=["x"],
+        labels="y",
+        callbacks=callbacks,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=sys.argv[1]),
+    ).fit()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    # Two workers, and CPUs for Ray Data beside them.
+    with local.local_cluster(nodes=1, cpus=4) as cluster:
+        yield cluster
+
+
+def submit(cluster, working_dir, *entrypoint):
+    """Submits a job, waits for its end and gives the exit code and the job's own output."""
+    command = [pathlib.Path(sys.executable).with_name("ray"), "job", "submit", "--log-color=false"]
+    command += ["--address", cluster.dashboard, "--working-dir", working_dir, "--", *entrypoint]
+    run = subprocess.run(
+        command,
+        env=os.environ | cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    started = re.search(r"^Running entrypoint for job .*\n", run.stdout, re.MULTILINE)
+    assert started, f"the job did not start:\n{run.stdout}\n{run.stderr}"
+    # What follows the job's output comes from the command, and repeats the output of a job that failed.
+    lines = run.stdout[started.end() :].splitlines()
+    end = next((index for index, line in enumerate(lines) if " cli.py:" in line), len(lines))
+    return run.returncode, "\n".join(lines[:end])
+
+
+def test_a_job_has_the_python_and_the_files_of_its_submitter(cluster):
+    code, log = submit(cluster, REPOSITORY, "python", "-c", SHOW)
+    assert code == 0, log
+    shown = dict(line.split(" ", 1) for line in log.splitlines())
+    assert shown["PREFIX"] == sys.prefix
+    assert shown["RAYTF"].startswith(cluster.ray_folder), "raytf must be the one of the working directory"
+    assert "'raytf'" in shown["FILES"] and "'jobs'" in shown["FILES"]
+    assert ".venv" not in shown["FILES"] and "'.git'" not in shown["FILES"]
+
+
+@pytest.mark.slow
+def test_the_digits_job_trains_on_two_workers(cluster, tmp_path):
+    entrypoint = ["python", "jobs/digits.py", "--num-workers", "2", "--smoke", "--storage", str(tmp_path)]
+    code, log = submit(cluster, REPOSITORY, *entrypoint)
+    assert code == 0, log
+    assert re.search(r"^epoch 1/1 .*val_accuracy 0\.\d+", log, re.MULTILINE), log
+    assert re.search(r"^\W*val_accuracy\W+0\.\d+\W*$", log, re.MULTILINE), log
+    noise = [line for line in log.splitlines() if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
+    # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
+    noise = [line for line in noise if "worker processes have been started on node" not in line]
+    assert not noise, log
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_job_whose_training_fails_says_which_worker_and_why(cluster, tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "broken.py").write_text(BROKEN)
+    code, log = submit(cluster, folder, "python", "broken.py", str(tmp_path / "storage"))
+    assert code == 1, log
+    assert re.search(r"worker 1 failed: ValueError: broken on purpose", log), log
