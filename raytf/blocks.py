@@ -63,12 +63,12 @@ def _quiet():
 
 
 def _limit_footer_readers(dataset) -> None:
-    """Lists Parquet files with no more actors than half the cluster's CPUs.
+    """Lists Parquet files with no more actors than an eighth of the cluster's CPUs.
 
     Ray 2.60 starts 32 for each listing unless an environment variable of its own says otherwise, and takes the number
     when `read_parquet` is called. On two cores their processes alone took 6 to 70 s for one small file.
     """
-    most = max(1, int(ray.cluster_resources().get("CPU", 1)) // 2)
+    most = max(1, int(ray.cluster_resources().get("CPU", 1)) // 8)
     for operator in dataset._logical_plan.dag.post_order_iter():
         indexer = getattr(operator, "file_indexer", None)
         if hasattr(indexer, "_num_actors"):

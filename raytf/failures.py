@@ -63,7 +63,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _cause(error: BaseException) -> BaseException:
-    for name in ("_base_exc", "cause", "worker_group_error"):
+    for name in ("_base_exc", "health_check_failure", "cause"):
         inner = getattr(error, name, None)
         if isinstance(inner, BaseException):
             return _cause(inner)

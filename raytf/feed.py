@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from raytf import blocks as blocks_module
 from raytf import columns as columns_module
-from raytf import keras_multiworker, order, strategy
+from raytf import multiworker_input, order, strategy
 from raytf.blocks import Blocks
 from raytf.columns import Columns, Source
 from raytf.errors import ConfigError
@@ -87,7 +87,7 @@ class Feed:
         structure = self._structure
         dataset = dataset.map(lambda *flat: _unflatten(structure, flat))
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
-        return keras_multiworker.mark_worker_part(dataset.prefetch(2))
+        return multiworker_input.mark_worker_part(dataset.prefetch(2))
 
     def _permutation(self) -> np.ndarray:
         return order.permutation(self._rows, self._seed, self.epoch, self._shuffle)

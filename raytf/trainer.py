@@ -14,13 +14,13 @@ import pandas as pd
 import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raytf import columns, failures, launching, order, progress, resources
+from raytf import columns, failures, order, progress, resources
 from raytf.backend import TensorflowConfig
 from raytf.blocks import Blocks, read_all
 from raytf.errors import ConfigError
 from raytf.inspection import Inspector
+from raytf.launching import PromptTrainer
 from raytf.topology import per_replica_batch, pick_strategy
 from raytf.worker import Task, train
 
@@ -149,13 +149,13 @@ class KerasTrainer:
         def keras_training():
             train(task)
 
-        inner = DataParallelTrainer(
+        inner = PromptTrainer(
             keras_training,
             backend_config=tensorflow_config,
             scaling_config=self.scaling_config,
             run_config=self.run_config,
         )
-        with launching.prompt_controller(), failures.first_cause():
+        with failures.first_cause():
             if task.board is None:
                 result = inner.fit()
             else:
@@ -198,7 +198,7 @@ def _with_history(result: ray.train.Result) -> ray.train.Result:
     return result
 
 
-class TensorflowTrainer(DataParallelTrainer):
+class TensorflowTrainer(PromptTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
 
     Args:
@@ -262,7 +262,7 @@ class TensorflowTrainer(DataParallelTrainer):
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
         self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
         try:
-            with launching.prompt_controller(), failures.first_cause():
+            with failures.first_cause():
                 return super().fit()
         finally:
             self.backend_config = config

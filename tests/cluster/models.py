@@ -69,3 +69,24 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL):
                 os.kill(os.getpid(), sig)
 
     return Kill()
+
+
+def mlp_killed_writing(config):
+    """`mlp`, of which the chief dies once, when half of the checkpoint after the last epoch is written."""
+    import keras
+
+    model = mlp(config)
+
+    class KilledWriting(type(model)):
+        def save(self, path, *args, **kwargs):
+            epochs_made = int(self.optimizer.iterations) // 4
+            if epochs_made == config["epochs"] and not os.path.exists(config["kill_writing"]):
+                with open(path, "wb") as file:
+                    file.write(b"half a file")
+                with open(config["kill_writing"], "w") as file:
+                    file.write(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            keras.Sequential.save(self, path, *args, **kwargs)
+
+    model.save = KilledWriting.save.__get__(model)
+    return model

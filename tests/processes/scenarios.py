@@ -35,7 +35,7 @@ class Place:
 
     def data(self, arrays, batch=BATCH, drop=False):
         """This worker's part of the arrays in global batches of `batch` rows."""
-        from raytf import keras_multiworker
+        from raytf import multiworker_input
         from raytf.topology import share
 
         rows = len(tf.nest.flatten(arrays)[0])
@@ -50,7 +50,7 @@ class Place:
         parts = [part(s) for s in range(steps)]
         dataset = tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-        return keras_multiworker.mark_worker_part(dataset) if self.world > 1 else dataset
+        return multiworker_input.mark_worker_part(dataset) if self.world > 1 else dataset
 
     def fit(self, build, arrays, *, epochs=2, batch=BATCH, **kwargs):
         with self.strategy.scope():

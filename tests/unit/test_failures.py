@@ -22,3 +22,13 @@ def test_the_cause_is_named_and_not_its_consequence():
 
 def test_without_a_clear_cause_the_lowest_rank_is_named():
     assert failures.first_rank({2: UnavailableError("a"), 1: UnavailableError("b")}) == 1
+
+
+def test_a_worker_that_died_is_named_with_what_ray_knows():
+    from ray.exceptions import ActorDiedError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    died = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
+    errors = {0: UnavailableError("Socket closed"), 1: died}
+    assert failures.first_rank(errors) == 1
+    assert "died" in failures._line(died)

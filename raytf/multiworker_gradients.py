@@ -1,0 +1,84 @@
+"""Optimizers and seeds under several workers: gradients of the global batch, and a stream of masks for each replica."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+
+from raytf import multiworker_step
+from raytf.collectives import all_sum, local_replicas
+
+# Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
+_REPLICA_SEED = 1_000_003
+
+
+def _reduced_gradients(grads):
+    """Gradients of the global batch: in a step of `fit` the mean over rows, elsewhere the sum over replicas."""
+    step = multiworker_step.current()
+    present = [i for i, g in enumerate(grads) if g is not None]
+    local = [grads[i] for i in present]
+    if not local:
+        return grads
+    if step is not None:
+        local = [_map_dense(lambda d: _weighted(d, step), g) for g in local]
+        *local, rows = all_sum([*local, tf.cast(step.rows, _wide(local))])
+        scale = tf.maximum(rows, 1.0)
+        local = [_map_dense(lambda d: d / tf.cast(scale, d.dtype), g) for g in local]
+    else:
+        local = all_sum(local)
+    reduced = list(grads)
+    for i, g in zip(present, local, strict=True):
+        reduced[i] = g
+    return reduced
+
+
+def _wide(grads):
+    """A dtype for the row count: that of the first gradient, so that it shares its collective, unless too narrow."""
+    dtype = next((g.dtype for g in grads if isinstance(g, tf.Tensor)), tf.float32)
+    return dtype if dtype in (tf.float32, tf.float64) else tf.float32
+
+
+def _map_dense(function, gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)
+
+
+def _weighted(gradient, step: multiworker_step.Step):
+    weighted = gradient * tf.cast(step.rows, gradient.dtype)
+    # a placeholder row may give NaN, and NaN times zero rows is NaN
+    return tf.where(step.rows > 0, weighted, tf.zeros_like(weighted)) if step.partial else weighted
+
+
+def apply(original, self, grads, trainable_variables=None):
+    """`Optimizer.apply`: sums gradients over workers first, then works as in one process."""
+    if getattr(multiworker_step.state, "reduced", False) or not multiworker_step.in_replica_of_many():
+        return original(self, grads, trainable_variables)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    grads = _reduced_gradients([tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads])
+    with multiworker_step.within(reduced=True, inline_merge=local_replicas(tf.distribute.get_strategy()) == 1):
+        return original(self, grads, trainable_variables)
+
+
+def all_reduce_sum_gradients(self, grads_and_vars):
+    if getattr(multiworker_step.state, "reduced", False):
+        return grads_and_vars
+    return multiworker_step.originals["_all_reduce_sum_gradients"](self, grads_and_vars)
+
+
+def merge_call(self, fn, args, kwargs):
+    """With one replica in this process a merge call is a plain call, which may also stand inside a `tf.cond`."""
+    if not getattr(multiworker_step.state, "inline_merge", False):
+        return multiworker_step.originals["_merge_call"](self, fn, args, kwargs)
+    return distribute_lib.ReplicaContextBase._merge_call(self, fn, args, kwargs)
+
+
+def seed_next(self, ordered=True):
+    """Seeds count alike on all workers, and each replica draws from a stream of its own."""
+    seed = multiworker_step.originals["SeedGenerator.next"](self, ordered)
+    if not multiworker_step.in_replica_of_many():
+        return seed
+    replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
+    return seed + tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])

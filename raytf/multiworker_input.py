@@ -1,0 +1,102 @@
+"""Datasets under several workers: whose rows they hold, and how many steps they give."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from raytf import multiworker_step
+from raytf.collectives import local_replicas, spans_workers
+from raytf.errors import ConfigError
+
+# Says in a tf.data option, which survives `map` and `prefetch`, that a dataset is this worker's part already.
+# Only TensorFlow's MultiDeviceIterator sets this field, on datasets of its own.
+_WORKER_PART = 1
+
+
+class _WorkerEpochIterator(tf_trainer.TFEpochIterator):
+    """Takes a dataset that is this worker's part as it is, and knows how many steps a distributed one has."""
+
+    def __init__(self, distribute_strategy=None, *args, **kwargs):
+        EpochIterator.__init__(self, *args, **kwargs)
+        self._distribute_strategy = distribute_strategy
+        dataset = self.data_adapter.get_tf_dataset()
+        if isinstance(dataset, tf.data.Dataset):
+            dataset = self._distribute(dataset, distribute_strategy)
+        self._distributed_dataset = dataset
+
+    def _distribute(self, dataset, strategy):
+        if not is_worker_part(dataset):
+            if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+                # each batch is cut into one for each worker, so the number of batches is not that of the steps
+                self.data_adapter._raytf_unknown_batches = True
+                self._num_batches = None
+            return strategy.experimental_distribute_dataset(dataset)
+        if local_replicas(strategy) == 1:
+            return dataset
+        return strategy.distribute_datasets_from_function(
+            lambda _: dataset.rebatch(self._replica_rows(dataset, strategy))
+        )
+
+    @staticmethod
+    def _replica_rows(dataset, strategy):
+        rows = tree.flatten(dataset.element_spec)[0].shape[0]
+        if rows is None or rows % local_replicas(strategy):
+            raise ConfigError(
+                "A worker with several devices needs batches of a fixed size that its devices divide",
+                f"batches of {rows} rows for {local_replicas(strategy)} devices",
+                "Choose a batch_size that all replicas divide and drop the remainder, or one device for each worker",
+            )
+        return rows // local_replicas(strategy)
+
+    def reset(self):
+        super().reset()
+        if getattr(self.data_adapter, "_raytf_unknown_batches", False):
+            self._num_batches = None
+
+
+def mark_worker_part(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Says that `dataset` holds this worker's rows in batches of this worker's size: Keras must not shard it again."""
+    options = tf.data.Options()
+    options.experimental_distribute.num_devices = _WORKER_PART
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return dataset.with_options(options)
+
+
+def is_worker_part(dataset: tf.data.Dataset) -> bool:
+    """Whether `mark_worker_part` was called on this dataset or one that it was made from."""
+    distribute = dataset.options().experimental_distribute
+    off = distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
+    return off and distribute.num_devices == _WORKER_PART
+
+
+def epoch_iterator(*args, distribute_strategy=None, **kwargs):
+    kind = _WorkerEpochIterator if spans_workers(distribute_strategy) else multiworker_step.originals["TFEpochIterator"]
+    return kind(*args, distribute_strategy=distribute_strategy, **kwargs)
+
+
+def _example_batch(iterator, strategy):
+    """A batch with the shapes and dtypes of the data; where they are known, no row is read for it."""
+    dataset = iterator._distributed_dataset
+    specs = tf.nest.flatten(dataset.element_spec)
+    if all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.shape[1:].is_fully_defined() for s in specs):
+        return tf.nest.map_structure(lambda s: tf.zeros([s.shape[0] or 2, *s.shape[1:]], s.dtype), dataset.element_spec)
+    batch = next(iter(dataset))
+    return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
+
+
+def maybe_symbolic_build(self, iterator=None, data_batch=None):
+    strategy = self.distribute_strategy
+    if not spans_workers(strategy):
+        return multiworker_step.originals["_maybe_symbolic_build"](self, iterator, data_batch)
+    built = self.built and all(
+        part is None or part.built for part in (self._compile_metrics, self._compile_loss, self.optimizer)
+    )
+    if built:
+        return None
+    if iterator is not None:
+        data_batch = _example_batch(iterator, strategy)
+    with strategy.scope():
+        self._symbolic_build(data_batch=data_batch)

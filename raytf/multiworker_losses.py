@@ -1,0 +1,137 @@
+"""Losses under several workers: the mean over workers, weighted with their rows, is the loss of the global batch."""
+
+from __future__ import annotations
+
+import functools
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.losses import loss as loss_module
+
+from raytf import collectives, multiworker_step
+from raytf.collectives import all_sum
+
+
+def reduce_weighted_values(values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None):
+    """A worker's loss, such that the mean over workers weighted with their rows is the loss of the global batch."""
+    step = multiworker_step.current()
+    original = multiworker_step.originals["reduce_weighted_values"]
+    loss = original(values, sample_weight, mask, reduction, dtype)
+    if step is None or reduction in (None, "none") or len(values.shape) == 0:
+        return loss
+    if reduction == "sum":
+        return loss * step.upscale(loss.dtype)
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        weights = loss_module.apply_mask(
+            None if sample_weight is None else tf.cast(sample_weight, loss.dtype), mask, loss.dtype, reduction
+        )
+        divisor = tf.reduce_sum(tf.cast(weights, tf.float64))
+    elif mask is not None:
+        divisor = tf.reduce_sum(tf.cast(mask, tf.float64))
+    else:
+        return loss
+    divisor = tf.where(step.rows > 0, divisor, 0.0)
+    (total,) = all_sum([divisor])
+    return loss * tf.cast(tf.math.divide_no_nan(divisor, total), loss.dtype) * step.upscale(loss.dtype)
+
+
+def _gathered(step: multiworker_step.Step, tensor, share):
+    """The rows of all replicas in order, with this replica's own rows in the place of its copy of them.
+
+    Gradients flow into the own rows alone; the sum over replicas then is the gradient of the whole.
+    """
+    offset, total = share
+    placed = tf.pad(tensor[: step.rows], [[offset, total - offset - step.rows]] + [[0, 0]] * (tensor.shape.rank - 1))
+    if tensor.dtype not in collectives.SUMMABLE:
+        (summed,) = all_sum([tf.cast(placed, tf.int32)])
+        return tf.cast(summed, tensor.dtype)
+    (summed,) = all_sum([tf.stop_gradient(placed)])
+    return tf.stop_gradient(summed - placed) + placed
+
+
+def _whole_batch_loss(step: multiworker_step.Step, function, y_true, y_pred, sample_weight):
+    """A loss that reduces its batch by itself, computed on the global batch."""
+    context = tf.distribute.get_replica_context()
+    ones = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync, dtype=tf.int32)
+    (counts,) = all_sum([ones * step.rows])
+    offset = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
+    share = (offset, tf.reduce_sum(counts))
+    gather = functools.partial(
+        tree.map_structure, lambda t: t if t is None else _gathered(step, tf.convert_to_tensor(t), share)
+    )
+    value = function(gather(y_true), gather(y_pred), *([] if sample_weight is None else [gather(sample_weight)]))
+    # The value stands for every replica; its gradient is this replica's own part, which must not be weighted again.
+    return tf.stop_gradient(value) + (value - tf.stop_gradient(value)) * step.upscale(value.dtype)
+
+
+def _has_rows(y_pred) -> bool:
+    return all(len(t.shape) > 0 for t in tree.flatten(y_pred) if t is not None)
+
+
+def loss_call(self, y_true, y_pred, sample_weight=None):
+    """`Loss.__call__`; where `call` returns a scalar of its own, it is given the global batch."""
+    original = multiworker_step.originals["Loss.__call__"]
+    step = multiworker_step.current()
+    if step is None or getattr(multiworker_step.state, "whole_batch", False) or not _has_rows(y_pred):
+        return original(self, y_true, y_pred, sample_weight)
+    seen: list[bool] = []
+    call = self.call
+
+    def spy(*args, **kwargs):
+        values = call(*args, **kwargs)
+        seen.append(len(values.shape) == 0)
+        return values
+
+    self.__dict__["call"] = spy
+    try:
+        value = original(self, y_true, y_pred, sample_weight)
+    finally:
+        del self.__dict__["call"]
+    if not (seen and seen[-1]):
+        return value
+    with multiworker_step.within(whole_batch=True, step=None):
+        return _whole_batch_loss(step, functools.partial(original, self), y_true, y_pred, sample_weight)
+
+
+class _UserLoss:
+    """A loss that is no plain `Loss`: a class with its own `__call__`, or any callable."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def __getattr__(self, name):
+        return getattr(self.loss, name)
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        step = multiworker_step.current()
+        value = self.loss(y_true, y_pred, sample_weight)
+        if step is None or len(value.shape) > 0 or not _has_rows(y_pred):
+            return value
+        with multiworker_step.within(whole_batch=True, step=None):
+            return _whole_batch_loss(step, self.loss, y_true, y_pred, sample_weight)
+
+
+def compile_loss_build(self, y_true, y_pred):
+    multiworker_step.originals["CompileLoss.build"](self, y_true, y_pred)
+    for i, entry in enumerate(self._flat_losses):
+        own = type(entry.loss).__call__ is not loss_module.Loss.__call__
+        if own and not isinstance(entry.loss, _UserLoss):
+            self._flat_losses[i] = entry._replace(loss=_UserLoss(entry.loss))
+
+
+def scale_for_distribution(original, value):
+    return (
+        value
+        if multiworker_step.current() is not None or getattr(multiworker_step.state, "whole_batch", False)
+        else original(value)
+    )
+
+
+def mean_update_state(self, values, sample_weight=None):
+    """`Mean.update_state`; a scalar that stands for a batch counts by the rows it stands for."""
+    step = multiworker_step.current()
+    if step is not None and step.partial and sample_weight is None and len(getattr(values, "shape", (1,))) == 0:
+        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+        sample_weight = replicas / step.upscale(self.dtype)
+        sample_weight = tf.where(step.rows > 0, sample_weight, tf.zeros_like(sample_weight))
+    return multiworker_step.originals["Mean.update_state"](self, values, sample_weight)

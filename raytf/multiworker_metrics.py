@@ -1,0 +1,88 @@
+"""Metrics and moving statistics under several workers: local during an epoch, global at its end."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common.stateless_scope import StatelessScope
+
+from raytf import collectives, multiworker_step
+from raytf.collectives import all_sum, local_replicas, spans_workers
+
+
+def _averaged_variables(model) -> list:
+    """Floating-point state that workers update from their own rows, such as moving statistics."""
+    metrics = {id(v) for v in model.metrics_variables}
+    return [
+        v
+        for v in multiworker_step.step_variables(model)
+        if id(v) not in metrics and keras.backend.is_float_dtype(v.dtype)
+    ]
+
+
+def synchronize(model):
+    """Averages moving statistics over workers and returns [(metric variable, global value)]: one collective a dtype."""
+    strategy = model.distribute_strategy
+    metrics = [v for v in model.metrics_variables if tf.as_dtype(v.dtype) in collectives.SUMMABLE]
+    averaged = _averaged_variables(model)
+    cached = model.__dict__.get("_raytf_synchronize")
+    if cached is None or cached[0] != [id(v) for v in (*metrics, *averaged)]:
+        key = [id(v) for v in (*metrics, *averaged)]
+        cached = model.__dict__["_raytf_synchronize"] = (
+            key,
+            _synchronize_function(strategy, metrics, averaged),
+        )
+    return list(zip(metrics, cached[1](), strict=True))
+
+
+def _synchronize_function(strategy, metrics, averaged):
+    replicas = strategy.num_replicas_in_sync
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        first = tf.equal(context.replica_id_in_sync_group, 0)
+        local = []
+        for variable in (*metrics, *averaged):
+            value = tf.convert_to_tensor(variable.value)
+            if variable.aggregation in ("only_first_replica", "none") and len(local) < len(metrics):
+                value = tf.where(first, value, tf.zeros_like(value))
+            local.append(value)
+        summed = all_sum(local) if local else []
+        for variable, value in zip(averaged, summed[len(metrics) :], strict=True):
+            with multiworker_step.within(inline_merge=local_replicas(strategy) == 1):
+                variable.assign(value / tf.cast(replicas, value.dtype))
+        totals = summed[: len(metrics)]
+        return [
+            t / tf.cast(replicas, t.dtype) if v.aggregation == "mean" else t
+            for v, t in zip(metrics, totals, strict=True)
+        ]
+
+    @tf.function
+    def synchronize():
+        return [strategy.experimental_local_results(v)[0] for v in strategy.run(replica)]
+
+    return synchronize
+
+
+def global_logs(model, logs, rows):
+    """The logs that one process would have: from global metrics, or the mean over rows of what a step returned."""
+    totals = synchronize(model)
+    logs = logs if isinstance(logs, dict) else {}
+    with StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
+        metrics = dict(model.get_metrics_result())
+        if set(logs) == set(metrics):
+            return metrics
+        named = {m.name: m.result() for m in model.metrics if m.name in logs}
+    others = {name: value for name, value in logs.items() if name not in named}
+    values = [np.asarray(v, np.float64) * float(rows) for v in tree.flatten(others)]
+    *sums, total = collectives.sum_over_workers(model.distribute_strategy, [*values, np.float64(rows)])
+    return named | tree.pack_sequence_as(others, [v / total for v in sums])
+
+
+def get_metrics_result_or_logs(self, logs):
+    if not spans_workers(self.distribute_strategy):
+        return multiworker_step.originals["_get_metrics_result_or_logs"](self, logs)
+    local, rows = self.__dict__.get("_raytf_last", (logs, 1))
+    return global_logs(self, local, rows)

@@ -1,0 +1,123 @@
+"""One replica's step under several workers: what it knows of its rows, and the variables that it changes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from raytf.collectives import all_sum, spans_workers
+
+# Of the replica that this thread traces or runs: "step", and how `multiworker_gradients` is at work in it.
+state = threading.local()
+# What `keras_multiworker.install` replaced, by name.
+originals: dict[str, object] = {}
+
+
+class Step:
+    """What one replica knows of the step that it is tracing or running."""
+
+    def __init__(self, rows: tf.Tensor, partial: bool):
+        self.rows = rows  # int32 scalar, this replica's real rows
+        self.partial = partial  # whether the number of rows may differ between replicas or steps
+        self._global_rows: tf.Tensor | None = None
+
+    def global_rows(self) -> tf.Tensor:
+        """Rows of all replicas, float64 scalar of at least 1; costs a collective at the first call in a step."""
+        if self._global_rows is None:
+            (total,) = all_sum([tf.cast(self.rows, tf.float64)])
+            self._global_rows = tf.maximum(total, 1.0)
+        return self._global_rows
+
+    def upscale(self, dtype) -> tf.Tensor:
+        """Global rows over this replica's rows: undoes the weight that the gradients will get."""
+        return tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
+
+
+def current() -> Step | None:
+    return getattr(state, "step", None)
+
+
+@contextlib.contextmanager
+def within(**values):
+    before = {name: getattr(state, name, None) for name in values}
+    vars(state).update(values)
+    try:
+        yield
+    finally:
+        vars(state).update(before)
+
+
+def in_replica_of_many() -> bool:
+    """Whether this code runs for one replica of several workers."""
+    return not tf.distribute.in_cross_replica_context() and spans_workers(tf.distribute.get_strategy())
+
+
+def first_leaf(x):
+    return next(leaf for leaf in tree.flatten(x) if leaf is not None)
+
+
+def count_rows(leaf) -> tuple[tf.Tensor, bool]:
+    """The number of rows of a batch, and whether it may change from step to step."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32), True
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32), True
+    static = tf.TensorShape(leaf.shape)
+    return tf.shape(leaf)[0], static.rank is None or static[0] is None
+
+
+def with_placeholder(data, rows):
+    """Puts one row of zeros in the place of an empty batch: layers and losses need not survive zero rows."""
+
+    def fill(tensor):
+        if not isinstance(tensor, tf.Tensor) or tensor.shape.rank == 0:
+            return tensor
+
+        def one_row():
+            return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
+
+        filled = tf.cond(rows > 0, lambda: tensor, one_row)
+        return tf.ensure_shape(filled, tensor.shape)
+
+    return tree.map_structure(fill, data)
+
+
+def step_variables(model) -> list:
+    """Variables that a forward pass changes by what it sees: metrics and moving statistics (no frozen weights)."""
+    states = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    return list({id(v): v for v in (*model.metrics_variables, *states)}.values())
+
+
+def one_replica_step(model, function):
+    """Wraps `train_step` or `test_step`: (data) -> (its outputs, this replica's rows)."""
+
+    def step(data):
+        # without this, what needs no data (the count of iterations) runs once more when the data has ended
+        with tf.control_dependencies([t for t in tree.flatten(data) if isinstance(t, tf.Tensor)]):
+            return on_batch(data)
+
+    def on_batch(data):
+        x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(data)
+        rows, partial = count_rows(first_leaf(x))
+        if not partial:
+            with within(step=Step(rows, partial)):
+                return function(data), rows
+        variables = step_variables(model)
+        before = [tf.identity(v.value) for v in variables]
+        with within(step=Step(rows, partial)):
+            outputs = function(with_placeholder(data, rows))
+
+        def put_back():
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+            return True
+
+        with within(inline_merge=True):
+            tf.cond(rows > 0, lambda: True, put_back)
+        return outputs, rows
+
+    return step

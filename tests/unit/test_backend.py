@@ -1,0 +1,104 @@
+"""Ports that no two processes get, and the environment that TensorFlow reads."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from raytf import backend
+from raytf.backend import TensorflowConfig
+from raytf.errors import ConfigError
+
+# Reserves a port, prints it, frees it at a word as TensorFlow's bind needs, and lives on until it is told to end.
+CHILD = """
+import ray.util
+ray.util.get_node_ip_address = lambda: "127.0.0.1"
+from raytf import backend
+import random, sys
+backend._PORTS = range(int(sys.argv[1]), int(sys.argv[2]))
+try:
+    print(backend.reserve_address(), flush=True)
+except Exception as error:
+    print(error, flush=True)
+input()
+backend.release_port()
+print("released", flush=True)
+input()
+"""
+
+
+def test_processes_get_different_ports_even_between_release_and_bind():
+    """Of three ports three processes get one each; a fourth gets none, also when TensorFlow has been given theirs."""
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, "31900", "31903"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    try:
+        said = [child.stdout.readline().strip() for child in children]
+        ports = [text for text in said if text.startswith("127.0.0.1:")]
+        assert len(ports) == 3 and len(set(ports)) == 3, said
+        assert sum("A worker needs a free port" in text for text in said) == 1
+        for child in children:
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline().strip() == "released"
+        late = subprocess.run(
+            [sys.executable, "-c", CHILD, "31900", "31903"], input="\n\n", capture_output=True, text=True
+        )
+        assert "A worker needs a free port" in late.stdout
+    finally:
+        for child in children:
+            child.communicate("\n\n")
+
+
+def test_the_environment(monkeypatch):
+    for name in ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_FORCE_GPU_ALLOW_GROWTH"):
+        monkeypatch.setenv(name, "before")
+    backend.set_environment(TensorflowConfig(), ["a:1", "b:2"], 1, 3)
+    assert json.loads(os.environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
+    assert os.environ["TF_NUM_INTRAOP_THREADS"] == "3" and os.environ["TF_NUM_INTEROP_THREADS"] == "3"
+    assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
+    backend.set_environment(
+        TensorflowConfig(intra_op_threads=2, inter_op_threads=7, memory_growth=False), ["a:1"], 0, 1
+    )
+    assert os.environ["TF_NUM_INTRAOP_THREADS"] == "2" and os.environ["TF_NUM_INTEROP_THREADS"] == "7"
+    assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
+
+
+def test_communication_options():
+    from raytf.strategy import communication_options
+
+    options = communication_options(TensorflowConfig(communication="ring", timeout_s=3.5, bytes_per_pack=1 << 20))
+    assert options.implementation.value == "RING"
+    assert options.timeout_seconds == 3.5 and options.bytes_per_pack == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"communication": "gloo"}, "communication must be one of auto, ring, nccl; received: 'gloo'"),
+        ({"timeout_s": 0}, "timeout_s must be more than 0 seconds"),
+        ({"bytes_per_pack": -1}, "bytes_per_pack must be at least 0"),
+        ({"intra_op_threads": 0}, "intra_op_threads must be at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, rule):
+    with pytest.raises(ConfigError, match=rule):
+        TensorflowConfig(**arguments)
+
+
+def test_versions_that_are_not_tested_are_refused(monkeypatch):
+    from raytf import keras_multiworker
+    from raytf.errors import UnsupportedVersionError
+
+    keras_multiworker.check_versions()
+    monkeypatch.setattr(keras_multiworker, "TESTED", {"keras": ("3.14",), "tensorflow": ("2.21",)})
+    with pytest.raises(
+        UnsupportedVersionError, match=r"tested with keras 3.14.\*.*received: keras 3.15.*at your own risk"
+    ):
+        keras_multiworker.install()
+    assert not keras_multiworker.originals
