@@ -35,7 +35,7 @@ class ReportCallback(keras.callbacks.Callback):
     Args:
         checkpoint: write a checkpoint with each report; without one Ray keeps no metrics in the Result.
         seed: the run's seed, stored with the checkpoint.
-        build: (build_model, config, input shapes), stored for `raytf.load_model`.
+        build: (build_model, config, inputs), stored for `raytf.load_model`; see `checkpoint.save`.
         callbacks: the callbacks whose state belongs to the checkpoint, in order.
         history: metrics of the epochs before, when a run goes on.
     """

@@ -53,7 +53,7 @@ def save(folder: str, model, state: State, callbacks=(), build: tuple | None = N
         model: a compiled and built `keras.Model`.
         state: where the training stands.
         callbacks: the user's callbacks, in the order in which they are built.
-        build: (build_model, config), or None.
+        build: (build_model, config, inputs), or None; inputs is (shape without the batch, dtype), or a dict of these.
     """
     import cloudpickle
     import numpy as np
@@ -208,13 +208,19 @@ def _load(path: str, compile: bool):
             stacklevel=3,
         )
     with open(build, "rb") as saved:
-        build_model, config, shapes = pickle.load(saved)
+        build_model, config, inputs = pickle.load(saved)
     model = build_model(dict(config))
-    if not model.built:
-        model.build(shapes)
+    model(_one_row(inputs))  # `Model.build` would leave the layers of a subclassed model without weights
     if compile and model.optimizer is not None:
         model.optimizer.build(model.trainable_variables)
-        model.load_weights(file)
-    else:
-        model.load_weights(file, skip_mismatch=False)
+    model.load_weights(file)
     return model
+
+
+def _one_row(inputs):
+    import keras
+
+    if isinstance(inputs, dict):
+        return {name: _one_row(part) for name, part in inputs.items()}
+    shape, dtype = inputs
+    return keras.ops.zeros((1, *shape), dtype)

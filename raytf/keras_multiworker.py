@@ -113,7 +113,7 @@ def _make_function(self, step_function):
         is_tf = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
         outputs, rows = compiled(iterator) if is_tf and compiled else eager_steps(iterator)
         self.__dict__["_raytf_last"] = (outputs, rows)
-        if getattr(self, "_raytf_sync_batches", None) == ("train" if training else "test"):
+        if training and self.__dict__.get("_raytf_sync_batches"):
             return multiworker_metrics.global_logs(self, outputs, rows)
         return outputs
 

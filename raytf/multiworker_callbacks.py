@@ -70,16 +70,16 @@ def _settable_rate(optimizer):
     return rate if isinstance(rate, keras.Variable) else None
 
 
-def _looks_at_batches(callback, kind: str) -> bool:
+def _looks_at_batches(callback) -> bool:
+    """Whether a callback reads the logs of single training batches, or may stop the training between two."""
     if isinstance(callback, (ModelCheckpoint, BackupAndRestore)):
-        return kind == "train" and callback.save_freq != "epoch"
+        return callback.save_freq != "epoch"
     if type(callback) is TensorBoard:
-        return kind == "train" and callback.update_freq != "epoch"
+        return callback.update_freq != "epoch"
     if getattr(callback, "raytf_local_batches", False):
         return False
-    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
-    hooks += ["on_batch_begin", "on_batch_end"] if kind == "train" else []
     base = keras.callbacks.Callback
+    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
     return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
 
 
@@ -98,14 +98,15 @@ def _redirected(callbacks, scratch: str):
 
 @contextlib.contextmanager
 def prepared(model, callbacks):
-    """Yields (callbacks for `fit`, "train" if batch logs must be global, else None) for a model on several workers."""
+    """Yields (callbacks for `fit`, whether the logs of batches must be global) for a model on several workers."""
     given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
     if given is not None:
         listed = list(given.callbacks)
     else:
         listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    # every worker has the same list before writers are left out, so that all agree on what to exchange
-    batches = any(_looks_at_batches(c, "train") for c in listed)
+    # a callback of one worker alone is enough: what is exchanged after a batch needs all
+    looking = np.int32(any(_looks_at_batches(c) for c in listed))
+    batches = bool(collectives.sum_over_workers(model.distribute_strategy, [looking])[0])
     scratch = tempfile.mkdtemp(prefix="raytf_") if not collectives.is_chief(model.distribute_strategy) else None
     kept = listed if scratch is None else list(_redirected(listed, scratch))
     agreement = _BatchAgreement() if batches else _Agreement()
@@ -116,7 +117,7 @@ def prepared(model, callbacks):
         given.callbacks[:] = kept
         kept = given
     try:
-        yield kept, "train" if batches else None
+        yield kept, batches
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)

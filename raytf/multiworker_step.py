@@ -38,11 +38,13 @@ class Step:
 
 
 def current() -> Step | None:
+    """The step of `fit` or `evaluate` that this thread traces or runs, or None outside of one."""
     return getattr(state, "step", None)
 
 
 @contextlib.contextmanager
 def within(**values):
+    """Sets fields of `state` for the block."""
     before = {name: getattr(state, name, None) for name in values}
     vars(state).update(values)
     try:
@@ -57,6 +59,7 @@ def in_replica_of_many() -> bool:
 
 
 def first_leaf(x):
+    """The first tensor of a nest of inputs."""
     return next(leaf for leaf in tree.flatten(x) if leaf is not None)
 
 

@@ -65,10 +65,9 @@ def train(task: Task) -> None:
             around.append(callbacks.RestoreCallback(folder, users))
         if context.get_world_rank() == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"]))
-        shapes = _input_shapes(datasets["train"])
         report = callbacks.ReportCallback(
             seed=task.seed,
-            build=(task.build_model, task.config, shapes),
+            build=(task.build_model, task.config, _inputs(datasets["train"])),
             callbacks=users,
             history=state.history if state else (),
         )
@@ -114,9 +113,9 @@ def build_from_example(model, example) -> None:
         model.optimizer.build(model.trainable_variables)
 
 
-def _input_shapes(dataset):
+def _inputs(dataset):
     import tensorflow as tf
 
     spec = dataset.element_spec
     features = spec[0] if isinstance(spec, tuple) else spec
-    return tf.nest.map_structure(lambda s: tuple(s.shape), features)
+    return tf.nest.map_structure(lambda s: (tuple(s.shape[1:]), s.dtype.name), features)

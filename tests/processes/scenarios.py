@@ -571,6 +571,15 @@ def batch_logs(p):
 
 
 @scenario
+def batch_callback_of_the_chief_alone(p):
+    """As in `callbacks = [...] if rank == 0 else []`: the others take part in what the chief's callback needs."""
+    seen = []
+    log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: seen.append(float(logs["loss"])))
+    _, out = p.fit(mlp(), vectors(rows=77), callbacks=[log] if p.rank == 0 else None)
+    return out | ({"chief:seen": np.asarray(seen)} if p.rank == 0 else {})
+
+
+@scenario
 def files_by_the_chief(p):
     folder = os.path.join(p.folder, f"files_{p.world}")
     os.makedirs(folder, exist_ok=True)

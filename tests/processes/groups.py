@@ -1,0 +1,50 @@
+"""Which scenarios run with how many processes, and in which precision."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from tests.processes.launch import run_group
+from tests.processes.scenarios import SCENARIOS
+
+FLOAT64 = list(SCENARIOS)
+# In float32 rounding differs with the order of summation, and training amplifies it.
+FLOAT32 = ["cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_sgd", "last_batch_smaller"]
+THREE = [
+    "mlp_sgd",
+    "embedding_adam",
+    "last_batch_of_one_row",
+    "odd_global_batch",
+    "predict_all_rows_in_order",
+    "metrics_that_are_no_averages",
+    "batch_normalization_synchronized",
+    "masked_tokens",
+    "gradient_accumulation",
+    "loss_root_mean",
+    "mixed_float16",
+    "stop_between_batches",
+]
+# In the order in which the groups start, two at a time: the long ones first.
+WANTED = {
+    ("float64", 2): FLOAT64,
+    ("float64", 1): FLOAT64,
+    ("float64", 3): THREE,
+    ("float32", 2): FLOAT32,
+    ("float32", 1): FLOAT32,
+}
+
+
+def start(pool: ThreadPoolExecutor, new_folder) -> dict[tuple[str, int], tuple[str, Future]]:
+    """Starts a group of processes for each entry of `WANTED`; each runs all its scenarios once.
+
+    Returns:
+        (dtype, world) -> (the folder of the results, a future that is done when they are there).
+    """
+
+    def run(key, folder):
+        dtype, world = key
+        names = ["--dtype", dtype, "--only", *WANTED[key]]
+        run_group(world, ["-m", "tests.processes.worker", "--folder", folder, *names], folder, timeout=1500)
+
+    folders = {key: str(new_folder(f"{key[0]}_{key[1]}")) for key in WANTED}
+    return {key: (folder, pool.submit(run, key, folder)) for key, folder in folders.items()}
