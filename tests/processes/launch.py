@@ -11,7 +11,7 @@ import sys
 
 from raytf.topology import tf_config
 
-# Above the ports of raytf's own workers and below those that Linux hands out by itself, as Ray starts beside the groups.
+# Above the ports of raytf's own workers, below those that Linux hands out by itself: Ray starts beside the groups.
 _PORTS = range(32_000, 32_700)
 
 
