@@ -159,9 +159,11 @@ def read_parquet(name: str, path: str):
 
     from raytf.errors import ConfigError
 
-    if "://" not in path and not os.path.exists(path):
+    if "://" in path:
+        return ray.data.read_parquet(path)
+    if not os.path.exists(path):
         raise ConfigError(f"The {name} data must be a folder or file that exists", repr(path), "Check the path")
-    return ray.data.read_parquet(path)
+    return ray.data.read_parquet(os.path.abspath(path))  # Ray's workers run in another folder
 
 
 if __name__ == "__main__":
