@@ -30,24 +30,6 @@ def leaves_nothing_behind():
     assert not threads, f"the test left threads running: {threads}"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def parity_groups(request, tmp_path_factory):
-    """The processes of the parity tests, where these are selected: they run beside all other tests, which leave cores
-    idle while they wait for Ray, and give way to them."""
-    if not any("results" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        yield {}
-        return
-    from concurrent.futures import ThreadPoolExecutor
-
-    from tests.processes import groups
-
-    pool = ThreadPoolExecutor(1)
-    try:
-        yield groups.start(pool, tmp_path_factory.mktemp)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
     """One local Ray for all tests that need no cluster of their own: four CPUs, so that three workers fit."""
@@ -65,8 +47,7 @@ def ray_cluster(tmp_path_factory):
 def _ray_processes():
     import psutil
 
-    children = psutil.Process().children(recursive=True)
-    return [p for p in children if "tests.processes.worker" not in p.cmdline()]
+    return psutil.Process().children(recursive=True)
 
 
 def _wait_gone(processes, timeout=30):

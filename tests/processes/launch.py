@@ -11,7 +11,7 @@ import sys
 
 from raytf.topology import tf_config
 
-# Above the ports of raytf's own workers, below those that Linux hands out by itself: Ray starts beside the groups.
+# Above the ports of raytf's own workers, below those that Linux hands out by itself.
 _PORTS = range(32_000, 32_700)
 
 
@@ -38,8 +38,7 @@ def run_group(world, command, folder, timeout=600, env=None):
             own["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
         logs.append(os.path.join(folder, f"log.{world}.{rank}"))
         with open(logs[-1], "a") as log:
-            niced = ["nice", "-n", "10", sys.executable, *command]
-            processes.append(subprocess.Popen(niced, env=own, stdout=log, stderr=log))
+            processes.append(subprocess.Popen([sys.executable, *command], env=own, stdout=log, stderr=log))
     try:
         codes = [process.wait(timeout) for process in processes]
     finally:

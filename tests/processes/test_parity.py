@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from tests.processes import groups
 from tests.processes.groups import WANTED
 
 CASES = [(dtype, world, name) for (dtype, world), names in WANTED.items() if world > 1 for name in names]
@@ -15,16 +17,19 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 
 
 @pytest.fixture(scope="session")
-def results(parity_groups):
-    """(dtype, world, name) -> what each rank returned."""
+def results(tmp_path_factory):
+    """(dtype, world, name) -> what each rank returned; two groups of processes run at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        running = groups.start(pool, tmp_path_factory.mktemp)
 
-    def load(dtype, world, name):
-        folder, done = parity_groups[dtype, world]
-        done.result()
-        paths = [os.path.join(folder, f"{name}.{dtype}.{world}.{rank}.pkl") for rank in range(world)]
-        return [pickle.load(open(path, "rb")) for path in paths]
+        def load(dtype, world, name):
+            folder, done = running[dtype, world]
+            done.result()
+            paths = [os.path.join(folder, f"{name}.{dtype}.{world}.{rank}.pkl") for rank in range(world)]
+            return [pickle.load(open(path, "rb")) for path in paths]
 
-    return load
+        yield load
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.slow
