@@ -62,8 +62,9 @@ class Feed:
         tables = [_table(block) for block in ray.get(list(blocks.refs))]
         specs = (features, labels, sample_weights)
         self._structure = tuple(spec for spec in specs if spec is not None)
-        known: dict[Columns, Source] = {}
-        self._sources = [known.setdefault(c, Source(tables, c)) for c in _flatten(self._structure)]
+        columns = _flatten(self._structure)
+        known = {c: Source(tables, c) for c in dict.fromkeys(columns)}
+        self._sources = [known[c] for c in columns]
         self.steps = order.steps_per_epoch(self._rows, global_batch, drop_remainder)
         self.epoch = 0
         self.first_step = 0

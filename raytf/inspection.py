@@ -41,10 +41,9 @@ class Inspector:
 def check(build_model, config, first, features, labels, sample_weights) -> None:
     """Raises ConfigError unless the model can train on the columns."""
     import keras
-    import tensorflow as tf
 
     from raytf.feed import Feed
-    from raytf.worker import build_from_example
+    from raytf.worker import build_from_data
 
     feed = Feed(first, features=features, labels=labels, sample_weights=sample_weights, global_batch=1)
     try:
@@ -67,9 +66,8 @@ def check(build_model, config, first, features, labels, sample_weights) -> None:
         )
     dataset = feed.dataset()
     _check_numeric(model, dataset)
-    example = tf.nest.map_structure(lambda s: tf.zeros([2, *s.shape[1:]], s.dtype), dataset.element_spec)
     try:
-        build_from_example(model, example)
+        build_from_data(model, dataset)
     except Exception as error:
         parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
         shown = ", ".join(

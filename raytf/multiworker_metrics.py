@@ -27,14 +27,12 @@ def synchronize(model):
     strategy = model.distribute_strategy
     metrics = [v for v in model.metrics_variables if tf.as_dtype(v.dtype) in collectives.SUMMABLE]
     averaged = _averaged_variables(model)
-    cached = model.__dict__.get("_raytf_synchronize")
-    if cached is None or cached[0] != [id(v) for v in (*metrics, *averaged)]:
-        key = [id(v) for v in (*metrics, *averaged)]
-        cached = model.__dict__["_raytf_synchronize"] = (
-            key,
-            _synchronize_function(strategy, metrics, averaged),
-        )
-    return list(zip(metrics, cached[1](), strict=True))
+    key = [id(v) for v in (*metrics, *averaged)]
+    known, function = model.__dict__.get("_raytf_synchronize", (None, None))
+    if known != key:
+        function = _synchronize_function(strategy, metrics, averaged)
+        model.__dict__["_raytf_synchronize"] = (key, function)
+    return list(zip(metrics, function(), strict=True))
 
 
 def _synchronize_function(strategy, metrics, averaged):

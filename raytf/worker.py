@@ -56,7 +56,8 @@ def train(task: Task) -> None:
             model = task.build_model(dict(task.config))
         feeds = {name: _feed(task, name, context) for name in task.datasets}
         datasets = {name: feed.dataset() for name, feed in feeds.items()}
-        _build(model, datasets["train"], distribution)
+        with distribution.scope():
+            build_from_data(model, datasets["train"])
         users = list(task.callbacks(dict(task.config))) if task.callbacks else []
         users += callbacks.tensorboard(context.get_storage(), users)
         around = [callbacks.FeedCallback(feeds["train"]), *users]
@@ -97,17 +98,14 @@ def _feed(task: Task, name: str, context):
     )
 
 
-def _build(model, dataset, distribution) -> None:
-    """Builds model and optimizer from the data's shapes, so that a checkpoint can be restored into them."""
+def build_from_data(model, dataset) -> None:
+    """Builds a compiled model and its optimizer from the data's shapes, as Keras does before its first step.
+
+    A checkpoint can then be restored into them.
+    """
     import tensorflow as tf
 
     example = tf.nest.map_structure(lambda s: tf.zeros([2, *s.shape[1:]], s.dtype), dataset.element_spec)
-    with distribution.scope():
-        build_from_example(model, example)
-
-
-def build_from_example(model, example) -> None:
-    """Builds a compiled model from a batch (features, labels, weights) as Keras does before its first step."""
     model._symbolic_build(data_batch=example)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
