@@ -19,7 +19,7 @@ class Blocks:
     """Where the rows of a dataset lie.
 
     Args:
-        refs: references to Arrow tables in the object store.
+        refs: references to blocks in the object store, or blocks themselves.
         rows: number of rows of each block, each at least 1.
         columns: names of the columns.
     """
@@ -28,9 +28,17 @@ class Blocks:
     rows: list[int]
     columns: list[str]
 
+    def get(self) -> list:
+        """The blocks, without a copy where they lie in this node's store."""
+        return [ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref for ref in self.refs]
+
     def first(self) -> Blocks:
         """The first block alone."""
         return Blocks(self.refs[:1], self.rows[:1], self.columns)
+
+    def here(self) -> Blocks:
+        """The same with the blocks themselves."""
+        return Blocks(self.get(), self.rows, self.columns)
 
 
 def read_all(datasets: Mapping) -> dict[str, Blocks]:

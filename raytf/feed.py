@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-import ray
 import tensorflow as tf
 
 from raytf import blocks as blocks_module
@@ -59,7 +58,7 @@ class Feed:
         self._rows, self._seed, self._shuffle = sum(blocks.rows), seed, shuffle
         self._drop = drop_remainder
         self._starts = np.cumsum([0, *blocks.rows])
-        tables = [_table(block) for block in ray.get(list(blocks.refs))]
+        tables = [_table(block) for block in blocks.get()]
         specs = (features, labels, sample_weights)
         self._structure = tuple(spec for spec in specs if spec is not None)
         columns = _flatten(self._structure)

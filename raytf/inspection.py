@@ -1,10 +1,14 @@
-"""Builds the model once, in a process of its own, and tries it on the data's shapes before any worker starts."""
+"""Builds the model once, away from the driver, and tries it on the data's shapes before any worker starts."""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import sys
 import traceback
 
-import ray
+import cloudpickle
 
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
@@ -12,30 +16,65 @@ from raytf.errors import ConfigError
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
 
-# An actor, whose process ends with it: no worker may get a process in which TensorFlow has started.
-@ray.remote(num_cpus=0)
-class Inspector:
-    """A process that imports TensorFlow while the driver reads the data, and then tries the model."""
+_DEADLINE_SECONDS = 600.0
 
-    def __init__(self):
-        import os
 
+def inspect(pickled: bytes, block: Blocks) -> ConfigError | None:
+    """What is wrong with the model or the columns, for the driver to raise, or None.
+
+    Args:
+        pickled: (build_model, config, features, labels, sample_weights), by cloudpickle.
+        block: a block of the training data.
+    """
+    block = block.here()
+
+    def answer() -> ConfigError | None:
+        # no Ray from here on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
-        import keras  # noqa: F401
-
-    def inspect(self, build_model, config: dict, block: Blocks, features, labels, sample_weights):
-        """What is wrong with the model or the columns, as a ConfigError for the driver to raise, or None.
-
-        Args:
-            build_model, config: the user's.
-            block: a block of the training data.
-            features, labels, sample_weights: parsed columns.
-        """
+        build_model, config, *columns = cloudpickle.loads(pickled)
         try:
-            check(build_model, config, block, features, labels, sample_weights)
+            check(build_model, config, block, *columns)
         except ConfigError as error:
             return error
         return None
+
+    return _in_a_copy(answer)
+
+
+def _in_a_copy(answer):
+    """Calls `answer` in a fork of this process, which goes to a worker later and must not have run TensorFlow."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            with os.fdopen(writer, "wb") as file:
+                try:
+                    cloudpickle.dump(answer(), file)
+                except BaseException as error:
+                    cloudpickle.dump(_unexpected(_where(error)), file)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        readable, _, _ = select.select([file], [], [], _DEADLINE_SECONDS)
+        if not readable:
+            os.kill(child, signal.SIGKILL)
+        said = file.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not readable:
+        return _unexpected(f"no end after {_DEADLINE_SECONDS:g} s")
+    return cloudpickle.loads(said) if said else _unexpected(f"the end of its process, with status {status}")
+
+
+def _unexpected(received: str) -> ConfigError:
+    return ConfigError(
+        "build_model(config) must return a compiled keras.Model",
+        received,
+        "Call it in a process of your own to see why",
+    )
 
 
 def check(build_model, config, first, features, labels, sample_weights) -> None:

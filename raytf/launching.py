@@ -1,48 +1,260 @@
-"""How a trainer's run is handed to Ray Train. Driver side."""
+"""How a run is handed to Ray Train, without waiting for one thing after another. Driver side.
+
+Ray Train starts its controller, then helpers, then the workers, which then import TensorFlow. Here all these processes
+start, and import what they need, as soon as `fit` is called: while the driver reads the data and tries the model. They
+hold no resources of the cluster, and none of them is a worker of the run before that has ended well: Ray Train then
+reserves the resources, and the processes that are on the right hosts become its workers.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
+import threading
+import time
 
-from ray.train.v2._internal.constants import HEALTH_CHECK_INTERVAL_S_ENV_VAR
-from ray.train.v2._internal.execution.callback import ControllerCallback
+import ray
+from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    get_or_create_autoscaling_coordinator,
+)
+from ray.exceptions import RayActorError
+from ray.train import RunConfig
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+from ray.train.v2._internal.constants import (
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    get_env_vars_to_propagate,
+)
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytf import resources
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
 _POLL_SECONDS = "0.2"
+# Ray Train's guards against rare events; each is a process that imports Ray Train, when every core imports TensorFlow.
+_GUARDS_START_AFTER_SECONDS = 20.0
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
+
+
+class Launch:
+    """The processes of a run that is about to start.
+
+    Args:
+        scaling_config, run_config: the run's.
+
+    Attributes:
+        controller: the actor that becomes Ray Train's controller.
+        processes: (node, actor) of each process that may become a worker.
+    """
+
+    def __init__(self, scaling_config, run_config):
+        here = ray.get_runtime_context().get_node_id()
+        self.controller = (
+            ray.remote(_Controller).options(num_cpus=0, label_selector={ray._raylet.RAY_NODE_ID_KEY: here}).remote()
+        )
+        self.processes = []
+        self._extra = []
+        # A process must not look for devices before Ray gives it some: then it can only try the model.
+        if resources.only_cpus(scaling_config):
+            cpus = scaling_config._resources_per_worker_not_none.get("CPU", 1)
+            variables = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
+            for node in resources.likely_nodes(scaling_config):
+                self.processes.append((node, _process(run_config, node, variables)))
+        if not self.processes:
+            self._extra.append(_process(run_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
+        self._ready = {actor.execute.remote(_import): actor for actor in (*self._workers_to_be(), *self._extra)}
+
+    def ask(self, function, *arguments):
+        """Calls a function in the first process that is ready."""
+        ready, _ = ray.wait(list(self._ready), timeout=None)
+        ray.get(ready)
+        answer = ray.get(self._ready[ready[0]].execute.remote(function, *arguments))
+        self._end(self._extra)
+        return answer
+
+    def cancel(self) -> None:
+        """Ends all that is left."""
+        self._end([self.controller, *self._workers_to_be(), *self._extra])
+
+    def _workers_to_be(self) -> list:
+        return [actor for _, actor in self.processes]
+
+    @staticmethod
+    def _end(actors) -> None:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _process(run_config, node: str, variables: dict[str, str]):
+    environment = dict(run_config.worker_runtime_env or {})
+    users = environment.get("env_vars", {})
+    environment["env_vars"] = _QUIET | variables | get_env_vars_to_propagate() | dict(users)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=True)
+    return (
+        ray.remote(RayTrainWorker).options(num_cpus=0, runtime_env=environment, scheduling_strategy=strategy).remote()
+    )
+
+
+def _import() -> None:
+    """What a worker needs; no TensorFlow operation runs."""
+    from raytf.keras_import import import_keras
+
+    import_keras()
+    from raytf import callbacks, feed, inspection  # noqa: F401
 
 
 class PromptTrainer(DataParallelTrainer):
-    """A DataParallelTrainer whose controller polls often, unless the user set Ray's variable for that."""
+    """A DataParallelTrainer on a `Launch`, its own unless it is given one."""
+
+    def __init__(self, *args, run_config=None, launch: Launch | None = None, **kwargs):
+        self._launch = launch
+        run_config = copy.copy(run_config) if run_config else RunConfig()
+        environment = dict(run_config.worker_runtime_env or {})
+        run_config.worker_runtime_env = environment | {"env_vars": _QUIET | dict(environment.get("env_vars", {}))}
+        super().__init__(*args, run_config=run_config, **kwargs)
 
     def fit(self):
-        with _variable(HEALTH_CHECK_INTERVAL_S_ENV_VAR, _POLL_SECONDS):
+        given = self._launch
+        self._launch = given or Launch(self.scaling_config, self.run_config)
+        try:
             return super().fit()
+        finally:
+            if given is None:
+                self._launch.cancel()
+            self._launch = given
 
     def _create_default_callbacks(self):
-        callbacks = super()._create_default_callbacks()
-        if os.environ.get(HEALTH_CHECK_INTERVAL_S_ENV_VAR) == _POLL_SECONDS:
-            callbacks.append(_KeepFromWorkers())
+        callbacks = []
+        for callback in super()._create_default_callbacks():
+            if isinstance(callback, PlacementGroupCleanerCallback):
+                callback = _LateCleaner()
+            if isinstance(callback, DatasetsCallback) and not self.datasets:
+                callback = _NoDatasets()
+            callbacks.append(callback)
+        if ENABLE_PREEMPTION_WATCHER_ENV_VAR not in os.environ:
+            callbacks.append(_LatePreemption())
         return callbacks
 
+    def _initialize_and_run_controller(self, **arguments):
+        controller = self._launch.controller
+        ray.get(controller.begin.remote(get_env_vars_to_propagate(), arguments, self._launch.processes))
+        if threading.current_thread() is threading.main_thread():
+            self._register_sigint_handler(controller)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
 
-class _KeepFromWorkers(ControllerCallback):
-    """The controller would hand the variable on to the workers; with an environment of their own, they could not use
-    the idle processes that Ray keeps ready."""
 
+class _Controller(TrainController):
+    """Ray Train's controller, in a process that starts before the run is known."""
+
+    def __init__(self):
+        get_or_create_autoscaling_coordinator()  # a process that the first run of a cluster waits for
+
+    def begin(self, environment: dict[str, str], arguments: dict, processes: list) -> None:
+        self.worker_group_cls = type("_Group", (_WorkerGroup,), {"processes": processes})
+        # Ray Train reads these when it starts; what stays would change the environment of the workers.
+        ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
+        ours = {name: value for name, value in ours.items() if name not in environment}
+        os.environ.update({RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"} | environment | ours)
+        super().__init__(**arguments)
+        for name in ours:
+            del os.environ[name]
+
+
+class _WorkerGroup(WorkerGroup):
+    """A worker group whose workers are, the first time, processes that are there already."""
+
+    processes: list
+
+    def _create_workers(
+        self,
+        num_workers,
+        placement_group,
+        resources_per_worker,
+        placement_group_bundle_indices=None,
+        starting_world_rank=0,
+        world_size=None,
+        replica_group_size=None,
+    ):
+        indices = placement_group_bundle_indices or list(range(num_workers))
+        nodes = placement_group_table(placement_group)["bundles_to_node_id"]
+        there = {}
+        for node, actor in self.processes:
+            place = next((i for i in indices if nodes[i] == node and i not in there), None)
+            if place is None:
+                ray.kill(actor)
+            else:
+                there[place] = actor
+        self.processes.clear()
+        try:
+            metadata = ray.get([actor.get_metadata.remote() for actor in there.values()])
+        except RayActorError as error:
+            for actor in there.values():
+                ray.kill(actor)
+            raise WorkerGroupStartupFailedError("A process that was to become a worker has died") from error
+        workers = [
+            Worker(actor, its, resources_per_worker, placement_group_bundle_index=i)
+            for (i, actor), its in zip(there.items(), metadata, strict=True)
+        ]
+        missing = [i for i in indices if i not in there]
+        if missing:
+            workers += super()._create_workers(len(missing), placement_group, resources_per_worker, missing)
+        return self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+
+
+class _NoDatasets(WorkerGroupCallback):
+    """Stands for Ray Train's manager of datasets, a process of its own, where there are none."""
+
+    def before_init_train_context(self, workers):
+        return {"dataset_shard_provider": [self] * len(workers)}
+
+    def get_dataset_shard(self, dataset_info):
+        raise KeyError(f"The trainer was given no dataset {dataset_info.dataset_name!r}. Pass it in datasets={{...}}")
+
+
+class _Late:
+    """Starts a guard of a worker group when the group has run for a while."""
+
+    _due: float | None = None
+    _group = None
+
+    def after_worker_group_start(self, worker_group):
+        self._group, self._due = worker_group, time.monotonic() + _GUARDS_START_AFTER_SECONDS
+
+    def after_worker_group_poll_status(self, worker_group_status):
+        if self._due is not None and time.monotonic() >= self._due:
+            self._due = None
+            self._start_guard(self._group)
+
+    def before_worker_group_shutdown(self, worker_group):
+        self._due = None
+        super().before_worker_group_shutdown(worker_group)
+
+    def after_worker_group_abort(self, worker_group_context):
+        self._due = None
+        super().after_worker_group_abort(worker_group_context)
+
+
+class _LateCleaner(_Late, PlacementGroupCleanerCallback):
     def after_controller_start(self, train_run_context):
-        os.environ.pop(HEALTH_CHECK_INTERVAL_S_ENV_VAR, None)
+        self._run = train_run_context
+
+    def _start_guard(self, group):
+        if self._cleaner is None:
+            PlacementGroupCleanerCallback.after_controller_start(self, self._run)
+        PlacementGroupCleanerCallback.after_worker_group_start(self, group)
 
 
-@contextlib.contextmanager
-def _variable(name: str, value: str):
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
+class _LatePreemption(_Late, PreemptionCallback):
+    def _start_guard(self, group):
+        PreemptionCallback.after_worker_group_start(self, group)

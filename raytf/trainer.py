@@ -19,8 +19,8 @@ from raytf import columns, failures, order, progress, resources
 from raytf.backend import TensorflowConfig
 from raytf.blocks import Blocks, read_all
 from raytf.errors import ConfigError
-from raytf.inspection import Inspector
-from raytf.launching import PromptTrainer
+from raytf.inspection import inspect
+from raytf.launching import Launch, PromptTrainer
 from raytf.topology import per_replica_batch, pick_strategy
 from raytf.worker import Task, train
 
@@ -123,7 +123,13 @@ class KerasTrainer:
         if not ray.is_initialized():
             ray.init()
         resources.check_cluster(self.scaling_config)
-        blocks = self._read_and_try()
+        launch = Launch(self.scaling_config, self.run_config)
+        try:
+            return self._train(launch, self._read_and_try(launch))
+        finally:
+            launch.cancel()
+
+    def _train(self, launch: Launch, blocks: dict[str, Blocks]) -> ray.train.Result:
         board = progress.Board() if self.progress else None
         task = Task(
             build_model=self.build_model,
@@ -138,12 +144,12 @@ class KerasTrainer:
             board=board,
         )
         try:
-            return self._run(task)
+            return self._run(task, launch)
         finally:
             if board is not None:
                 board.clear()
 
-    def _run(self, task: Task) -> ray.train.Result:
+    def _run(self, task: Task, launch: Launch) -> ray.train.Result:
         tensorflow_config = dataclasses.replace(self.tensorflow_config, strategy=self.strategy, seed=self.seed % 2**31)
 
         def keras_training():
@@ -154,6 +160,7 @@ class KerasTrainer:
             backend_config=tensorflow_config,
             scaling_config=self.scaling_config,
             run_config=self.run_config,
+            launch=launch,
         )
         with failures.first_cause():
             if task.board is None:
@@ -165,24 +172,19 @@ class KerasTrainer:
                     result = inner.fit()
         return _with_history(result)
 
-    def _read_and_try(self) -> dict[str, Blocks]:
+    def _read_and_try(self, launch: Launch) -> dict[str, Blocks]:
         """Where the rows of each dataset lie, after the model was tried on the first of them."""
-        environment = self.run_config.worker_runtime_env
-        inspector = Inspector.options(runtime_env=environment).remote() if environment else Inspector.remote()
-        try:
-            blocks = read_all(self.datasets)
-            for name, found in blocks.items():
-                if not found.rows:
-                    raise ConfigError(
-                        "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
-                    )
-                for role in ("features", "labels", "sample_weights"):
-                    columns.check_names(getattr(self, role), found.columns, role)
-            first = blocks["train"].first()
-            arguments = (self.build_model, self.config, first, self.features, self.labels, self.sample_weights)
-            error = ray.get(inspector.inspect.remote(*arguments))
-        finally:
-            ray.kill(inspector)
+        blocks = read_all(self.datasets)
+        for name, found in blocks.items():
+            if not found.rows:
+                raise ConfigError(
+                    "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
+                )
+            for role in ("features", "labels", "sample_weights"):
+                columns.check_names(getattr(self, role), found.columns, role)
+        specs = (self.features, self.labels, self.sample_weights)
+        pickled = cloudpickle.dumps((self.build_model, self.config, *specs))
+        error = launch.ask(inspect, pickled, blocks["train"].first())
         if error is not None:
             raise error
         return blocks

@@ -23,7 +23,7 @@ def fit(tmp_path, **changes):
         "datasets": {"train": models.dataset(16, blocks=1)},
         "features": models.FEATURES,
         "labels": "label",
-        "scaling_config": ScalingConfig(num_workers=2),
+        "scaling_config": ScalingConfig(num_workers=1),
         "run_config": RunConfig(storage_path=str(tmp_path), name="refused"),
         "progress": False,
     } | changes
@@ -79,7 +79,10 @@ CASES = {
     "wrong shape": (lambda: {"build_model": takes_images}, r"fit the model's inputs .* float32\(None, 6\)"),
     "strings": (lambda: {"datasets": words(), "features": "text"}, "Features must be numbers .* string"),
     "empty": (lambda: {"datasets": {"train": models.dataset(16).filter(lambda r: False)}}, "'train' is empty"),
-    "small batch": (lambda: {"config": {"batch_size": 1}}, "at least one row for each replica; received: batch_size=1"),
+    "small batch": (
+        lambda: {"config": {"batch_size": 1}, "scaling_config": ScalingConfig(num_workers=2)},
+        "at least one row for each replica; received: batch_size=1",
+    ),
     "no batch": (lambda: {"config": {"batch_size": 0}}, r"config\['batch_size'\] must be an integer of at least 1"),
     "half an epoch": (lambda: {"config": {"epochs": 0.5}}, r"config\['epochs'\] must be an integer"),
     "too many workers": (

@@ -1,4 +1,4 @@
-from raytf.resources import fits
+from raytf.resources import fits, placed
 
 
 def test_workers_are_counted_by_node():
@@ -7,3 +7,11 @@ def test_workers_are_counted_by_node():
     assert fits(nodes, {"CPU": 2}) == 1
     assert fits(nodes, {"CPU": 1, "GPU": 1}) == 1
     assert fits(nodes, {"TPU": 4}) == 0
+
+
+def test_workers_are_expected_where_ray_packs_or_spreads_them():
+    nodes = {"a": {"CPU": 2.0}, "b": {"CPU": 4.0, "GPU": 1.0}, "c": {}}
+    assert placed(nodes, {"CPU": 1.0}, 5, spread=False) == ["b", "b", "b", "b", "a"]
+    assert placed(nodes, {"CPU": 1.0}, 3, spread=True) == ["b", "a", "b"]
+    assert placed(nodes, {"CPU": 2.0}, 9, spread=False) == ["b", "b", "a"], "no more than there is room for"
+    assert placed({}, {"CPU": 1.0}, 2, spread=True) == []

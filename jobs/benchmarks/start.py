@@ -1,0 +1,150 @@
+"""Seconds from `fit()` to the end of the first training step, two workers, Ray running.
+
+python jobs/benchmarks/start.py            # raytf against Ray's TensorflowTrainer (with tf_keras, its only way)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+import common
+
+ROWS, WIDTH, BATCH = 4096, 32, 128
+
+
+def _model(keras):
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(64, "relu"), layers.Dense(10, "softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def _mark(keras, file: str):
+    """A callback that writes down when the first step of the first worker has ended."""
+
+    class Mark(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            import ray.train
+
+            if batch == 0 and ray.train.get_context().get_world_rank() == 0 and not os.path.exists(file):
+                with open(file, "w") as out:
+                    out.write(repr(time.time()))
+
+    Mark.raytf_local_batches = True
+    return Mark()
+
+
+def _dataset():
+    import numpy as np
+    import pyarrow as pa
+    import ray
+
+    rng = np.random.default_rng(0)
+    x = pa.FixedShapeTensorArray.from_numpy_ndarray(rng.normal(size=(ROWS, WIDTH)).astype("float32"))
+    table = pa.table({"x": x, "y": pa.array(rng.integers(0, 10, ROWS))})
+    return ray.data.from_arrow(table)
+
+
+def _raytf(file: str, folder: str):
+    from ray.train import RunConfig, ScalingConfig
+
+    import raytf
+
+    def build_model(config):
+        import keras
+
+        return _model(keras)
+
+    def callbacks(config):
+        import keras
+
+        return [_mark(keras, file)]
+
+    return raytf.KerasTrainer(
+        build_model,
+        config={"batch_size": BATCH, "epochs": 1},
+        datasets={"train": _dataset()},
+        features="x",
+        labels="y",
+        callbacks=callbacks,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=folder),
+        progress=False,
+    )
+
+
+def _ray(file: str, folder: str):
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.tensorflow import TensorflowTrainer
+
+    def loop(config):
+        import ray.train
+        import tensorflow as tf
+        import tf_keras
+
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            model = _model(tf_keras)
+        shard = ray.train.get_dataset_shard("train")
+        spec = (tf.TensorSpec((None, WIDTH), tf.float32), tf.TensorSpec((None,), tf.int64))
+        dataset = shard.to_tf(
+            "x", "y", batch_size=BATCH, drop_last=True, feature_type_spec=spec[0], label_type_spec=spec[1]
+        )
+        model.fit(dataset, epochs=1, callbacks=[_mark(tf_keras, file)], verbose=0)
+
+    return TensorflowTrainer(
+        loop,
+        datasets={"train": _dataset()},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=folder, worker_runtime_env={"env_vars": {"TF_USE_LEGACY_KERAS": "1"}}),
+    )
+
+
+WAYS = {"raytf": _raytf, "Ray TensorflowTrainer": _ray}
+
+
+def once(way: str, address: str) -> None:
+    """One measurement, in a driver of its own."""
+    import logging
+
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="raytf_start_") as folder:
+        file = os.path.join(folder, "first_step")
+        trainer = WAYS[way](file, folder)
+        began = time.time()
+        trainer.fit()
+        ended = time.time()
+        with open(file) as seen:
+            first = float(seen.read())
+    common.give({"first_step": first - began, "whole": ended - began})
+
+
+def main(arguments=None):
+    options = common.parser(__doc__).parse_args(arguments)
+    repeats = 1 if options.smoke else options.repeats
+    found = {way: [] for way in WAYS}
+    with common.ray_cluster() as address:
+        for _ in range(repeats):
+            for way in WAYS:
+                found[way].append(common.measure(__file__, "--once", way, address))
+    rows = []
+    base = common.spread(f["first_step"] for f in found["Ray TensorflowTrainer"])[0]
+    for way, figures in found.items():
+        median, least, most = common.spread(f["first_step"] for f in figures)
+        whole = common.spread(f["whole"] for f in figures)[0]
+        rows.append([way, median, f"{least:.1f} to {most:.1f}", median / base, whole])
+    head = ["", "s to first step (median)", "spread", "share of Ray's", "s of the whole run"]
+    shown = common.table(f"Start: fit() to first step, 2 workers, {repeats} runs each", head, rows)
+    common.finish(options, "start", shown, found)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--once"]:
+        once(*sys.argv[2:4])
+    else:
+        main()

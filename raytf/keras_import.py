@@ -1,0 +1,59 @@
+"""Imports Keras without what it imports for a few functions only, which still work: that comes when it is used.
+
+Where they are installed, Keras imports scikit-learn (for `keras.wrappers`) and matplotlib (for `keras.visualization`):
+1.9 s of the 5.7 s that `import keras` took on one core of a two-core machine, in every worker.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_LATER = ("sklearn", "matplotlib")
+_WRAPPERS = ("SKLearnClassifier", "SKLearnRegressor", "SKLearnTransformer")
+
+
+def import_keras() -> None:
+    """`import keras`, quicker; nothing if it is imported already."""
+    if "keras" in sys.modules:
+        return
+    hidden = [name for name in _LATER if name not in sys.modules]
+    # None makes an import of this name fail, as if the package were not installed
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        import keras
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    if "matplotlib" in hidden:
+        from keras.src.visualization import plot_bounding_box_gallery, plot_image_gallery
+
+        for module in (plot_image_gallery, plot_bounding_box_gallery):
+            for name, package in (("plt", "matplotlib.pyplot"), ("patches", "matplotlib.patches")):
+                if hasattr(module, name):
+                    setattr(module, name, _Later(package))
+    if "sklearn" in hidden:
+        for name in _WRAPPERS:
+            delattr(keras.wrappers, name)
+        keras.wrappers.__getattr__ = _wrapper
+
+
+class _Later:
+    """Stands for a module until something of it is used."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str):
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+def _wrapper(name: str):
+    if name not in _WRAPPERS:
+        raise AttributeError(f"keras.wrappers has no attribute {name!r}")
+    from keras.src.wrappers import fixes, sklearn_wrapper, utils
+
+    if sklearn_wrapper.sklearn is None:
+        for module in (fixes, utils, sklearn_wrapper):
+            importlib.reload(module)
+    return getattr(sklearn_wrapper, name)
