@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 _PLACES = {
+    "Column": "columns",
     "KerasTrainer": "trainer",
     "TensorflowTrainer": "trainer",
     "TensorflowConfig": "backend",

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import pyarrow as pa
 import ray
 
 
@@ -41,10 +40,9 @@ class Blocks:
         return Blocks(self.get(), self.rows, self.columns)
 
 
-def read_all(datasets: Mapping) -> dict[str, Blocks]:
-    """`read` for each of a run's datasets, at the same time: most of a small one's time is Ray's start-up."""
-    with _quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
-        return dict(zip(datasets, pool.map(_read, datasets.values()), strict=True))
+def as_table(block) -> pa.Table:
+    """A block as an Arrow table."""
+    return block if isinstance(block, pa.Table) else pa.Table.from_pandas(block, preserve_index=False)
 
 
 def read(dataset) -> Blocks:
@@ -52,12 +50,20 @@ def read(dataset) -> Blocks:
 
     The order of its rows is the same in every execution, as the order of training is counted in rows.
     """
-    with _quiet():
-        return _read(dataset)
+    with quiet():
+        dataset.context.execution_options.preserve_order = True
+        dataset.context.enable_progress_bars = False
+        limit_footer_readers(dataset)
+        materialized = dataset.materialize()
+        found = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
+        found = [block for block in found if block.metadata.num_rows]
+        schema = materialized.schema()
+        columns = [] if schema is None else list(schema.names)
+        return Blocks([block.ref for block in found], [block.metadata.num_rows for block in found], columns)
 
 
 @contextlib.contextmanager
-def _quiet():
+def quiet():
     """Ray Data tells of its plan and progress at length; the trainer has a line of its own."""
     levels = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
     before = {name: logging.getLogger(name).level for name in levels}
@@ -70,7 +76,7 @@ def _quiet():
             logging.getLogger(name).setLevel(level)
 
 
-def _limit_footer_readers(dataset) -> None:
+def limit_footer_readers(dataset) -> None:
     """Lists Parquet files with no more actors than an eighth of the cluster's CPUs.
 
     Ray 2.60 starts 32 for each listing unless an environment variable of its own says otherwise, and takes the number
@@ -81,15 +87,3 @@ def _limit_footer_readers(dataset) -> None:
         indexer = getattr(operator, "file_indexer", None)
         if hasattr(indexer, "_num_actors"):
             indexer._num_actors = min(indexer._num_actors, most)
-
-
-def _read(dataset) -> Blocks:
-    dataset.context.execution_options.preserve_order = True
-    dataset.context.enable_progress_bars = False
-    _limit_footer_readers(dataset)
-    materialized = dataset.materialize()
-    found = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
-    found = [block for block in found if block.metadata.num_rows]
-    schema = materialized.schema()
-    columns = [] if schema is None else list(schema.names)
-    return Blocks([block.ref for block in found], [block.metadata.num_rows for block in found], columns)

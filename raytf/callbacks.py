@@ -93,18 +93,20 @@ class ProgressCallback(keras.callbacks.Callback):
     Args:
         board: a `progress.Board`.
         global_batch: rows of a step.
+        waited: gives the seconds that steps have waited for rows since the start.
         every: seconds.
     """
 
     raytf_local_batches = True
 
-    def __init__(self, board, global_batch: int, every: float = 0.2):
+    def __init__(self, board, global_batch: int, waited, every: float = 0.2):
         super().__init__()
-        self._board, self._batch, self._every = board, global_batch, every
+        self._board, self._batch, self._waited, self._every = board, global_batch, waited, every
         self._sent = 0.0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
+        self._began = time.monotonic(), self._waited()
 
     def on_train_batch_end(self, batch, logs=None):
         now = time.monotonic()
@@ -124,6 +126,7 @@ class ProgressCallback(keras.callbacks.Callback):
             "steps": self.params["steps"],
             "rows": self._batch,
             "logs": numbers,
+            "waiting": (self._waited() - self._began[1]) / max(1e-9, time.monotonic() - self._began[0]),
             "ended": ended,
         }
         self._board.write(update)

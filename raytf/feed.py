@@ -1,39 +1,48 @@
-"""A dataset's blocks to `tf.data.Dataset`: this worker's part of every global batch, in the order of `raytf.order`.
+"""A dataset to `tf.data.Dataset`: this worker's part of every global batch, in the order of `raytf.order`.
 
-Object-store memory is read only by convention but mapped writable, and TensorFlow may work in place on memory that it
-was given: rows are therefore always copied, once, into aligned memory of their own.
+Rows are copied once, in superblocks of many steps, from Arrow memory into memory of their own; TensorFlow cuts these
+into batches in C++, so that Python is called seldom.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import pyarrow as pa
+import ray
 import tensorflow as tf
 
 from raytf import blocks as blocks_module
 from raytf import columns as columns_module
-from raytf import multiworker_input, order, strategy
+from raytf import multiworker_input, order, pieces, strategy, tensors
 from raytf.blocks import Blocks
-from raytf.columns import Columns, Source
 from raytf.errors import ConfigError
+from raytf.readers import Reader, open_reader
 from raytf.topology import per_replica_batch, share
 
 # Bytes that are gathered at once: large enough that Python is called seldom, small enough to stay in the allocator.
 SUPERBLOCK = 8 << 20
+# Of the first in an epoch, which the first step waits for.
+FIRST_SUPERBLOCK = 1 << 20
+# Batches ready before the step that takes them, where making one out of a superblock takes time.
+PREFETCH = 2
+HEAVY_BATCH = 1 << 20  # bytes
 
 
 class Feed:
     """One worker's part of a dataset.
 
     Args:
-        blocks: where the rows lie.
+        blocks: where the rows lie: `blocks.Blocks`, or a `streams.Stream`.
         features, labels, sample_weights: parsed columns (`columns.parse`); labels and weights may be None.
         global_batch: rows of a step over all workers.
         worker, workers: this worker's rank and the number of workers.
         seed: of the shuffle.
-        shuffle: "full" or "none".
+        shuffle: "full", "window" or "none", see `order.Order`.
+        window: rows of a window.
+        drop_remainder: leave out the last step of an epoch where it is smaller.
+        map: map(features, labels, weights, seeds) -> the same without seeds; parts that are None are left out. In
+            TensorFlow operations on a batch; seeds are int32, (rows, 2), a function of seed, epoch and row.
 
     Attributes:
+        steps: of an epoch.
         epoch: the epoch that the next iterator gives; counts up by itself unless it is set before each epoch.
         first_step: the step that the next iterator starts with.
     """
@@ -50,21 +59,20 @@ class Feed:
         workers: int = 1,
         seed: int = 0,
         shuffle: str = "full",
+        window: int = 65_536,
         drop_remainder: bool = False,
+        map=None,
     ):
         if shuffle not in order.SHUFFLES:
             raise ConfigError(f"shuffle must be one of {', '.join(order.SHUFFLES)}", repr(shuffle), "Choose one")
         self._place = {"global_batch": global_batch, "worker": worker, "workers": workers}
-        self._rows, self._seed, self._shuffle = sum(blocks.rows), seed, shuffle
-        self._drop = drop_remainder
-        self._starts = np.cumsum([0, *blocks.rows])
-        tables = [_table(block) for block in blocks.get()]
-        specs = (features, labels, sample_weights)
-        self._structure = tuple(spec for spec in specs if spec is not None)
-        columns = _flatten(self._structure)
-        known = {c: Source(tables, c) for c in dict.fromkeys(columns)}
-        self._sources = [known[c] for c in columns]
-        self.steps = order.steps_per_epoch(self._rows, global_batch, drop_remainder)
+        self._order = order.Order(
+            rows=tuple(blocks.rows), global_batch=global_batch, seed=seed, shuffle=shuffle, window=window
+        )
+        structure = tuple(spec for spec in (features, labels, sample_weights) if spec is not None)
+        self._tensors = tensors.Tensors(structure, map)
+        self._reader: Reader = open_reader(blocks, self._tensors.columns, self._order, worker, workers)
+        self.steps = order.steps_per_epoch(self._order.total, global_batch, drop_remainder)
         self.epoch = 0
         self.first_step = 0
         self._counts_itself = True
@@ -75,63 +83,46 @@ class Feed:
 
     def dataset(self) -> tf.data.Dataset:
         """A `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
-        batch = self._place["global_batch"]
-        start, stop = share(batch, self._place["workers"], self._place["worker"])
-        full = order.steps_per_epoch(self._rows, batch, drop_remainder=True)
-        specs = [tf.TensorSpec((None, *s.shape), _tf_dtype(s.dtype)) for s in self._sources]
-        dataset = tf.data.Dataset.from_generator(self._full_steps, output_signature=tuple(specs))
-        dataset = dataset.rebatch(stop - start, drop_remainder=self._drop)
-        if self.steps > full:
-            last = tf.data.Dataset.from_generator(self._last_step, output_signature=tuple(specs))
-            dataset = dataset.concatenate(last)
-        structure = self._structure
-        dataset = dataset.map(lambda *flat: _unflatten(structure, flat))
+        start, stop = share(self._place["global_batch"], self._place["workers"], self._place["worker"])
+        shape = self._tensors.of(self._reader.sources)
+        dataset = tf.data.Dataset.from_generator(self._superblocks, output_signature=shape.signature)
+        dataset = shape.batch(dataset.prefetch(1), stop - start)
+        rest = self._order.total - (self.steps - 1) * self._place["global_batch"]
+        if share(rest, self._place["workers"], self._place["worker"])[0] == rest:
+            dataset = dataset.concatenate(shape.empty())  # a step of which this worker has no row is a step
+        dataset = shape.finish(dataset)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
-        return multiworker_input.mark_worker_part(dataset.prefetch(2))
+        options = tf.data.Options()
+        # A thread more costs a step more than it saves where a batch is only cut out of a superblock.
+        if shape.heavy or shape.row_bytes * (stop - start) > HEAVY_BATCH:
+            dataset = dataset.prefetch(PREFETCH)
+        else:
+            options.experimental_optimization.inject_prefetch = False
+            options.autotune.enabled = False
+        return multiworker_input.mark_worker_part(dataset.with_options(options))
 
-    def _permutation(self) -> np.ndarray:
-        return order.permutation(self._rows, self._seed, self.epoch, self._shuffle)
-
-    def _full_steps(self):
-        epoch_order, batch = self._permutation(), self._place["global_batch"]
-        self._pending_last = epoch_order
-        first, self.first_step = self.first_step, 0
+    def _superblocks(self):
+        number, first = self.epoch, self.first_step
+        self.first_step = 0
         if self._counts_itself:
             self.epoch += 1
-        full = order.steps_per_epoch(self._rows, batch, drop_remainder=True)
-        row_bytes = sum(max(1, int(np.prod(s.shape))) * s.dtype.itemsize for s in self._sources)
-        part = -(-batch // self._place["workers"])
-        chunk = max(1, SUPERBLOCK // max(1, row_bytes * part))
-        for step in range(first, full, chunk):
-            steps = range(step, min(full, step + chunk))
-            rows = np.concatenate([order.worker_rows(epoch_order, s, **self._place) for s in steps])
-            yield self._gather(rows)
-
-    def _last_step(self):
-        yield self._gather(order.worker_rows(self._pending_last, self.steps - 1, **self._place))
-
-    def _gather(self, rows: np.ndarray):
-        block = np.searchsorted(self._starts, rows, side="right") - 1
-        within = rows - self._starts[block]
-        return tuple(source.gather(block, within) for source in self._sources)
-
-
-def _table(block) -> pa.Table:
-    return block if isinstance(block, pa.Table) else pa.Table.from_pandas(block, preserve_index=False)
-
-
-def _flatten(structure) -> list[Columns]:
-    return [c for spec in structure for c in columns_module.flat(spec)]
-
-
-def _unflatten(structure, flat):
-    flat = iter(flat)
-    parts = tuple({k: next(flat) for k in s} if isinstance(s, dict) else next(flat) for s in structure)
-    return parts if len(parts) > 1 else parts[0]
-
-
-def _tf_dtype(dtype: np.dtype) -> tf.DType:
-    return tf.string if dtype.hasobject else tf.as_dtype(dtype)
+        epoch, size = self._order.epoch(number), FIRST_SUPERBLOCK
+        part = -(-self._place["global_batch"] // self._place["workers"])
+        for chunk, rows in self._reader.chunks(epoch, number, first // self._order.chunk_steps):
+            positions = epoch.positions(chunk, rows.lengths if self._tensors.bucket is not None else None)
+            begin = chunk * self._order.chunk_steps
+            step, end = max(first, begin), min(self.steps, begin + self._order.chunk_steps)
+            while step < end:
+                count = max(1, int(size // max(1, rows.row_bytes * part)))
+                steps = slice(step - begin, min(end, step + count) - begin)
+                mine = order.worker_part(positions, steps=steps, **self._place)
+                seeds = (
+                    (order.row_seeds(self._order.seed, number, epoch.row_numbers(mine)),)
+                    if self._tensors.seeded
+                    else ()
+                )
+                yield (*rows.gather(mine), *seeds)
+                step, size = begin + steps.stop, SUPERBLOCK
 
 
 _read: dict[str, Blocks] = {}
@@ -142,8 +133,13 @@ def _read_once(name: str, dataset, context) -> Blocks:
     from ray.train.collective import broadcast_from_rank_zero
 
     if name not in _read:
-        first = context.get_world_rank() == 0
-        found = blocks_module.read(dataset() if callable(dataset) else dataset) if first else None
+        found = None
+        if context.get_world_rank() == 0:
+            found = dataset() if callable(dataset) else dataset
+            # workers that hold every CPU would wait for ever for rows that no CPU is left to read
+            if ray.available_resources().get("CPU", 0) < 1:
+                found = pieces.with_cpus(found, 0)
+            found = blocks_module.read(found)
         _read[name] = broadcast_from_rank_zero(found)
     return _read[name]
 
@@ -157,18 +153,23 @@ def get_dataset(
     sample_weights=None,
     shuffle: str | None = None,
     seed: int = 0,
+    window: int = 65_536,
     drop_remainder: bool = False,
+    map=None,
 ) -> tf.data.Dataset:
     """Inside a train loop: this worker's part of one of the trainer's datasets. Each new iterator is the next epoch.
 
     Args:
         name: the key in the trainer's `datasets`.
         batch_size: rows of the **global** batch, over all workers.
-        features: a column, a list of columns (stacked into one float32 vector), or a dict of these by input name.
+        features: a column (a name, or a `raytf.Column` that says how it becomes a tensor), a list of columns (stacked
+            into one float32 vector), or a dict of these by input name.
         labels, sample_weights: likewise, or None.
-        shuffle: "full" (the default for "train") or "none" (the default for others).
+        shuffle: "full" (the default for "train"), "window", or "none" (the default for others).
         seed: of the shuffle; the order depends on (seed, epoch, batch_size) alone, not on the number of workers.
+        window: rows of a window where `shuffle` is "window".
         drop_remainder: leave out the last batch where it is smaller.
+        map: as in `KerasTrainer`.
 
     Returns:
         A dataset of (features, labels, sample_weights), without the parts that are None, whose cardinality is known.
@@ -187,7 +188,7 @@ def get_dataset(
 
     context = ray.train.get_context()
     if name not in config.feed:
-        known = ", ".join(map(repr, config.feed))
+        known = ", ".join(repr(key) for key in config.feed)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
     blocks = _read_once(name, config.feed[name], context)
     parsed = {
@@ -205,6 +206,8 @@ def get_dataset(
         workers=context.get_world_size(),
         seed=seed,
         shuffle=shuffle or ("full" if name == "train" else "none"),
+        window=window,
         drop_remainder=drop_remainder,
+        map=map,
     )
     return feed.dataset()

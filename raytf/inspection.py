@@ -23,7 +23,7 @@ def inspect(pickled: bytes, block: Blocks) -> ConfigError | None:
     """What is wrong with the model or the columns, for the driver to raise, or None.
 
     Args:
-        pickled: (build_model, config, features, labels, sample_weights), by cloudpickle.
+        pickled: (build_model, config, features, labels, sample_weights, map), by cloudpickle.
         block: a block of the training data.
     """
     block = block.here()
@@ -77,14 +77,14 @@ def _unexpected(received: str) -> ConfigError:
     )
 
 
-def check(build_model, config, first, features, labels, sample_weights) -> None:
+def check(build_model, config, first, features, labels, sample_weights, map) -> None:
     """Raises ConfigError unless the model can train on the columns."""
     import keras
 
     from raytf.feed import Feed
     from raytf.worker import build_from_data
 
-    feed = Feed(first, features=features, labels=labels, sample_weights=sample_weights, global_batch=1)
+    feed = Feed(first, features=features, labels=labels, sample_weights=sample_weights, global_batch=1, map=map)
     try:
         model = build_model(dict(config))
     except Exception as error:
@@ -103,7 +103,16 @@ def check(build_model, config, first, features, labels, sample_weights) -> None:
             f"{model.name!r}, which is not compiled with an optimizer",
             "Call model.compile(optimizer, loss, ...) in build_model",
         )
-    dataset = feed.dataset()
+    try:
+        dataset = feed.dataset()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "map must take features, labels, weights (as far as there are any) and seeds, and be TensorFlow operations",
+            _where(error),
+            "Correct map",
+        ) from error
     _check_numeric(model, dataset)
     try:
         build_from_data(model, dataset)

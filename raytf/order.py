@@ -6,34 +6,36 @@ batches, and a run that is resumed at any (epoch, step) goes on with the very ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from raytf.topology import share
 
-SHUFFLES = ("full", "none")
+SHUFFLES = ("full", "window", "none")
+# What a random stream is for; part of its counter, so that no two purposes share numbers.
+_ROWS, _PIECES, _WINDOW, _BUCKETS = range(4)
 
 
-def permutation(rows: int, seed: int, epoch: int, shuffle: str = "full") -> np.ndarray:
-    """The order of an epoch.
+def generator(seed: int, epoch: int, purpose: int = _ROWS, index: int = 0) -> np.random.Generator:
+    """The random numbers of one purpose in one epoch.
+
+    NumPy's Philox keyed with (seed, epoch): counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+    3", 2011), so that near keys give independent numbers and any can be had without those before it.
 
     Args:
-        rows: number of rows of the dataset, at least 0.
         seed: the run's seed, 0 to 2**63 - 1.
         epoch: the epoch, from 0.
-        shuffle: "full", a uniformly random order that differs by epoch, or "none".
-
-    Returns:
-        int64 array of shape (rows,) that holds each of 0 ... rows - 1 exactly once.
-
-    The generator is NumPy's Philox keyed with (seed, epoch): counter-based (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", 2011), so that near keys give independent orders and none depends on another.
+        purpose, index: which stream of it; far apart in the counter.
     """
-    if shuffle == "none":
-        return np.arange(rows, dtype=np.int64)
-    generator = np.random.Generator(np.random.Philox(key=[np.uint64(seed), np.uint64(epoch)]))
-    return generator.permutation(rows).astype(np.int64, copy=False)
+    key = [np.uint64(seed), np.uint64(epoch)]
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, np.uint64(index), np.uint64(purpose)]))
+
+
+def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """A uniformly random order that differs by epoch: int64, (rows,), each of 0 ... rows - 1 exactly once."""
+    return generator(seed, epoch).permutation(rows).astype(np.int64, copy=False)
 
 
 def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) -> int:
@@ -41,30 +43,142 @@ def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) 
     return rows // global_batch if drop_remainder else -(-rows // global_batch)
 
 
-def step_rows(order: np.ndarray, step: int, global_batch: int) -> np.ndarray:
-    """The rows of global batch `step` of an epoch with the given order, in order: int64, (<= global_batch,)."""
-    return order[step * global_batch : (step + 1) * global_batch]
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order of a dataset's rows in every epoch.
+
+    Rows are numbered as the dataset has them; they come in pieces (blocks, or parts of files) that can be read alone.
+
+    Args:
+        rows: rows of each piece.
+        global_batch: rows of a step.
+        seed: 0 to 2**63 - 1.
+        shuffle: "full", uniformly random over all rows; "window", pieces in random order, and rows in random order
+            within windows of consecutive rows of that; or "none".
+        window: rows of a window; rounded down to whole steps, at least one.
+    """
+
+    rows: tuple[int, ...]
+    global_batch: int
+    seed: int = 0
+    shuffle: str = "full"
+    window: int = 65_536
+
+    @property
+    def total(self) -> int:
+        """Number of rows."""
+        return sum(self.rows)
+
+    @property
+    def chunk_steps(self) -> int:
+        """Steps of a chunk: of a window, or of about as many rows."""
+        return max(1, self.window // self.global_batch)
+
+    def pieces(self, epoch: int) -> np.ndarray:
+        """The order in which an epoch reads the pieces: int64, (pieces,)."""
+        if self.shuffle != "window":
+            return np.arange(len(self.rows))
+        return generator(self.seed, epoch, _PIECES).permutation(len(self.rows))
+
+    def epoch(self, epoch: int) -> Epoch:
+        """One epoch, counted from 0."""
+        return Epoch(self, epoch)
 
 
-def worker_rows(order: np.ndarray, step: int, global_batch: int, worker: int, workers: int) -> np.ndarray:
-    """The contiguous part of a global batch that one worker trains on; may be empty in the last step."""
-    rows = step_rows(order, step, global_batch)
-    start, stop = share(len(rows), workers, worker)
-    return rows[start:stop]
+class Epoch:
+    """The rows of an epoch by chunk.
+
+    The epoch's stream is the dataset's rows with the pieces in the epoch's order; a stream position is a row's place in
+    it. Where the order of the pieces is that of the dataset, it is the row's number.
+    """
+
+    def __init__(self, order: Order, epoch: int):
+        self._order, self._epoch = order, epoch
+        self.pieces = order.pieces(epoch)
+        self._all = permutation(order.total, order.seed, epoch) if order.shuffle == "full" else None
+        self.chunk_rows = order.chunk_steps * order.global_batch
+        self.chunks = -(-order.total // self.chunk_rows)
+
+    def row_numbers(self, positions: np.ndarray) -> np.ndarray:
+        """The rows' numbers in the dataset."""
+        natural = np.cumsum([0, *self._order.rows])[:-1]
+        starts = np.cumsum([0, *np.asarray(self._order.rows, np.int64)[self.pieces]])[:-1]
+        place = np.searchsorted(starts, positions, side="right") - 1
+        return natural[self.pieces[place]] + positions - starts[place]
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """First and last (excluded) place in the epoch of a chunk."""
+        return chunk * self.chunk_rows, min(self._order.total, (chunk + 1) * self.chunk_rows)
+
+    def positions(self, chunk: int, lengths: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
+        """Stream positions of the rows of a chunk, in the order of training: int64, (<= chunk_rows,).
+
+        Args:
+            chunk: from 0.
+            lengths: lengths(stream positions) -> int64, where rows of similar length shall share a batch.
+        """
+        start, stop = self.bounds(chunk)
+        if self._all is not None:
+            found = self._all[start:stop]
+        elif self._order.shuffle == "window":
+            found = start + generator(self._order.seed, self._epoch, _WINDOW, chunk).permutation(stop - start)
+        else:
+            found = np.arange(start, stop)
+        if lengths is not None:
+            random = generator(self._order.seed, self._epoch, _BUCKETS, chunk)
+            found = bucketed(found, lengths(found), self._order.global_batch, random)
+        return found
 
 
-def epoch_parts(
-    rows: int,
-    seed: int,
-    epoch: int,
-    global_batch: int,
-    worker: int,
-    workers: int,
-    shuffle: str = "full",
-    first_step: int = 0,
-    drop_remainder: bool = False,
-) -> Iterator[np.ndarray]:
-    """One worker's rows for each step of an epoch from `first_step` on."""
-    order = permutation(rows, seed, epoch, shuffle)
-    for step in range(first_step, steps_per_epoch(rows, global_batch, drop_remainder)):
-        yield worker_rows(order, step, global_batch, worker, workers)
+def bucketed(positions: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.Generator) -> np.ndarray:
+    """The same rows, so that each batch holds rows of similar length, and batches come in random order.
+
+    Args:
+        positions: the rows, in any order.
+        lengths: of each, (len(positions),).
+        batch: rows of a batch; a smaller last one stays last.
+        random: for the order of the batches.
+    """
+    by_length = positions[np.argsort(lengths, kind="stable")]
+    whole = len(positions) // batch
+    # what makes up no batch is taken from all lengths, not only from the longest
+    rest = np.sort(random.permutation(len(positions))[whole * batch :])
+    kept = np.delete(by_length, rest).reshape(whole, batch)
+    return np.concatenate([kept[random.permutation(whole)].ravel(), by_length[rest]])
+
+
+def worker_part(rows: np.ndarray, global_batch: int, worker: int, workers: int, steps: slice) -> np.ndarray:
+    """One worker's contiguous part of each step of a chunk, one after the other.
+
+    Args:
+        rows: the rows of a chunk, which starts with a step; any dtype.
+        global_batch: rows of a step; the chunk's last may have fewer, of which a worker may have none.
+        worker, workers: rank and number of workers.
+        steps: which of the chunk's steps; a slice without a step.
+    """
+    rows = rows[steps.start * global_batch : steps.stop * global_batch]
+    whole = len(rows) // global_batch
+    start, stop = share(global_batch, workers, worker)
+    parts = rows[: whole * global_batch].reshape(whole, global_batch)[:, start:stop].ravel()
+    rest = rows[whole * global_batch :]
+    if not len(rest):
+        return parts
+    start, stop = share(len(rest), workers, worker)
+    return np.concatenate([parts, rest[start:stop]])
+
+
+def row_seeds(seed: int, epoch: int, rows: Sequence[int]) -> np.ndarray:
+    """Two int32 numbers for each row, by row number: for TensorFlow's stateless random operations.
+
+    SplitMix64's finalizer (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) of the row's
+    number, started from a number of (seed, epoch).
+
+    Returns:
+        int32 array of shape (len(rows), 2).
+    """
+    start = generator(seed, epoch).integers(0, 2**64, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        mixed = (np.asarray(rows, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + start
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))).view(np.int32).reshape(-1, 2)

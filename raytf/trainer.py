@@ -15,12 +15,12 @@ import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig
 
-from raytf import columns, failures, order, progress, resources
+from raytf import columns, failures, order, progress, resources, storage
 from raytf.backend import TensorflowConfig
-from raytf.blocks import Blocks, read_all
 from raytf.errors import ConfigError
 from raytf.inspection import inspect
 from raytf.launching import Launch, PromptTrainer
+from raytf.streams import Stream
 from raytf.topology import per_replica_batch, pick_strategy
 from raytf.worker import Task, train
 
@@ -35,9 +35,13 @@ class KerasTrainer:
         config: values for `build_model` and `callbacks`, and for the trainer itself: `batch_size` (rows of the
             **global** batch, at least one for each replica, default 32), `epochs` (at least 1, default 1).
         datasets: {"train": Dataset, "validation": Dataset}, of `ray.data`; "validation" may be left out.
-        features: a column, a list of columns (stacked into one float32 vector), or a dict of these by input name.
+        features: a column (a name, or a `raytf.Column` that says how it becomes a tensor), a list of columns (stacked
+            into one float32 vector), or a dict of these by input name.
         labels: likewise, by output name; None for models that need no labels.
         sample_weights: a column of weights for each row, or a dict of these by output name.
+        map: map(features, labels, sample_weights, seeds) -> the same without seeds; what is None is left out. Runs on
+            batches of training rows after the shuffle, in TensorFlow operations; seeds are int32, (rows, 2), a function
+            of seed, epoch and row, for `tf.random.stateless_...`: a resumed or resized run augments the same.
         callbacks: callbacks(config) -> list of Keras callbacks, built on every worker; files are written by the chief.
         strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage" or "tpu".
         scaling_config: `ray.train.ScalingConfig`; one worker by default.
@@ -45,7 +49,12 @@ class KerasTrainer:
             checkpoint.
         tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
         seed: of weights, order of rows, masks and augmentation, 0 to 2**63 - 1.
-        shuffle: order of training rows in each epoch: "full" or "none".
+        storage: where rows are kept: "object_store"; "stream", read anew in every epoch by one execution of Ray Data
+            that all workers share; or "auto", which streams what the object store cannot hold. Or a dict of these by
+            name of the dataset.
+        shuffle: order of training rows in each epoch: "full", uniformly random; "window", blocks in random order, and
+            rows in random order within windows; "none"; or "auto", windows for what is streamed, else full.
+        window: rows of a window.
         progress: show a progress line at the driver.
 
     Raises:
@@ -61,13 +70,16 @@ class KerasTrainer:
         features,
         labels=None,
         sample_weights=None,
+        map: Callable | None = None,
         callbacks: Callable | None = None,
         strategy: str = "auto",
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         tensorflow_config: TensorflowConfig | None = None,
         seed: int = 0,
-        shuffle: str = "full",
+        storage: str | Mapping[str, str] = "auto",
+        shuffle: str = "auto",
+        window: int = 65_536,
         progress: bool = True,
     ):
         self.build_model, self.callbacks = build_model, callbacks
@@ -80,12 +92,15 @@ class KerasTrainer:
         self.run_config = run_config or RunConfig()
         self.tensorflow_config = tensorflow_config or TensorflowConfig()
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
+        self.map, self.window, self.storage = map, window, storage
         self._check_arguments()
 
     def _check_arguments(self) -> None:
         check_pickles(self.build_model, "build_model")
         if self.callbacks is not None:
             check_pickles(self.callbacks, "callbacks")
+        if self.map is not None:
+            check_pickles(self.map, "map", "batches")
         check_config(self.config)
         workers = smallest_workers(self.scaling_config)
         check_strategy(self.strategy, self.scaling_config)
@@ -104,8 +119,20 @@ class KerasTrainer:
                 )
         if self.features is None:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
-        if self.shuffle not in order.SHUFFLES:
-            raise ConfigError(f"shuffle must be one of {', '.join(order.SHUFFLES)}", repr(self.shuffle), "Choose one")
+        ways = [storage.of(self.storage, name) for name in self.datasets]
+        for name, known, values in (
+            ("shuffle", ("auto", *order.SHUFFLES), [self.shuffle]),
+            ("storage", storage.STORAGES, ways),
+        ):
+            for value in values:
+                if value not in known:
+                    raise ConfigError(f"{name} must be one of {', '.join(known)}", repr(value), "Choose one")
+        if self.shuffle == "full" and storage.of(self.storage, "train") == "stream":
+            raise ConfigError(
+                "What is streamed cannot be shuffled over all rows", "shuffle='full'", "Use shuffle='window'"
+            )
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ConfigError("window must be a number of rows, at least 1", repr(self.window), "Choose such a number")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(self.seed), "Choose such a seed")
 
@@ -124,12 +151,29 @@ class KerasTrainer:
             ray.init()
         resources.check_cluster(self.scaling_config)
         launch = Launch(self.scaling_config, self.run_config)
+        found = {}
         try:
-            return self._train(launch, self._read_and_try(launch))
+            found = storage.read_all(self.datasets, self.storage, self.scaling_config)
+            self._try(launch, found)
+            return self._train(launch, found)
         finally:
             launch.cancel()
+            for stream in found.values():
+                if isinstance(stream, Stream):
+                    ray.kill(stream.server)
 
-    def _train(self, launch: Launch, blocks: dict[str, Blocks]) -> ray.train.Result:
+    def _train(self, launch: Launch, blocks: dict) -> ray.train.Result:
+        streamed = isinstance(blocks["train"], Stream)
+        shuffle = self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
+        if streamed and shuffle == "full":
+            raise ConfigError(
+                "What is streamed cannot be shuffled over all rows",
+                "shuffle='full' for a dataset that the object store cannot hold",
+                "Use shuffle='window', or storage='object_store' if Ray may put it on disk",
+            )
+        if self.progress:
+            for name, found in blocks.items():
+                print(storage.describe(name, found, shuffle if name == "train" else "none"))
         board = progress.Board() if self.progress else None
         task = Task(
             build_model=self.build_model,
@@ -140,7 +184,9 @@ class KerasTrainer:
             sample_weights=self.sample_weights,
             datasets=blocks,
             seed=self.seed,
-            shuffle=self.shuffle,
+            shuffle=shuffle,
+            window=self.window,
+            map=self.map,
             board=board,
         )
         try:
@@ -172,9 +218,8 @@ class KerasTrainer:
                     result = inner.fit()
         return _with_history(result)
 
-    def _read_and_try(self, launch: Launch) -> dict[str, Blocks]:
-        """Where the rows of each dataset lie, after the model was tried on the first of them."""
-        blocks = read_all(self.datasets)
+    def _try(self, launch: Launch, blocks: dict) -> None:
+        """Raises ConfigError if the columns or the model do not fit the data."""
         for name, found in blocks.items():
             if not found.rows:
                 raise ConfigError(
@@ -183,11 +228,10 @@ class KerasTrainer:
             for role in ("features", "labels", "sample_weights"):
                 columns.check_names(getattr(self, role), found.columns, role)
         specs = (self.features, self.labels, self.sample_weights)
-        pickled = cloudpickle.dumps((self.build_model, self.config, *specs))
+        pickled = cloudpickle.dumps((self.build_model, self.config, *specs, self.map))
         error = launch.ask(inspect, pickled, blocks["train"].first())
         if error is not None:
             raise error
-        return blocks
 
 
 def _with_history(result: ray.train.Result) -> ray.train.Result:
@@ -273,10 +317,10 @@ class TensorflowTrainer(PromptTrainer):
 # ------------------------------------------------------------------------------------------------------ checks
 
 
-def check_pickles(function, name: str) -> None:
+def check_pickles(function, name: str, of: str = "config") -> None:
     """Raises ConfigError unless `function` can be called and sent to a worker."""
     if not callable(function):
-        raise ConfigError(f"{name} must be a function of config", repr(function), "Pass a function")
+        raise ConfigError(f"{name} must be a function of {of}", repr(function), "Pass a function")
     try:
         cloudpickle.dumps(function)
     except Exception as error:

@@ -19,9 +19,10 @@ class Task:
         build_model, callbacks: the user's functions of the config.
         config: the user's config.
         features, labels, sample_weights: parsed columns.
-        datasets: the `blocks.Blocks` of "train" and, if there is one, of "validation".
+        datasets: the `blocks.Blocks` or `streams.Stream` of "train" and, if there is one, of "validation".
         seed: of weights, shuffle and masks.
-        shuffle: order of training rows.
+        shuffle, window: order of training rows.
+        map: the user's function of a training batch, or None.
         board: the `progress.Board`, or None for no progress line.
     """
 
@@ -34,6 +35,8 @@ class Task:
     datasets: dict[str, Blocks]
     seed: int
     shuffle: str
+    window: int
+    map: Callable | None
     board: Board | None
 
 
@@ -42,12 +45,12 @@ def train(task: Task) -> None:
     import keras
     import ray.train
 
-    from raytf import callbacks, checkpoint, strategy
+    from raytf import callbacks, checkpoint, strategy, waiting
 
     context = ray.train.get_context()
     distribution = strategy.get_strategy()
     saved = ray.train.get_checkpoint()
-    with saved.as_directory() if saved else nullcontext() as folder:
+    with saved.as_directory() if saved else nullcontext() as folder, waiting.measured() as waited:
         state = checkpoint.read_state(folder) if saved else None
         if state is not None and (state.stopped or state.epoch >= task.config["epochs"]):
             return
@@ -65,7 +68,7 @@ def train(task: Task) -> None:
             checkpoint.restore(folder, model)
             around.append(callbacks.RestoreCallback(folder, users))
         if context.get_world_rank() == 0 and task.board is not None:
-            around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"]))
+            around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
         report = callbacks.ReportCallback(
             seed=task.seed,
             build=(task.build_model, task.config, _inputs(datasets["train"])),
@@ -95,6 +98,8 @@ def _feed(task: Task, name: str, context):
         workers=context.get_world_size(),
         seed=task.seed,
         shuffle=task.shuffle if name == "train" else "none",
+        window=task.window,
+        map=task.map if name == "train" else None,
     )
 
 
@@ -105,8 +110,12 @@ def build_from_data(model, dataset) -> None:
     """
     import tensorflow as tf
 
-    example = tf.nest.map_structure(lambda s: tf.zeros([2, *s.shape[1:]], s.dtype), dataset.element_spec)
-    model._symbolic_build(data_batch=example)
+    def example(spec):
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_row_lengths(tf.zeros([2], spec.dtype), [1, 1])
+        return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+
+    model._symbolic_build(data_batch=tf.nest.map_structure(example, dataset.element_spec))
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
@@ -116,4 +125,4 @@ def _inputs(dataset):
 
     spec = dataset.element_spec
     features = spec[0] if isinstance(spec, tuple) else spec
-    return tf.nest.map_structure(lambda s: (tuple(s.shape[1:]), s.dtype.name), features)
+    return tf.nest.map_structure(lambda s: (tuple(size or 1 for size in s.shape[1:]), s.dtype.name), features)

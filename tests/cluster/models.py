@@ -23,10 +23,12 @@ def rows(count=97, seed=0):
 
 
 def dataset(count=97, seed=0, blocks=5):
-    import pandas as pd
+    import pyarrow as pa
     import ray
 
-    return ray.data.from_pandas(pd.DataFrame(rows(count, seed))).repartition(blocks)
+    table = pa.table(rows(count, seed))
+    edges = [count * i // blocks for i in range(blocks + 1)]
+    return ray.data.from_arrow([table.slice(a, b - a) for a, b in zip(edges, edges[1:], strict=False)])
 
 
 def mlp(config):

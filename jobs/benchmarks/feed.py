@@ -1,0 +1,184 @@
+"""Rows a second from a Ray Dataset into the training step, one worker: raytf, Ray's `to_tf`, and pyarrow alone.
+
+python jobs/benchmarks/feed.py             # data in the object store; every way in turn, medians
+
+"to_tf" is `Dataset.to_tf` as a Ray Train loop calls it, and with its shuffle buffer; "pyarrow" cuts the same blocks
+into batches of NumPy views without TensorFlow, a bound that no feed reaches. Each way's batches end in the same
+counting `tf.data` reduction, in TensorFlow's graph, as `fit` takes them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import common
+
+SIZES = {"columns": 1_000_000, "images": 200_000, "tokens": 200_000}
+# a way that is slow gets fewer rows
+TO_TF_ROWS = {("columns", 64): 50_000, ("columns", 1024): 500_000, ("images", 32): 50_000, ("images", 128): 100_000}
+TO_TF_ROWS[("tokens", 128)] = 10_000
+CASES = [("columns", 64), ("columns", 1024), ("images", 32), ("images", 128), ("tokens", 128)]
+WAYS = ("pyarrow", "to_tf", "to_tf shuffled", "raytf unshuffled", "raytf")
+BARS = {("columns", 64): 10, ("columns", 1024): 15, ("images", 32): 12, ("images", 128): 7, ("tokens", 128): 50}
+BLOCK_ROWS = 50_000
+
+
+def tables(kind: str, rows: int) -> list:
+    """Arrow tables of a kind, in blocks."""
+    import numpy as np
+    import pyarrow as pa
+
+    rng = np.random.default_rng(0)
+    made = []
+    for start in range(0, rows, BLOCK_ROWS):
+        n = min(BLOCK_ROWS, rows - start)
+        label = pa.array(rng.integers(0, 10, n))
+        if kind == "columns":
+            columns = {f"x{i}": rng.normal(size=n).astype("float32") for i in range(32)}
+        elif kind == "images":
+            pixels = rng.integers(0, 255, (n, 28, 28), dtype=np.uint8)
+            columns = {"image": pa.FixedShapeTensorArray.from_numpy_ndarray(pixels)}
+        else:
+            lengths = rng.integers(16, 257, n)
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            values = rng.integers(0, 30_000, offsets[-1], dtype=np.int32)
+            columns = {"tokens": pa.ListArray.from_arrays(offsets, values)}
+        made.append(pa.table({**columns, "label": label}))
+    return made
+
+
+def _features(kind: str):
+    import raytf
+
+    if kind == "columns":
+        return [f"x{i}" for i in range(32)]
+    return "image" if kind == "images" else raytf.Column("tokens", ragged=True)
+
+
+def _pyarrow(dataset, kind: str, batch: int):
+    import ray
+
+    count = 0
+    for bundle in dataset.iter_internal_ref_bundles():
+        for ref in bundle.block_refs:
+            for part in ray.get(ref).to_batches(max_chunksize=batch):
+                for column in part.columns:
+                    if kind == "tokens" and hasattr(column, "offsets"):
+                        column.values.to_numpy(), column.offsets.to_numpy()
+                    elif hasattr(column, "to_numpy_ndarray"):
+                        column.to_numpy_ndarray()
+                    else:
+                        column.to_numpy()
+                count += part.num_rows
+    return count
+
+
+def _to_tf(dataset, kind: str, batch: int, shuffled: bool):
+    import tensorflow as tf
+
+    features = {"columns": [f"x{i}" for i in range(32)], "images": "image", "tokens": "tokens"}[kind]
+    options = {}
+    if kind == "images":  # its own inference does not know Arrow's tensors
+        options["feature_type_spec"] = tf.TensorSpec((None, 28, 28), tf.uint8)
+        options["label_type_spec"] = tf.TensorSpec((None,), tf.int64)
+    if shuffled:
+        options |= {"local_shuffle_buffer_size": 16_384, "local_shuffle_seed": 0}
+    return _count(dataset.to_tf(features, "label", batch_size=batch, **options))
+
+
+def _raytf(blocks, kind: str, batch: int, shuffle: str):
+    from raytf import columns
+    from raytf.feed import Feed
+
+    feed = Feed(
+        blocks,
+        features=columns.parse(_features(kind), "features"),
+        labels=columns.parse("label", "labels"),
+        global_batch=batch,
+        shuffle=shuffle,
+    )
+    return feed.dataset
+
+
+def _count(dataset) -> int:
+    import tensorflow as tf
+
+    return int(dataset.reduce(tf.constant(0, tf.int64), lambda n, batch: n + tf.shape(batch[1], tf.int64)[0]))
+
+
+def once(kind: str, batch: str, repeats: str, scale: str, address: str) -> None:
+    """All ways on one kind of data, in a process of its own."""
+    import logging
+
+    import ray
+    from ray.data import DataContext
+
+    from raytf import blocks as blocks_module
+
+    batch, repeats = int(batch), int(repeats)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    rows = int(SIZES[kind] * float(scale))
+    made = tables(kind, rows)
+    whole = ray.data.from_arrow(made).materialize()
+    few = ray.data.from_arrow(tables(kind, int(TO_TF_ROWS[kind, batch] * float(scale)))).materialize()
+    del made
+    blocks = blocks_module.read(whole)
+    ready = {
+        way: _raytf(blocks, kind, batch, shuffle) for way, shuffle in (("raytf unshuffled", "none"), ("raytf", "full"))
+    }
+    runs = {
+        "pyarrow": lambda: _pyarrow(whole, kind, batch),
+        "to_tf": lambda: _to_tf(few, kind, batch, False),
+        "to_tf shuffled": lambda: _to_tf(few, kind, batch, True),
+        "raytf unshuffled": lambda: _count(ready["raytf unshuffled"]()),
+        "raytf": lambda: _count(ready["raytf"]()),
+    }
+    found = {way: [] for way in runs}
+    for repeat in range(repeats + 1):
+        for way, run in runs.items():
+            began = time.perf_counter()
+            count = run()
+            print(f"{kind} {batch} {way}: {count} rows in {time.perf_counter() - began:.2f} s", file=sys.stderr)
+            if repeat:  # the first warms up
+                found[way].append(count / (time.perf_counter() - began))
+    common.give(found)
+
+
+def main(arguments=None):
+    from raytf.launching import ALLOCATOR
+
+    options = common.parser(__doc__).parse_args(arguments)
+    repeats, scale = (1, 0.05) if options.smoke else (options.repeats, 1)
+    figures, rows = {}, []
+    with common.ray_cluster(store_bytes=3 << 30) as address:
+        for kind, batch in CASES:
+            arguments = (kind, str(batch), str(repeats), str(scale), address)
+            # the allocator as on raytf's workers, for all ways
+            found = common.measure(__file__, "--once", *arguments, environment=ALLOCATOR)
+            figures[f"{kind} {batch}"] = found
+            middle = {way: common.spread(rates)[0] for way, rates in found.items()}
+            rows.append(
+                [
+                    f"{kind}, {batch}",
+                    *(f"{middle[way] / 1000:,.0f}" for way in WAYS),
+                    f"{middle['raytf unshuffled'] / middle['to_tf']:.1f}x",
+                    f"{middle['raytf'] / middle['to_tf']:.1f}x",
+                    f"{middle['raytf'] / middle['to_tf shuffled']:.1f}x",
+                    f"{BARS[kind, batch]}x",
+                    f"{middle['raytf unshuffled'] / middle['pyarrow']:.2f}",
+                ]
+            )
+    ratios = ["unshuffled / to_tf", "raytf / to_tf", "raytf / to_tf shuffled", "bar", "unshuffled / pyarrow"]
+    title = f"Feed: 1000 rows/s into the step, median of {repeats}"
+    shown = common.table(title, ["rows, batch", *WAYS, *ratios], rows)
+    common.finish(options, "feed", shown, figures)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--once"]:
+        once(*sys.argv[2:7])
+    else:
+        main()

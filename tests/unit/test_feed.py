@@ -1,0 +1,166 @@
+"""Rows from Arrow tables to the batches of each worker, through tf.data."""
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tensorflow as tf
+
+from raytf import feed as feed_module
+from raytf.blocks import Blocks
+from raytf.columns import Column, parse
+from raytf.errors import ConfigError
+from raytf.feed import Feed
+
+ROWS = 103
+
+
+def blocks(table, cuts=(10, 60)):
+    tables = [table.slice(a, b - a) for a, b in zip((0, *cuts), (*cuts, len(table)), strict=True)]
+    return Blocks(tables, [len(t) for t in tables], table.column_names)
+
+
+def feed(table, features, labels=None, weights=None, **options):
+    return Feed(
+        blocks(table),
+        features=parse(features, "features"),
+        labels=parse(labels, "labels"),
+        sample_weights=parse(weights, "sample_weights"),
+        **{"global_batch": 25} | options,
+    )
+
+
+def numbers():
+    return pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS, dtype="float32"), "w": np.ones(ROWS)})
+
+
+@pytest.fixture(params=["full", "window", "none"])
+def shuffle(request):
+    return request.param
+
+
+@pytest.mark.parametrize("superblock", [feed_module.SUPERBLOCK, 600])
+def test_workers_together_give_every_row_once(shuffle, superblock, monkeypatch):
+    """As many steps on each worker as on any, also where a last step has no row for one."""
+    monkeypatch.setattr(feed_module, "SUPERBLOCK", superblock)
+    monkeypatch.setattr(feed_module, "FIRST_SUPERBLOCK", superblock)
+    options = {"shuffle": shuffle, "window": 50, "global_batch": 34}
+    alone = [b.numpy().tolist() for b in feed(numbers(), "id", **options).dataset()]
+    assert len(alone) == 4 and sorted(itertools.chain(*alone)) == list(range(ROWS))
+    for workers in (2, 3):
+        feeds = [feed(numbers(), "id", worker=w, workers=workers, **options) for w in range(workers)]
+        epochs = [list(f.dataset().as_numpy_iterator()) for f in feeds]
+        together = [np.concatenate(step).tolist() for step in zip(*epochs, strict=True)]
+        assert together == alone
+        assert len(epochs[-1][-1]) == 0, "one row is left for the last step"
+        assert all(f.dataset().cardinality() == 4 for f in feeds)
+
+
+def test_a_run_goes_on_at_any_step(shuffle):
+    one = feed(numbers(), "id", shuffle=shuffle, window=50)
+    one.set_epoch(3)
+    whole = [b.tolist() for b in one.dataset().as_numpy_iterator()]
+    for step in range(len(whole)):
+        again = feed(numbers(), "id", shuffle=shuffle, window=50)
+        again.set_epoch(3, step)
+        dataset = again.dataset()
+        assert dataset.cardinality() == len(whole) - step
+        assert [b.tolist() for b in dataset.as_numpy_iterator()] == whole[step:]
+
+
+def test_epochs_count_themselves_and_rows_stay_together(shuffle):
+    table = pa.table({"id": np.arange(ROWS), "twice": 2 * np.arange(ROWS), "w": np.arange(ROWS) / 7})
+    one = feed(table, {"a": "id", "b": ["id", "twice"]}, "twice", "w", shuffle=shuffle)
+    dataset = one.dataset()
+    orders = []
+    for _ in range(2):
+        ids = []
+        for features, label, weight in dataset.as_numpy_iterator():
+            assert features["a"].dtype == np.int64 and features["b"].dtype == np.float32
+            np.testing.assert_array_equal(features["b"], np.stack([features["a"], 2 * features["a"]], 1))
+            np.testing.assert_array_equal(label, 2 * features["a"])
+            np.testing.assert_allclose(weight, features["a"] / 7)
+            ids += features["a"].tolist()
+        assert sorted(ids) == list(range(ROWS))
+        orders.append(ids)
+    assert (orders[0] == orders[1]) == (shuffle == "none")
+
+
+LISTS = [[i] * (i % 7) for i in range(ROWS)]
+
+
+@pytest.mark.parametrize("options", [{"ragged": True}, {"pad": 9, "pad_value": -1}, {"pad": "batch"}])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_lists_of_different_lengths(options, workers):
+    table = pa.table({"tokens": pa.array(LISTS, pa.list_(pa.int32())), "id": np.arange(ROWS)})
+    seen = []
+    for worker in range(workers):
+        place = {"worker": worker, "workers": workers, "global_batch": 34}
+        for tokens, ids in feed(table, Column("tokens", **options), "id", **place).dataset():
+            ids = ids.numpy().tolist()
+            assert tokens.dtype == tf.int32
+            if "ragged" in options:
+                assert tokens.to_list() == [LISTS[i] for i in ids]
+            else:
+                value = options.get("pad_value", 0)
+                width = 9 if options["pad"] == 9 else max((i % 7 for i in ids), default=0)
+                assert tokens.numpy().tolist() == [LISTS[i] + [value] * (width - i % 7) for i in ids]
+            seen += ids
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_rows_of_similar_length_share_a_batch():
+    table = pa.table({"tokens": pa.array(LISTS, pa.list_(pa.int32())), "id": np.arange(ROWS)})
+    seen, widths = [], []
+    for tokens, ids in feed(table, Column("tokens", pad="batch", bucket=True), "id", global_batch=10).dataset():
+        seen += ids.numpy().tolist()
+        widths.append(np.ptp([i % 7 for i in ids.numpy()]))
+        assert tokens.shape[1] == max(i % 7 for i in ids.numpy())
+    assert sorted(seen) == list(range(ROWS))
+    assert np.mean(widths[:-1]) <= 1.5
+
+
+def test_images_are_decoded_and_resized():
+    rng = np.random.default_rng(0)
+    pixels = [rng.integers(0, 255, (8, 6, 3) if i % 2 else (4, 3, 3), dtype=np.uint8) for i in range(ROWS)]
+    files = [tf.io.encode_png(p).numpy() for p in pixels]
+    table = pa.table({"png": pa.array(files), "id": np.arange(ROWS)})
+    for image, ids in feed(table, Column("png", image=(8, 6, 3)), "id").dataset():
+        assert image.dtype == tf.uint8 and image.shape[1:] == (8, 6, 3)
+        for mine, i in zip(image.numpy(), ids.numpy(), strict=True):
+            if i % 2:
+                np.testing.assert_array_equal(mine, pixels[i])
+            else:
+                its = tf.image.resize(pixels[i], (8, 6)).numpy()
+                assert np.abs(mine - its).max() <= 0.51
+
+
+def test_strings_reach_the_model_whole():
+    words = [f"word {i}\0" for i in range(ROWS)]
+    for text, ids in feed(pa.table({"text": words, "id": np.arange(ROWS)}), "text", "id").dataset():
+        assert [t.decode() for t in text.numpy()] == [words[i] for i in ids.numpy()]
+
+
+def test_augmentation_depends_on_seed_epoch_and_row_alone():
+    def augment(x, y, seeds):
+        noise = tf.map_fn(lambda s: tf.random.stateless_uniform([], s), seeds, fn_output_signature=tf.float32)
+        return x + noise, y
+
+    def values(epoch, **options):
+        one = feed(numbers(), "x", "id", map=augment, **options)
+        one.set_epoch(epoch)
+        return {int(i): float(x) for xs, ids in one.dataset() for x, i in zip(xs, ids, strict=True)}
+
+    alone = values(2)
+    assert len(alone) == ROWS and all(0 <= x - i < 1 for i, x in alone.items())
+    halves = values(2, worker=0, workers=2) | values(2, worker=1, workers=2)
+    assert alone == halves
+    assert alone == values(2, global_batch=7, shuffle="window", window=20), "whatever the order"
+    assert alone != values(3) and alone != values(2, seed=1)
+
+
+def test_two_columns_cannot_both_say_which_rows_share_a_batch():
+    table = pa.table({"a": pa.array(LISTS), "b": pa.array(LISTS)})
+    with pytest.raises(ConfigError, match="One column at most"):
+        feed(table, {n: Column(n, pad="batch", bucket=True) for n in "ab"})

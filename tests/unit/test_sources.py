@@ -1,0 +1,157 @@
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytf import columns, sources
+from raytf.columns import Column, Columns
+from raytf.errors import ConfigError
+
+
+def table(**arrays):
+    return pa.table(arrays)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 2**32 - 1), st.integers(0, 80))
+def test_gather_takes_rows_from_blocks_in_any_order(sizes, seed, count):
+    rng = np.random.default_rng(seed)
+    data = rng.normal(size=(sum(sizes), 3)).astype("float32")
+    starts = np.cumsum([0, *sizes])
+    blocks = [table(a=data[s:e, 0], b=data[s:e, 1], c=data[s:e, 2]) for s, e in itertools.pairwise(starts)]
+    rows = rng.integers(0, len(data), count)
+    block = np.searchsorted(starts, rows, side="right") - 1
+    stacked = sources.source(blocks, Columns.of(["a", "b", "c"], "x")).gather(
+        sources.Places(block, rows - starts[block])
+    )[0]
+    np.testing.assert_array_equal(stacked, data[rows])
+    assert stacked.dtype == np.float32
+    assert not count or stacked.ctypes.data % sources.ALIGNMENT == 0
+    single = sources.source(blocks, Columns.of("b", "x")).gather(sources.Places(block, rows - starts[block]))[0]
+    np.testing.assert_array_equal(single, data[rows, 1])
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "int32", "int64", "uint32", "float16", "float32", "float64"]
+)
+def test_a_number_keeps_its_type(dtype):
+    source = sources.source([table(x=pa.array(np.arange(5).astype(dtype)))], Columns.of("x", "x"))
+    assert source.dtype == np.dtype(dtype) and source.shape == ()
+
+
+def test_tensors_lists_booleans_and_times():
+    images = np.arange(24, dtype="uint8").reshape(2, 3, 4)
+    kinds = table(
+        image=pa.FixedShapeTensorArray.from_numpy_ndarray(images),
+        vector=pa.array([[1.0, 2.0], [3.0, 4.0]]),
+        matrix=pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]]),
+        fixed=pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)),
+        flag=pa.array([True, False]),
+        pixels=pa.array([bytes(range(6)), bytes(range(6, 12))], pa.binary(6)),
+        code=pa.array(["b", "a"]).dictionary_encode(),
+        time=pa.array([0, 10**9], pa.timestamp("ns")),
+    )
+
+    def column_array(table, name, **options):
+        return sources.column_array(table, Column(name, **options))
+
+    np.testing.assert_array_equal(column_array(kinds, "image"), images)
+    assert column_array(kinds, "vector").tolist() == [[1, 2], [3, 4]]
+    assert column_array(kinds, "matrix").shape == (2, 2, 2)
+    assert column_array(kinds, "fixed").tolist() == [[1, 2], [3, 4]]
+    assert column_array(kinds, "flag").tolist() == [True, False]
+    assert column_array(kinds, "flag", dtype="float32").dtype == np.float32
+    assert column_array(kinds, "pixels", shape=(2, 3), dtype="uint8").tolist()[1] == [[6, 7, 8], [9, 10, 11]]
+    assert column_array(kinds, "time").tolist() == [0, 10**9]
+
+
+def gathered(array, spec, rows=(1, 0, 1)):
+    """Rows of a column that lies in two tables."""
+    cut = len(array) // 2
+    tables = [table(x=array[:cut]), table(x=array[cut:])]
+    rows = np.array(rows, int)
+    return sources.source(tables, Columns.of(spec, "x")).gather(
+        sources.Places((rows >= cut).astype(int), rows - (rows >= cut) * cut)
+    )
+
+
+def test_strings_and_bytes_are_whole():
+    assert gathered(pa.array(["a", "bc", ""]), "x", (2, 1, 1))[0].tolist() == ["", "bc", "bc"]
+    assert gathered(pa.array([b"a\0\0", b""]), "x")[0].tolist() == [b"", b"a\0\0", b""]
+    assert gathered(pa.array(["u", "v", "u"]).dictionary_encode(), "x", (1, 2))[0].tolist() == ["v", "u"]
+
+
+@given(st.lists(st.lists(st.integers(-100, 100), max_size=7), min_size=2, max_size=30), st.data())
+def test_lists_of_different_lengths_in_any_order(lists, data):
+    rows = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=40))
+    values, lengths = gathered(pa.array(lists, pa.list_(pa.int32())), Column("x", ragged=True), rows)
+    assert values.dtype == np.int32
+    assert [part.tolist() for part in np.split(values, np.cumsum(lengths))[:-1]] == [lists[row] for row in rows]
+
+
+def test_nulls_are_filled_where_it_is_said_with_what():
+    column = pa.array([1, None, 3], pa.int64())
+    filled = gathered(column, Column("x", fill=-1), (0, 1, 2))[0]
+    assert filled.tolist() == [1, -1, 3] and filled.dtype == np.int64
+    assert gathered(pa.array(["a", None]), Column("x", fill="?"), (1,))[0].tolist() == ["?"]
+    lists = gathered(pa.array([[1], None]), Column("x", fill=[], ragged=True), (1, 0))
+    assert lists[0].tolist() == [1] and lists[1].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("array", "spec", "rule"),
+    [
+        (pa.array([1, None]), "x", "no nulls, unless"),
+        (pa.array([1, None]), Column("x", fill="a"), "fill must be a value of the column's type"),
+        (pa.array([[1], [1, 2]]), "x", "one length, unless"),
+        (pa.array([[1], [1, 2]]), Column("x", pad=1), "at least the length of the longest list"),
+        (pa.array([1, 2]), Column("x", ragged=True), "for columns of lists"),
+        (pa.array([["a"], ["b"]]), Column("x", ragged=True), "must hold numbers"),
+        (pa.array([{"a": 1}, {"a": 2}]), "x", "must hold numbers"),
+        (pa.array([b"abc", b"abc"], pa.binary(3)), Column("x", shape=(2,), dtype="uint8"), "take the 3 bytes of a row"),
+    ],
+)
+def test_what_has_no_tensor_is_refused(array, spec, rule):
+    with pytest.raises(ConfigError, match=rule):
+        sources.source([table(x=array)], Columns.of(spec, "x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"ragged": True, "pad": 3}, "exclude each other"),
+        ({"pad": 0}, "length of at least 1"),
+        ({"bucket": True}, "needs ragged or pad"),
+        ({"image": (3, 3)}, "height, width, channels"),
+        ({"shape": (3,)}, "needs dtype"),
+        ({"dtype": "float33"}, "one of NumPy's"),
+    ],
+)
+def test_options_that_do_not_go_together(options, rule):
+    with pytest.raises(ConfigError, match=rule):
+        Column("x", **options)
+
+
+def test_blocks_are_never_handed_out():
+    """What is gathered lies in memory of its own, as TensorFlow may write into what it is given."""
+    block = table(x=np.arange(64.0))
+    view = sources.column_array(block, Column("x"))
+    (copied,) = sources.source([block], Columns.of("x", "x")).gather(sources.Places(np.zeros(64, int), np.arange(64)))
+    assert not np.shares_memory(view, copied)
+
+
+def test_specs():
+    a, b = Column("a"), Column("b", fill=0)
+    assert columns.parse("a", "features") == Columns((a,), False)
+    assert columns.parse(["a", b], "features") == Columns((a, b), True)
+    assert columns.parse({"i": "a", "j": ["b"]}, "features") == {
+        "i": Columns((a,), False),
+        "j": Columns((Column("b"),), True),
+    }
+    for wrong in ([], 3, ["a", 1]):
+        with pytest.raises(ConfigError, match="features must be a column"):
+            columns.parse(wrong, "features")
+    with pytest.raises(ConfigError, match="which has 'a', 'b'; received: 'c'"):
+        columns.check_names(columns.parse("c", "features"), ["a", "b"], "features")
