@@ -63,6 +63,12 @@ class Server:
             order: the order of the pieces.
             epoch, start, stop: what is asked for; returns when it is read.
         """
+        found = None
+        while found is None:  # another worker may have gone back, behind what this run still has
+            found = self._run(worker, workers, order, epoch, start).wait(start, stop)
+        return found
+
+    def _run(self, worker: int, workers: int, order: Order, epoch: int, start: int) -> _Run:
         with self._lock:
             if len(self._asked) > workers:
                 self._asked.clear()  # fewer workers than before a restart
@@ -74,7 +80,7 @@ class Server:
                 run = self._runs[epoch] = _Run(self._pieces, order, epoch, start, self._num_cpus)
             if len(self._asked) == workers:
                 self._let_go()
-        return run.wait(start, stop)
+            return run
 
     def _let_go(self) -> None:
         first = min(epoch for epoch, _ in self._asked.values())
@@ -105,18 +111,21 @@ class _Run:
         self._thread.start()
 
     def reaches(self, start: int) -> bool:
-        """Whether the position was not let go, and is not so far ahead that reading from there is quicker."""
+        """Whether the position is still there or will come."""
         with self._changed:
-            return self._error is None and self._first <= start <= max(self._read, self._wanted) + self._ahead
+            return self._error is None and self._first <= start
 
-    def wait(self, start: int, stop: int) -> list:
+    def wait(self, start: int, stop: int) -> list | None:
+        """Where the rows lie, when they are read; None if the run was ended."""
         with self._changed:
             self._wanted = max(self._wanted, stop)
             self._changed.notify_all()
-            while self._read < stop and self._error is None:
+            while self._read < stop and self._error is None and not self._ended:
                 self._changed.wait(_WAIT_SECONDS)
             if self._error is not None:
                 raise self._error
+            if self._ended or start < self._first:
+                return None
             found = []
             for position, rows, block in self._blocks:
                 first, last = max(start, position), min(stop, position + rows)

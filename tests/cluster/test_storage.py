@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -98,6 +100,10 @@ def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
         for worker in range(2):
             assert ids(worker, epoch, start, stop) == expected(epoch, start, stop)
     assert ids(0, 3, 10, 60) == expected(3, 10, 60), "a restart goes back"
+    with ThreadPoolExecutor() as pool:
+        ahead = pool.submit(ids, 1, 3, 300, 337)  # what a worker asked for before it died, and one that starts again
+        assert ids(0, 3, 0, 50) == expected(3, 0, 50)
+        assert ahead.result(60) == expected(3, 300, 337)
     assert ids(0, 4, 0, 50) == expected(4, 0, 50)
     assert ids(1, 3, 310, 337) == expected(3, 310, 337), "the other worker still ends its epoch"
     assert ids(1, 4, 0, 50) == expected(4, 0, 50)
