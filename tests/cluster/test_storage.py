@@ -47,7 +47,7 @@ def streamed(tmp_path, folder, workers, name, **kwargs):
 
 @pytest.mark.slow
 def test_streams_train_alike_on_any_number_of_workers_and_after_a_kill(folder, tmp_path, monkeypatch):
-    """Small pieces, so that an epoch has many. Three workers on four CPUs, and the chief dies in the second epoch."""
+    """Small pieces, so that an epoch has many; the chief dies in the second epoch."""
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 4000)
 
     def callbacks(config):
@@ -55,9 +55,9 @@ def test_streams_train_alike_on_any_number_of_workers_and_after_a_kill(folder, t
 
     one = streamed(tmp_path, folder, 1, "one").fit()
     kill = {"marker": str(tmp_path / "killed"), "rank_": 0, "epoch": 1, "batch": 5}
-    three = streamed(tmp_path, folder, 3, "three", config={"kill": kill}, callbacks=callbacks, failures=1).fit()
+    two = streamed(tmp_path, folder, 2, "two", config={"kill": kill}, callbacks=callbacks, failures=1).fit()
     assert (tmp_path / "killed").exists()
-    assert_equal(one, three)
+    assert_equal(one, two)
 
 
 def test_a_dataset_is_cut_into_pieces_that_come_in_any_order(folder, monkeypatch):
@@ -69,6 +69,7 @@ def test_a_dataset_is_cut_into_pieces_that_come_in_any_order(folder, monkeypatch
     chosen = [5, 0, 3]
     ids = [row["id"] for row in found.dataset(chosen).iter_rows()]
     assert ids == [i for piece in chosen for i in range(starts[piece], starts[piece + 1])]
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 20_000)
     filtered = pieces.cut(dataset.filter(lambda row: row["id"] % 3 == 0))
     assert sum(filtered.rows) == 113
 

@@ -11,16 +11,12 @@ FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
 FLOAT32 = ["cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_sgd", "last_batch_smaller"]
 THREE = [
-    "mlp_sgd",
     "embedding_adam",
     "last_batch_of_one_row",
     "odd_global_batch",
     "predict_all_rows_in_order",
-    "metrics_that_are_no_averages",
     "batch_normalization_synchronized",
-    "masked_tokens",
     "gradient_accumulation",
-    "loss_root_mean",
     "mixed_float16",
     "stop_between_batches",
 ]

@@ -20,6 +20,9 @@ def main():
     rank = task.get("task", {}).get("index", 0)
     world = len(task.get("cluster", {}).get("worker", [None]))
 
+    from raytf.keras_import import import_keras
+
+    import_keras()
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
