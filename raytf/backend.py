@@ -94,6 +94,9 @@ class TensorflowBackend(Backend):
 
 @contextlib.contextmanager
 def _worker_context(config: TensorflowConfig):
+    from raytf.keras_import import import_keras
+
+    import_keras()
     from raytf import strategy  # imports TensorFlow, so on a worker only
 
     with strategy.prepared(config):

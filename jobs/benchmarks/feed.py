@@ -2,9 +2,9 @@
 
 python jobs/benchmarks/feed.py             # data in the object store; every way in turn, medians
 
-"to_tf" is `Dataset.to_tf` as a Ray Train loop calls it, and with its shuffle buffer; "pyarrow" cuts the same blocks
-into batches of NumPy views without TensorFlow, a bound that no feed reaches. Each way's batches end in the same
-counting `tf.data` reduction, in TensorFlow's graph, as `fit` takes them.
+"to_tf" is `Dataset.to_tf` as a Ray Train loop calls it, and with its shuffle buffer. "pyarrow" cuts the same blocks
+into batches of NumPy arrays without TensorFlow, each copied, as its memory is not TensorFlow's to keep. Each way's
+batches end in the same counting `tf.data` reduction, in TensorFlow's graph, as `fit` takes them.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ def _pyarrow(dataset, kind: str, batch: int):
             for part in ray.get(ref).to_batches(max_chunksize=batch):
                 for column in part.columns:
                     if kind == "tokens" and hasattr(column, "offsets"):
-                        column.values.to_numpy(), column.offsets.to_numpy()
+                        start, stop = column.offsets[0].as_py(), column.offsets[-1].as_py()
+                        column.values[start:stop].to_numpy().copy(), column.offsets.to_numpy().copy()
                     elif hasattr(column, "to_numpy_ndarray"):
-                        column.to_numpy_ndarray()
+                        column.to_numpy_ndarray().copy()
                     else:
-                        column.to_numpy()
+                        column.to_numpy().copy()
                 count += part.num_rows
     return count
 

@@ -97,9 +97,15 @@ CASES = {
         lambda: {"datasets": {"train": [1, 2]}},
         "must be a ray.data.Dataset; received: 'train' of type list",
     ),
-    "nulls": (lambda: {"datasets": nulls(), "features": "x"}, r"must hold no nulls; received: 1 null\(s\) in 'x'"),
+    "nulls": (lambda: {"datasets": nulls(), "features": "x"}, r"must hold no nulls, .* received: 1 null\(s\) in 'x'"),
     "seed": (lambda: {"seed": -1}, "seed must be an integer from 0"),
-    "shuffle": (lambda: {"shuffle": "some"}, "shuffle must be one of full, none"),
+    "shuffle": (lambda: {"shuffle": "some"}, "shuffle must be one of auto, full, window, none"),
+    "storage": (
+        lambda: {"storage": {"train": "disk"}},
+        "storage must be one of auto, object_store, stream; received: 'disk'",
+    ),
+    "window": (lambda: {"window": 0}, "window must be a number of rows, at least 1"),
+    "map": (lambda: {"map": 3}, "map must be a function of batches"),
     "workers": (lambda: {"scaling_config": ScalingConfig(num_workers=0)}, "num_workers must be at least 1"),
 }
 

@@ -33,7 +33,7 @@ def test_digits(tmp_path):
     out, err = run("jobs/digits.py", "--num-workers", "2", "--storage", str(tmp_path))
     assert "Traceback" not in err
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
-    assert re.match(r"epoch 2/\d+  step 12/12  .*loss \d.*examples/s  \d+:\d\d left", lines[1])
+    assert re.match(r"epoch 2/\d+  step 12/12  .*loss \d.*examples/s  \d+% waiting for input  \d+:\d\d left", lines[1])
     accuracy = float(re.search(r"val_accuracy\s+│\s+(\S+)", out)[1])
     assert accuracy >= 0.97
     path = re.search(r'raytf.load_model\("(.*)"\)', out)[1]

@@ -2,7 +2,8 @@ from raytf.progress import Rate, describe
 
 
 def update(epoch, step, ended=False, **logs):
-    return {"epoch": epoch, "epochs": 4, "step": step, "steps": 10, "rows": 32, "logs": logs, "ended": ended}
+    made = {"epoch": epoch, "epochs": 4, "step": step, "steps": 10, "rows": 32, "logs": logs, "ended": ended}
+    return made | {"waiting": 0.031}
 
 
 def test_rate_and_time_left():
@@ -15,9 +16,11 @@ def test_rate_and_time_left():
 
 def test_the_line():
     text = describe(update(2, 5, loss=0.5, accuracy=0.25), 1234.5, 75)
-    assert text == "epoch 2/4  step 5/10  loss 0.5000  accuracy 0.2500  1,234 examples/s  1:15 left"
+    assert (
+        text == "epoch 2/4  step 5/10  loss 0.5000  accuracy 0.2500  1,234 examples/s  3% waiting for input  1:15 left"
+    )
 
 
 def test_an_unknown_number_of_steps():
     unknown = update(1, 3) | {"steps": None}
-    assert describe(unknown, *Rate()(unknown)) == "epoch 1/4  step 3/?"
+    assert describe(unknown, *Rate()(unknown)) == "epoch 1/4  step 3/?  3% waiting for input"

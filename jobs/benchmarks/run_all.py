@@ -1,0 +1,37 @@
+"""Runs every benchmark and writes one page for the README, in Markdown, and all figures as JSON.
+
+python jobs/benchmarks/run_all.py --output figures          # figures.md, figures.json
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import common
+
+ALL = ("start", "feed", "stream", "step")
+
+
+def main(arguments=None):
+    parser = common.parser(__doc__)
+    parser.add_argument("--output", default="figures", help="the files' name without its ending")
+    parser.add_argument("--only", nargs="*", choices=ALL, default=ALL)
+    options = parser.parse_args(arguments)
+    here = pathlib.Path(__file__).parent
+    found = []
+    for name in options.only:
+        with tempfile.TemporaryDirectory(prefix="raytf_benchmark_") as folder:
+            answer = pathlib.Path(folder, "answer.json")
+            command = [sys.executable, here / f"{name}.py", "--json", answer, "--repeats", str(options.repeats)]
+            subprocess.run([*command, *(["--smoke"] if options.smoke else [])], check=True)
+            found.append(json.loads(answer.read_text()))
+    pathlib.Path(options.output + ".md").write_text("\n".join(entry["table"] for entry in found))
+    pathlib.Path(options.output + ".json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
