@@ -40,7 +40,7 @@ class _Peak(threading.Thread):
 
     def __init__(self):
         super().__init__(daemon=True)
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self.first = self.most = self._now()
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Peak(threading.Thread):
         return psutil.Process().memory_full_info().uss
 
     def run(self):
-        while not self._stop.wait(0.1):
+        while not self._ended.wait(0.1):
             self.most = max(self.most, self._now())
 
     def __enter__(self):
@@ -58,7 +58,7 @@ class _Peak(threading.Thread):
         return self
 
     def __exit__(self, *exc):
-        self._stop.set()
+        self._ended.set()
         self.join()
 
 
