@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
+from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
@@ -267,6 +268,7 @@ def install(allow_untested: bool = False) -> None:
         )
     replace(TFOptimizer, "_all_reduce_sum_gradients", multiworker_gradients.all_reduce_sum_gradients)
     replace(mirrored_run._MirroredReplicaContext, "_merge_call", multiworker_gradients.merge_call)
+    replace(tf_nn, "_compute_moments_sync", multiworker_gradients.moments_sync)
     replace(SeedGenerator, "next", multiworker_gradients.seed_next, "SeedGenerator.next")
     for number in (int, float):  # callbacks read `float(model.optimizer.learning_rate)`
         name = f"__{number.__name__}__"

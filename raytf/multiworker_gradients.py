@@ -82,3 +82,30 @@ def seed_next(self, ordered=True):
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
     return seed + tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])
+
+
+def moments_sync(x, axes, keepdims):
+    """Mean and variance over the rows of all replicas, as Keras computes them, in a step of `fit`.
+
+    A replica's loss is the mean over its own rows and gets its weight with the gradients, see `_reduced_gradients`.
+    What flows back from another replica's loss must bring that one's weight, and a placeholder row has none.
+    """
+    step = multiworker_step.current()
+    if step is None or not multiworker_step.in_replica_of_many():
+        return multiworker_step.originals["_compute_moments_sync"](x, axes, keepdims)
+    rows = tf.cast(step.rows, x.dtype)
+    present = tf.cast(step.rows > 0, x.dtype)
+
+    @tf.custom_gradient
+    def total(*parts):
+        def back(*upstream):
+            return [tf.math.divide_no_nan(g, rows) for g in all_sum([g * rows for g in upstream])]
+
+        return all_sum(parts), back
+
+    parts = (x, tf.square(x), tf.ones_like(x))
+    sums = [present * tf.reduce_sum(part, axis=axes, keepdims=True) for part in parts]
+    value, squared, count = total(*sums)
+    mean = tf.math.divide_no_nan(value, count)
+    variance = tf.maximum(tf.math.divide_no_nan(squared, count) - tf.square(mean), 0.0)
+    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))

@@ -90,8 +90,12 @@ def with_placeholder(data, rows):
 
 
 def step_variables(model) -> list:
-    """Variables that a forward pass changes by what it sees: metrics and moving statistics (no frozen weights)."""
-    states = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    """Variables that a forward pass changes by what it sees: metrics and moving statistics (no frozen weights).
+
+    Those of synchronized layers are left out: they follow the rows of all replicas.
+    """
+    own = [layer for layer in model._flatten_layers() if not getattr(layer, "synchronized", False)]
+    states = [v for layer in own for v in layer._non_trainable_variables]
     return list({id(v): v for v in (*model.metrics_variables, *states)}.values())
 
 

@@ -15,7 +15,7 @@ THREE = [
     "last_batch_of_one_row",
     "odd_global_batch",
     "predict_all_rows_in_order",
-    "batch_normalization_synchronized",
+    "batch_normalization_synchronized_uneven",
     "gradient_accumulation",
     "mixed_float16",
     "stop_between_batches",

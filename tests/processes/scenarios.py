@@ -323,6 +323,13 @@ def batch_normalization_synchronized(p):
 
 
 @scenario
+def batch_normalization_synchronized_uneven(p):
+    """Workers with different numbers of rows, and in the last step one that has none."""
+    model, out = p.fit(lambda: bn_model(True), vectors(rows=3 * BATCH + 1), validation_data=p.data(vectors()))
+    return out | {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
+
+
+@scenario
 def dropout(p):
     """Masks differ between replicas and repeat with the seed; the model trains on."""
 
