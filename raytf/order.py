@@ -95,16 +95,17 @@ class Epoch:
     def __init__(self, order: Order, epoch: int):
         self._order, self._epoch = order, epoch
         self.pieces = order.pieces(epoch)
+        rows = np.asarray(order.rows, np.int64)
+        self.starts = np.cumsum([0, *rows[self.pieces]])[:-1]  # stream position of the first row of each piece
+        self._natural = np.cumsum([0, *rows])[:-1][self.pieces]  # and its number
         self._all = permutation(order.total, order.seed, epoch) if order.shuffle == "full" else None
         self.chunk_rows = order.chunk_steps * order.global_batch
         self.chunks = -(-order.total // self.chunk_rows)
 
     def row_numbers(self, positions: np.ndarray) -> np.ndarray:
         """The rows' numbers in the dataset."""
-        natural = np.cumsum([0, *self._order.rows])[:-1]
-        starts = np.cumsum([0, *np.asarray(self._order.rows, np.int64)[self.pieces]])[:-1]
-        place = np.searchsorted(starts, positions, side="right") - 1
-        return natural[self.pieces[place]] + positions - starts[place]
+        place = np.searchsorted(self.starts, positions, side="right") - 1
+        return self._natural[place] + positions - self.starts[place]
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """First and last (excluded) place in the epoch of a chunk."""

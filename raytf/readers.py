@@ -68,15 +68,11 @@ class Rows:
 class StoredReader(Reader):
     """Rows of blocks that all lie in the object store."""
 
-    def __init__(self, blocks: Blocks, columns: Sequence[Columns], order: Order):
-        tables = [as_table(block) for block in blocks.get()]
-        self.sources = sources(tables, columns)
-        self._rows = np.array(order.rows, np.int64)
+    def __init__(self, blocks: Blocks, columns: Sequence[Columns]):
+        self.sources = sources([as_table(block) for block in blocks.get()], columns)
 
     def chunks(self, epoch, number, first):
-        tables = epoch.pieces
-        starts = np.cumsum([0, *self._rows[tables]])[:-1]
-        rows = Rows(self.sources, starts, tables)
+        rows = Rows(self.sources, epoch.starts, epoch.pieces)
         for chunk in range(first, epoch.chunks):
             yield chunk, rows
 
@@ -116,4 +112,4 @@ def open_reader(blocks, columns: Sequence[Columns], order: Order, worker: int, w
     """The reader of what `blocks.read` gave."""
     if isinstance(blocks, Stream):
         return StreamReader(blocks, columns, order, worker, workers)
-    return StoredReader(blocks, columns, order)
+    return StoredReader(blocks, columns)

@@ -72,6 +72,8 @@ def measure(script: str, *arguments: str, environment: Mapping[str, str] | None 
 
 def measure_group(script: str, *arguments: str, workers: int, environment: Mapping[str, str] | None = None) -> Any:
     """`measure` in `workers` processes that know each other by a hand-set TF_CONFIG; what the first gives."""
+    from raytf.topology import tf_config
+
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
     addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
     for s in sockets:
@@ -79,7 +81,7 @@ def measure_group(script: str, *arguments: str, workers: int, environment: Mappi
     environments = [dict(environment or {}) for _ in range(workers)]
     if workers > 1:
         for rank, own in enumerate(environments):
-            own["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+            own["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     return _together([[script, *arguments]] * workers, environments, 600)[0]
 
 
