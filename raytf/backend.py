@@ -19,6 +19,7 @@ from raytf.topology import tf_config
 # Below the range that Linux hands out for outgoing connections and above the ports that Ray gives its workers.
 _PORTS = range(20_000, 32_000)
 _IMPLEMENTATIONS = ("auto", "ring", "nccl")
+_WIRE_DTYPES = (None, "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,14 @@ class TensorflowConfig(BackendConfig):
     """How the workers' TensorFlow is set up.
 
     Args:
-        communication: collectives between workers: "auto", "ring" (gRPC, any device) or "nccl" (GPUs).
+        communication: how gradients are summed between workers: "ring" and "nccl" are TensorFlow's own (its ring over
+            gRPC, on any device; NCCL, on GPUs); "auto" takes raytf's ring of sockets where workers compute on one CPU
+            device each, and lets TensorFlow choose elsewhere.
+        gradient_dtype: "bfloat16" or "float16": floating type in which wider gradients travel over raytf's ring, half
+            the bytes at the price of a rounding for each worker; None sends them as they are.
         timeout_s: seconds after which a collective that a peer does not join fails; None waits for ever.
-        bytes_per_pack: gradients are sent in packs of about this many bytes; 0 sends them in one.
+        bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
+            pack in TensorFlow's.
         intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
         inter_op_threads: operations that run at the same time; None takes as many, and at least two.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
@@ -40,6 +46,7 @@ class TensorflowConfig(BackendConfig):
     """
 
     communication: str = "auto"
+    gradient_dtype: str | None = None
     timeout_s: float | None = None
     bytes_per_pack: int = 0
     intra_op_threads: int | None = None
@@ -55,6 +62,16 @@ class TensorflowConfig(BackendConfig):
         if self.communication not in _IMPLEMENTATIONS:
             raise ConfigError(
                 f"communication must be one of {', '.join(_IMPLEMENTATIONS)}", repr(self.communication), "Choose one"
+            )
+        if self.gradient_dtype not in _WIRE_DTYPES:
+            raise ConfigError(
+                "gradient_dtype must be bfloat16, float16 or None", repr(self.gradient_dtype), "Choose one of them"
+            )
+        if self.gradient_dtype is not None and self.communication != "auto":
+            raise ConfigError(
+                "gradient_dtype needs raytf's ring of sockets",
+                f"gradient_dtype={self.gradient_dtype!r} with communication={self.communication!r}",
+                'Use communication="auto"',
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError("timeout_s must be more than 0 seconds, or None", self.timeout_s, "Raise it")

@@ -38,6 +38,25 @@ class ResourceError(ConfigError):
     """The cluster can never hold what was asked of it."""
 
 
+class PeerLostError(RaytfError, ConnectionError):
+    """A worker that sums gradients with others has lost one of them: a consequence, never the first cause.
+
+    Args:
+        rank: world rank of the worker that noticed it.
+        why: what it saw, as a clause without a full stop.
+    """
+
+    def __init__(self, rank: int, why: str):
+        super().__init__(rank, why)
+        self.rank, self.why = rank, why
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} lost a neighbour in the ring of workers: {self.why}"
+
+    def __reduce__(self):
+        return type(self), (self.rank, self.why)
+
+
 class TrainingError(RaytfError, RuntimeError):
     """A worker failed; the message is the first cause, with the rank it came from.
 

@@ -20,6 +20,7 @@ _CONSEQUENCES = (
     "failed to connect to all addresses",
     "CoordinationService",
     "RPC: /tensorflow",
+    "PeerLostError",
 )
 
 

@@ -70,7 +70,7 @@ def _settable_rate(optimizer):
     return rate if isinstance(rate, keras.Variable) else None
 
 
-def _looks_at_batches(callback) -> bool:
+def looks_at_batches(callback) -> bool:
     """Whether a callback reads the logs of single training batches, or may stop the training between two."""
     if isinstance(callback, (ModelCheckpoint, BackupAndRestore)):
         return callback.save_freq != "epoch"
@@ -105,7 +105,7 @@ def prepared(model, callbacks):
     else:
         listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     # a callback of one worker alone is enough: what is exchanged after a batch needs all
-    looking = np.int32(any(_looks_at_batches(c) for c in listed))
+    looking = np.int32(any(looks_at_batches(c) for c in listed))
     batches = bool(collectives.sum_over_workers(model.distribute_strategy, [looking])[0])
     scratch = tempfile.mkdtemp(prefix="raytf_") if not collectives.is_chief(model.distribute_strategy) else None
     kept = listed if scratch is None else list(_redirected(listed, scratch))

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
-from raytf import multiworker_step
+from raytf import gradient_ring, multiworker_step
 from raytf.collectives import all_sum, local_replicas
 
 # Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
@@ -16,21 +16,32 @@ _REPLICA_SEED = 1_000_003
 def _reduced_gradients(grads):
     """Gradients of the global batch: in a step of `fit` the mean over rows, elsewhere the sum over replicas."""
     step = multiworker_step.current()
-    present = [i for i, g in enumerate(grads) if g is not None]
-    local = [grads[i] for i in present]
-    if not local:
-        return grads
-    if step is not None:
-        local = [_map_dense(lambda d: _weighted(d, step), g) for g in local]
+    ring = gradient_ring.of(tf.distribute.get_strategy())
+    in_ring = [i for i, g in enumerate(grads) if ring is not None and isinstance(g, tf.Tensor) and g.dtype.is_floating]
+    in_collectives = [i for i, g in enumerate(grads) if g is not None and i not in in_ring]
+    reduced = list(grads)
+    rows = None
+    if in_ring:
+        summed, rows = ring.sum([grads[i] for i in in_ring], None if step is None else step.rows)
+        for i, g in zip(in_ring, summed, strict=True):
+            reduced[i] = g
+    if in_collectives:
+        for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
+            reduced[i] = g
+    return reduced
+
+
+def _in_collectives(grads, step, rows):
+    """The same through TensorFlow's collectives; `rows` are those of all workers where they are known already."""
+    if step is None:
+        return all_sum(grads)
+    local = [_map_dense(lambda d: _weighted(d, step), g) for g in grads]
+    if rows is None:
         *local, rows = all_sum([*local, tf.cast(step.rows, _wide(local))])
-        scale = tf.maximum(rows, 1.0)
-        local = [_map_dense(lambda d: d / tf.cast(scale, d.dtype), g) for g in local]
     else:
         local = all_sum(local)
-    reduced = list(grads)
-    for i, g in zip(present, local, strict=True):
-        reduced[i] = g
-    return reduced
+    scale = tf.maximum(rows, 1.0)
+    return [_map_dense(lambda d: d / tf.cast(scale, d.dtype), g) for g in local]
 
 
 def _wide(grads):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
@@ -16,7 +18,24 @@ from raytf.errors import ConfigError
 _WORKER_PART = 1
 
 
-class _WorkerEpochIterator(tf_trainer.TFEpochIterator):
+class _EpochIterator(tf_trainer.TFEpochIterator):
+    """Follows `steps_per_execution` when it changes within an epoch, where the number of batches is known."""
+
+    def _enumerate_iterator(self):
+        if self.steps_per_epoch or not self._num_batches:
+            yield from super()._enumerate_iterator()
+            return
+        self.data_adapter.on_epoch_begin()
+        iterator = iter(self._get_iterator())
+        self._steps_seen = 0
+        while self._steps_seen < self._num_batches:
+            begin = self._steps_seen
+            self._steps_seen = min(begin + self.steps_per_execution, self._num_batches)
+            yield begin, self._steps_seen - 1, iterator
+        self.data_adapter.on_epoch_end()
+
+
+class _WorkerEpochIterator(_EpochIterator):
     """Takes a dataset that is this worker's part as it is, and knows how many steps a distributed one has."""
 
     def __init__(self, distribute_strategy=None, *args, **kwargs):
@@ -73,8 +92,18 @@ def is_worker_part(dataset: tf.data.Dataset) -> bool:
 
 
 def epoch_iterator(*args, distribute_strategy=None, **kwargs):
-    kind = _WorkerEpochIterator if spans_workers(distribute_strategy) else multiworker_step.originals["TFEpochIterator"]
-    return kind(*args, distribute_strategy=distribute_strategy, **kwargs)
+    kind = _WorkerEpochIterator if spans_workers(distribute_strategy) else _EpochIterator
+    made = kind(*args, distribute_strategy=distribute_strategy, **kwargs)
+    _newest[:] = [weakref.ref(made)]
+    return made
+
+
+_newest: list[weakref.ref] = []
+
+
+def newest_iterator():
+    """The epoch iterator that was made last; in `on_train_begin` of a first callback, that of its `fit`."""
+    return _newest[0]()
 
 
 def _example_batch(iterator, strategy):

@@ -10,7 +10,7 @@ import warnings
 
 import tensorflow as tf
 
-from raytf import backend, keras_multiworker
+from raytf import backend, gradient_ring, keras_multiworker
 from raytf.errors import ConfigError
 from raytf.topology import pick_strategy
 
@@ -23,9 +23,8 @@ def prepared(config: backend.TensorflowConfig):
     keras_multiworker.install(allow_untested=config.allow_untested_keras)
     if config.seed is not None:
         tf.random.set_seed(config.seed)
-    options = communication_options(config)
     _current.update(config=config, strategy=None)
-    with _strategy_hook(options):
+    with _strategy_hook(config):
         try:
             yield
         finally:
@@ -42,8 +41,9 @@ def communication_options(config: backend.TensorflowConfig):
 
 
 @contextlib.contextmanager
-def _strategy_hook(options):
-    """A MultiWorkerMirroredStrategy that anybody builds gets the port that was kept for it, and the options."""
+def _strategy_hook(config: backend.TensorflowConfig):
+    """A MultiWorkerMirroredStrategy that anybody builds gets the port that was kept for it, options and a ring."""
+    options = communication_options(config)
     kind = tf.distribute.MultiWorkerMirroredStrategy
     original = kind.__init__
 
@@ -51,6 +51,13 @@ def _strategy_hook(options):
     def init(self, cluster_resolver=None, communication_options=None):
         backend.release_port()
         original(self, cluster_resolver, options if communication_options is None else communication_options)
+        if communication_options is None and config.communication == "auto":
+            gradient_ring.attach(
+                self,
+                timeout_s=config.timeout_s,
+                pack_bytes=config.bytes_per_pack,
+                wire_dtype=config.gradient_dtype,
+            )
         _current["strategy"] = self
 
     kind.__init__ = init

@@ -55,6 +55,9 @@ class KerasTrainer:
         shuffle: order of training rows in each epoch: "full", uniformly random; "window", blocks in random order, and
             rows in random order within windows; "none"; or "auto", windows for what is streamed, else full.
         window: rows of a window.
+        steps_per_execution: steps that one call of the training function makes. "auto" takes what the model was
+            compiled with where that is more than 1; else it measures the first steps, and raises the number where
+            Python's time between two steps matters and no callback looks at batches.
         progress: show a progress line at the driver.
 
     Raises:
@@ -80,6 +83,7 @@ class KerasTrainer:
         storage: str | Mapping[str, str] = "auto",
         shuffle: str = "auto",
         window: int = 65_536,
+        steps_per_execution: int | str = "auto",
         progress: bool = True,
     ):
         self.build_model, self.callbacks = build_model, callbacks
@@ -93,6 +97,7 @@ class KerasTrainer:
         self.tensorflow_config = tensorflow_config or TensorflowConfig()
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
         self.map, self.window, self.storage = map, window, storage
+        self.steps_per_execution = steps_per_execution
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -133,6 +138,9 @@ class KerasTrainer:
             )
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ConfigError("window must be a number of rows, at least 1", repr(self.window), "Choose such a number")
+        number = self.steps_per_execution
+        if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(self.seed), "Choose such a seed")
 
@@ -186,6 +194,7 @@ class KerasTrainer:
             seed=self.seed,
             shuffle=shuffle,
             window=self.window,
+            steps_per_execution=self.steps_per_execution,
             map=self.map,
             board=board,
         )

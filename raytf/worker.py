@@ -23,6 +23,7 @@ class Task:
         seed: of weights, shuffle and masks.
         shuffle, window: order of training rows.
         map: the user's function of a training batch, or None.
+        steps_per_execution: "auto" or a number.
         board: the `progress.Board`, or None for no progress line.
     """
 
@@ -37,6 +38,7 @@ class Task:
     shuffle: str
     window: int
     map: Callable | None
+    steps_per_execution: int | str
     board: Board | None
 
 
@@ -45,7 +47,7 @@ def train(task: Task) -> None:
     import keras
     import ray.train
 
-    from raytf import callbacks, checkpoint, strategy, waiting
+    from raytf import callbacks, checkpoint, execution, strategy, waiting
 
     context = ray.train.get_context()
     distribution = strategy.get_strategy()
@@ -61,9 +63,13 @@ def train(task: Task) -> None:
         datasets = {name: feed.dataset() for name, feed in feeds.items()}
         with distribution.scope():
             build_from_data(model, datasets["train"])
+        if task.steps_per_execution != "auto":
+            model.steps_per_execution = task.steps_per_execution
         users = list(task.callbacks(dict(task.config))) if task.callbacks else []
         users += callbacks.tensorboard(context.get_storage(), users)
         around = [callbacks.FeedCallback(feeds["train"]), *users]
+        if task.steps_per_execution == "auto":
+            around.insert(0, execution.ExecutionCallback(users))
         if state is not None:
             checkpoint.restore(folder, model)
             around.append(callbacks.RestoreCallback(folder, users))

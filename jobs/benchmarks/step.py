@@ -9,6 +9,7 @@ lie ready in memory. A number behind a way is its `steps_per_execution`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ import common
 BATCH = 64
 MODELS = ("cnn", "mlp")
 STEPS = {"cnn": 300, "mlp": 40}
-WAYS = ("one process", "tf_keras", "tf_keras 20", "by hand", "raytf", "raytf 20")
+WAYS = ("one process", "tf_keras", "tf_keras 20", "by hand", "raytf", "raytf 20", "raytf bfloat16")
 
 
 def _model(keras, kind: str):
@@ -61,16 +62,29 @@ def once(way: str, kind: str, steps: str) -> None:
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    many = "TF_CONFIG" in os.environ
-    strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
     steps, name, _, execution = int(steps), *way.partition(" ")
+    with contextlib.ExitStack() as stack:
+        if name == "raytf":
+            from raytf import strategy
+            from raytf.backend import TensorflowConfig
+
+            wire = execution if execution.startswith("bf") else None
+            stack.enter_context(strategy.prepared(TensorflowConfig(gradient_dtype=wire)))
+        many = "TF_CONFIG" in os.environ
+        strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
+        common.give(_rate(strategy, name, kind, int(steps), execution))
+
+
+def _rate(strategy, name: str, kind: str, steps: int, execution: str) -> float:
+    import tensorflow as tf
+
     execution = int(execution) if execution.isdigit() else 1
     batch = tf.data.Dataset.from_tensors(_rows(kind, BATCH)).repeat(2 * steps)
     run = _by_hand(strategy, kind, batch) if name == "by" else _fit(name, strategy, kind, batch, execution)
     run(steps)
     began = time.perf_counter()
     run(steps)
-    common.give(steps / (time.perf_counter() - began))
+    return steps / (time.perf_counter() - began)
 
 
 def _fit(name: str, strategy, kind: str, batch, execution: int):
@@ -80,9 +94,8 @@ def _fit(name: str, strategy, kind: str, batch, execution: int):
     else:
         import keras
     if name == "raytf":
-        from raytf import keras_multiworker, multiworker_input
+        from raytf import multiworker_input
 
-        keras_multiworker.install()
         batch = multiworker_input.mark_worker_part(batch)
     with strategy.scope():
         model, optimizer, loss = _model(keras, kind)
@@ -126,14 +139,17 @@ def _by_hand(strategy, kind: str, batch):
 def main(arguments=None):
     from raytf.launching import ALLOCATOR
 
-    options = common.parser(__doc__).parse_args(arguments)
+    parser = common.parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    options = parser.parse_args(arguments)
     repeats = 1 if options.smoke else options.repeats
     figures, rows = {}, []
-    for kind in MODELS:
+    for kind in options.models:
         steps = STEPS[kind] // (6 if options.smoke else 1)
-        found = figures[kind] = {way: [] for way in WAYS}
+        found = figures[kind] = {way: [] for way in options.ways}
         for _ in range(repeats):
-            for way in WAYS:
+            for way in options.ways:
                 legacy = {"TF_USE_LEGACY_KERAS": "1"} if way.startswith("tf_keras") else {}
                 allocator = ALLOCATOR if way.startswith("raytf") else {}
                 rate = common.measure_group(
@@ -145,8 +161,8 @@ def main(arguments=None):
                 print(f"{kind} {way}: {rate:.1f} steps/s", file=sys.stderr)
                 found[way].append(rate)
         middle = {way: common.spread(rates)[0] for way, rates in found.items()}
-        best = max(middle["raytf"], middle["raytf 20"])
-        for way in WAYS:
+        best = max((rate for way, rate in middle.items() if way.startswith("raytf")), default=0.0)
+        for way in options.ways:
             median, least, most = common.spread(found[way])
             rows.append([kind, way, median, f"{least:.1f} to {most:.1f}", f"{best / median:.2f}x"])
     title = f"Step: steps/s, batch {BATCH} a worker, median of {repeats}"

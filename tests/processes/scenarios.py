@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 
 import keras
@@ -386,6 +387,71 @@ def odd_global_batch(p):
 @scenario
 def steps_per_execution(p):
     return p.fit(mlp(steps_per_execution=3), vectors(rows=5 * BATCH - 3), validation_data=p.data(vectors()))[1]
+
+
+class _Busy(keras.callbacks.Callback):
+    """Python that takes its time after every execution, of the chief alone; ends the training after four epochs."""
+
+    raytf_local_batches = True
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.executions = place, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.executions += 1
+        if self.place.rank == 0:
+            time.sleep(0.03)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == 3
+
+
+def _fit_with_chosen_execution(p, build):
+    from raytf.execution import ExecutionCallback
+
+    busy = _Busy(p)
+    # many epochs are ahead, so that a new trace seems to pay
+    model, out = p.fit(build, vectors(rows=61 * 4 - 1), batch=4, epochs=10_000, callbacks=[ExecutionCallback([]), busy])
+    assert int(model.optimizer.iterations) == 4 * 61
+    return model, busy, out
+
+
+@scenario
+def steps_per_execution_chosen_by_measurement(p):
+    model, busy, out = _fit_with_chosen_execution(p, mlp())
+    assert model.steps_per_execution > 1
+    assert 32 < busy.executions < 4 * 61 / 2, busy.executions
+    return out
+
+
+@scenario
+def steps_per_execution_goes_back_where_it_does_not_help(p):
+    class Slow(keras.Sequential):
+        def train_step(self, data):
+            if self.steps_per_execution > 1 and p.rank == 0:
+                data = tf.nest.map_structure(_late, data)
+            return super().train_step(data)
+
+    def build():
+        model = Slow([keras.Input((6,)), layers.Dense(4, "softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    model, busy, out = _fit_with_chosen_execution(p, build)
+    assert model.steps_per_execution == 1
+    assert busy.executions > 61
+    return out
+
+
+def _late(tensor):
+    def wait(value):
+        time.sleep(0.05)
+        return value
+
+    late = tf.numpy_function(wait, [tensor], tensor.dtype)
+    late.set_shape(tensor.shape)
+    return late
 
 
 @scenario

@@ -15,6 +15,7 @@ def main():
     parser.add_argument("--folder", required=True)
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--communication", default="auto")
     options = parser.parse_args()
     task = json.loads(os.environ.get("TF_CONFIG", "{}"))
     rank = task.get("task", {}).get("index", 0)
@@ -27,26 +28,31 @@ def main():
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy() if world > 1 else tf.distribute.get_strategy()
     import keras
 
-    from raytf import keras_multiworker
+    from raytf import strategy
+    from raytf.backend import TensorflowConfig
     from tests.processes.scenarios import SCENARIOS, Place
 
-    keras_multiworker.install()
-    keras.config.set_floatx(options.dtype)
-    place = Place(strategy, rank, world, options.folder)
-    for name in options.only or SCENARIOS:
-        path = os.path.join(options.folder, f"{name}.{options.dtype}.{world}.{rank}.pkl")
+    with strategy.prepared(TensorflowConfig(communication=options.communication)):
+        distribution = tf.distribute.MultiWorkerMirroredStrategy() if world > 1 else tf.distribute.get_strategy()
+        keras.config.set_floatx(options.dtype)
+        place = Place(distribution, rank, world, options.folder)
+        run(options, place, SCENARIOS, keras)
+
+
+def run(options, place, scenarios, keras):
+    for name in options.only or scenarios:
+        path = os.path.join(options.folder, f"{name}.{options.dtype}.{place.world}.{place.rank}.pkl")
         try:
-            result = SCENARIOS[name](place)
+            result = scenarios[name](place)
         except Exception:
             result = traceback.format_exc()
             print(f"{name}: {result}", file=sys.stderr, flush=True)
         with open(path + ".tmp", "wb") as file:
             pickle.dump(result, file)
         os.replace(path + ".tmp", path)
-        print(f"[{rank}] {name} done", flush=True)
+        print(f"[{place.rank}] {name} done", flush=True)
         keras.backend.clear_session()
 
 

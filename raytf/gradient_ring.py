@@ -1,0 +1,168 @@
+"""Gradients summed over the ring of `ring.py` in the place of TensorFlow's collectives, where workers compute on CPUs.
+
+TensorFlow's ring over gRPC copies a tensor into messages and back several times; on GPUs NCCL does the work, and this
+module nothing. Gradients travel in packs, the last layers' first, so that the sum of one pack runs while the backward
+pass computes the next. A pack is weighted with the rows while it is copied together, and may be rounded to 16 bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from raytf.collectives import local_replicas, spans_workers, sum_over_workers
+from raytf.ring import TOKEN_BYTES, Listener, Ring
+
+# Large enough that the sockets work at their rate, small enough that the backward pass still has something to compute.
+PACK_BYTES = 4 << 20
+# TensorFlow takes an array of NumPy's without a copy where it begins at such an address.
+_ALIGNED = 64
+_JOIN_TIMEOUT = 120.0
+
+_rings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class GradientRing:
+    """Sums gradients over the workers of a strategy.
+
+    Args:
+        ring: connected.
+        pack_bytes: packs are closed at this size.
+        wire_dtype: floating type of 16 bits in which wider gradients travel, or None for their own.
+    """
+
+    def __init__(self, ring: Ring, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
+        self.ring, self._pack_bytes = ring, pack_bytes
+        self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
+
+    def sum(self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Sums of dense gradients over the workers, or their means over the rows of all; in a replica context.
+
+        Args:
+            gradients: floating tensors, the same shapes on each worker and at each call from the same place.
+            rows: int32 scalar, the rows over which this worker's gradients are means (with none, they count as zeros
+                whatever they hold); None sums the gradients as they are.
+
+        Returns:
+            (the results in the same order, float64 scalar with the rows of all workers, at least 1, or None).
+        """
+        total = tf.constant(-1.0, tf.float64)  # the first pack finds it out, and the others wait for that
+        mine = tf.cast(-1 if rows is None else rows, tf.float64)
+        result: list[tf.Tensor | None] = [None] * len(gradients)
+        for places in self._packs(gradients):
+            pack = [gradients[i] for i in places]
+            dtypes = [tf.float64, *(g.dtype for g in pack)]
+            total, *summed = tf.numpy_function(self._sum_pack, [mine, total, *pack], dtypes)
+            total.set_shape([])
+            for i, value in zip(places, summed, strict=True):
+                value.set_shape(gradients[i].shape)
+                result[i] = value
+        return result, None if rows is None else total
+
+    def _packs(self, gradients: Sequence[tf.Tensor]) -> list[list[int]]:
+        packs: list[list[int]] = []
+        filled, dtype = 0, None
+        for i in reversed(range(len(gradients))):  # the backward pass begins with the last layers
+            gradient = gradients[i]
+            size = (gradient.shape.num_elements() or 0) * gradient.dtype.size
+            if not packs or gradient.dtype != dtype or filled + size > self._pack_bytes:
+                packs.append([])
+                filled, dtype = 0, gradient.dtype
+            packs[-1].append(i)
+            filled += size
+        return packs
+
+    def _sum_pack(self, rows: np.float64, total: np.float64, *pack: np.ndarray) -> list[np.ndarray]:
+        weight = 1.0
+        if rows >= 0:
+            if total < 0:
+                counted = np.full(self.ring.size, rows, np.float64)
+                self.ring.add(counted)
+                total = np.maximum(counted[0], 1.0)
+            weight = rows / total
+        dtype = pack[0].dtype
+        wire = dtype if self._wire_dtype is None or dtype.itemsize == 2 else np.dtype(self._wire_dtype)
+        step = _ALIGNED // wire.itemsize
+        starts = np.cumsum([0, *(-(-g.size // step) * step for g in pack)])
+        buffer = _empty(self.ring.padded(int(starts[-1])), wire)
+        buffer[starts[-1] :] = 0
+        for gradient, start in zip(pack, starts, strict=False):
+            _put(gradient.reshape(-1), weight, buffer[start : start + gradient.size])
+        self.ring.add(buffer)
+        summed = buffer if wire == dtype else _converted(buffer, dtype)
+        return [
+            np.float64(total),
+            *(summed[s : s + g.size].reshape(g.shape) for g, s in zip(pack, starts, strict=False)),
+        ]
+
+
+def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
+    """target = weight * values; what has no weight may be no number."""
+    if weight == 0:
+        target[...] = 0
+    elif weight == 1:
+        target[...] = values
+    elif target.dtype == values.dtype and values.dtype.itemsize > 2:
+        np.multiply(values, values.dtype.type(weight), out=target)
+    else:  # in pieces that stay in a core's cache
+        kind = np.promote_types(values.dtype, np.float32) if values.dtype.itemsize > 2 else np.dtype(np.float32)
+        for i in range(0, values.size, 1 << 16):
+            piece = slice(i, i + (1 << 16))
+            target[piece] = values[piece].astype(kind, copy=False) * kind.type(weight)
+
+
+def _empty(items: int, dtype: np.dtype) -> np.ndarray:
+    memory = np.empty(items * dtype.itemsize + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return memory[start : start + items * dtype.itemsize].view(dtype)
+
+
+def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    made = _empty(values.size, dtype)
+    made[...] = values
+    return made
+
+
+def attach(strategy, *, timeout_s: float | None, pack_bytes: int, wire_dtype: str | None) -> None:
+    """Gives `strategy` a ring where one helps: several workers with one CPU device each. All workers call it at once.
+
+    Args:
+        strategy: just built.
+        timeout_s: seconds that a sum waits for a neighbour that lives; None waits for ever.
+        pack_bytes: bytes of a pack; 0 takes `PACK_BYTES`.
+        wire_dtype: "bfloat16", "float16" or None.
+
+    Raises:
+        PeerLostError: a worker did not join within two minutes.
+    """
+    if not spans_workers(strategy) or local_replicas(strategy) > 1:
+        return
+    if any("GPU" in device for device in strategy.extended.worker_devices):
+        return
+    cluster = strategy.cluster_resolver.cluster_spec().as_dict()
+    hosts = [a.rpartition(":")[0].strip("[]") for job in ("chief", "worker") for a in cluster.get(job, [])]
+    rank = strategy.extended._id_in_cluster
+    listener = Listener(hosts[rank])
+    ports = np.zeros(len(hosts), np.int64)
+    ports[rank] = listener.port
+    token = np.zeros(TOKEN_BYTES, np.int64)
+    if rank == 0:
+        token[:] = np.frombuffer(np.random.SeedSequence().generate_state(TOKEN_BYTES // 4).tobytes(), np.uint8)
+    try:
+        ports, token = sum_over_workers(strategy, [ports, token])
+    except BaseException:
+        listener.close()
+        raise
+    addresses = [(host, int(port)) for host, port in zip(hosts, ports, strict=True)]
+    ring = listener.join(rank, addresses, token.astype(np.uint8).tobytes(), _JOIN_TIMEOUT, timeout_s)
+    wire = None if wire_dtype is None else tf.as_dtype(wire_dtype)
+    _rings[strategy.extended] = GradientRing(ring, pack_bytes or PACK_BYTES, wire)
+    weakref.finalize(strategy.extended, ring.close)
+
+
+def of(strategy) -> GradientRing | None:
+    """The ring that `attach` gave to `strategy`, or None."""
+    return _rings.get(strategy.extended)

@@ -1,0 +1,148 @@
+"""The ring of sockets: sums are right for any number of processes, sizes and types, and a lost neighbour is told."""
+
+import pickle
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytf.errors import PeerLostError, RaytfError
+from raytf.ring import TOKEN_BYTES, Listener
+
+TOKEN = bytes(range(TOKEN_BYTES))
+
+
+def rings(size, hosts="unix", timeout=20.0, before_join=None):
+    """The places of a ring in this process; "tcp" gives each a host of its own, so that no Unix socket is used."""
+    listeners = [Listener(f"127.0.0.{rank + 1}" if hosts == "tcp" else "127.0.0.1") for rank in range(size)]
+    addresses = [(one.host, one.port) for one in listeners]
+    if before_join:
+        before_join(listeners)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda i: listeners[i].join(i, addresses, TOKEN, 20.0, timeout), range(size)))
+
+
+@pytest.fixture
+def ring_of():
+    made = []
+
+    def make(*args, **kwargs):
+        made.extend(rings(*args, **kwargs))
+        return made[-args[0] :]
+
+    yield make
+    for ring in made:
+        ring.close()
+
+
+def together(function, places):
+    """`function(place)` in a thread for each; what they returned, or the errors they raised."""
+
+    def call(place):
+        try:
+            return function(place)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(call, places))
+
+
+@pytest.mark.parametrize("hosts", ["unix", "tcp"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sums_any_sizes_and_types(ring_of, size, hosts):
+    places = ring_of(size, hosts)
+    kinds = [np.float64, np.float32, np.int64, np.float16, ml_dtypes.bfloat16]
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.integers(1, 300_000), st.sampled_from(kinds), st.integers(0, 2**32))
+    def check(items, kind, seed):
+        items = places[0].padded(items)
+        # small whole numbers: every type holds every sum
+        arrays = [np.random.default_rng([seed, i]).integers(-8, 9, items).astype(kind) for i in range(size)]
+        expected = np.sum([a.astype(np.float64) for a in arrays], axis=0)
+        assert together(lambda place: place.add(arrays[place.rank]), places) == [None] * size
+        for array in arrays:
+            np.testing.assert_array_equal(array.astype(np.float64), expected)
+
+    check()
+
+
+def test_all_have_the_same_bits_where_rounding_matters(ring_of):
+    places = ring_of(3)
+    for kind in (np.float32, ml_dtypes.bfloat16, np.float16):
+        arrays = [np.random.default_rng(i).normal(size=3000).astype(kind) for i in range(3)]
+        exact = np.sum([a.astype(np.float64) for a in arrays], axis=0)
+        together(lambda place, arrays=arrays: place.add(arrays[place.rank]), places)
+        assert arrays[0].tobytes() == arrays[1].tobytes() == arrays[2].tobytes()
+        error = np.abs(arrays[0].astype(np.float64) - exact).max() / np.abs(exact).max()
+        assert error < 3 * float(ml_dtypes.finfo(kind).eps)
+
+
+def test_workers_that_sum_different_things_are_told(ring_of):
+    places = ring_of(2)
+    first, second = together(lambda place: place.add(np.zeros(2 + 2 * place.rank)), places)
+    assert isinstance(first, (RaytfError, PeerLostError)) and isinstance(second, (RaytfError, PeerLostError))
+    told = [str(e) for e in (first, second) if not isinstance(e, PeerLostError)]
+    assert told and "must sum gradients of the same sizes" in told[0]
+
+
+def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):
+    places = ring_of(3)
+    arrays = [np.zeros(places[0].padded(3_000_000)) for _ in places]
+    left = threading.Event()
+
+    def work(place):
+        if place.rank == 1:
+            place.close()
+            left.set()
+            return None
+        assert left.wait(20)
+        return place.add(arrays[place.rank])
+
+    first, _, last = together(work, places)
+    assert isinstance(first, PeerLostError) and isinstance(last, PeerLostError)
+    with pytest.raises(PeerLostError, match="broke at an earlier sum"):
+        places[0].add(arrays[0])
+
+
+def test_a_silent_neighbour_is_waited_for_as_long_as_was_said(ring_of):
+    places = ring_of(2, timeout=0.2)
+    with pytest.raises(PeerLostError, match=r"worker 0 lost a neighbour .*nothing for 0.2 s"):
+        places[0].add(np.zeros(2))
+
+
+def test_strangers_are_turned_away(ring_of):
+    strangers = []
+
+    def knock(listeners):
+        for hello in (b"", b"GET / HTTP/1.1\r\n\r\n and more", bytes(TOKEN_BYTES) + bytes(4)):
+            one = socket.create_connection((listeners[1].host, listeners[1].port))
+            one.sendall(hello)
+            one.shutdown(socket.SHUT_WR)
+            strangers.append(one)
+
+    places = ring_of(2, "tcp", before_join=knock)
+    arrays = [np.ones(2), np.ones(2)]
+    assert together(lambda place: place.add(arrays[place.rank]), places) == [None, None]
+    assert arrays[0].tolist() == arrays[1].tolist() == [2.0, 2.0]
+    for one in strangers:
+        one.close()
+
+
+def test_a_neighbour_that_never_comes():
+    listener = Listener("127.0.0.1")
+    other = Listener("127.0.0.1")
+    with pytest.raises(PeerLostError, match="did not connect in time"):
+        listener.join(0, [(listener.host, listener.port), (other.host, other.port)], TOKEN, 0.2, None)
+    other.close()
+
+
+def test_the_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(PeerLostError(3, "it closed its connection")))
+    assert str(error) == "worker 3 lost a neighbour in the ring of workers: it closed its connection"
