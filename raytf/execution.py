@@ -73,7 +73,7 @@ class ExecutionCallback(keras.callbacks.Callback):
 
     def _start_over(self):
         self._count, self._ended = 0, None
-        self._between, self._within = [], []
+        self._between, self._within = [], []  # seconds between executions, and of a step within one
 
     def on_epoch_begin(self, epoch, logs=None):
         self._left = (self.params["epochs"] - epoch) * (self._steps or 0)
@@ -81,7 +81,7 @@ class ExecutionCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._looking:
-            self._began = time.perf_counter()
+            self._began, self._begin = time.perf_counter(), batch
             if self._ended is not None:
                 self._between.append(self._began - self._ended)
 
@@ -89,7 +89,7 @@ class ExecutionCallback(keras.callbacks.Callback):
         if not self._looking:
             return
         self._ended = time.perf_counter()
-        self._within.append(self._ended - self._began)
+        self._within.append((self._ended - self._began) / (batch - self._begin + 1))
         self._count += 1
         if self._count == 1:
             self._first = self._within[0]
@@ -117,8 +117,7 @@ class ExecutionCallback(keras.callbacks.Callback):
 
     def _judge(self):
         function, single = self._single
-        each = statistics.median(self._within[1:]) + statistics.median(self._between[1:])
-        slower = self._chiefs(int(each / self.model.steps_per_execution > single))
+        slower = self._chiefs(int(statistics.median(self._within[1:]) > single))
         if slower:
             logger.info("steps_per_execution: 1 again, as more did not help")
             self._use(1)

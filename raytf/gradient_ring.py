@@ -7,6 +7,7 @@ pass computes the next. A pack is weighted with the rows while it is copied toge
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -37,6 +38,7 @@ class GradientRing:
     def __init__(self, ring: Ring, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
         self.ring, self._pack_bytes = ring, pack_bytes
         self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
+        self.seconds = 0.0  # spent in sums since the start, waiting for others included
 
     def sum(self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Sums of dense gradients over the workers, or their means over the rows of all; in a replica context.
@@ -76,6 +78,7 @@ class GradientRing:
         return packs
 
     def _sum_pack(self, rows: np.float64, total: np.float64, *pack: np.ndarray) -> list[np.ndarray]:
+        began = time.perf_counter()
         weight = 1.0
         if rows >= 0:
             if total < 0:
@@ -93,6 +96,7 @@ class GradientRing:
             _put(gradient.reshape(-1), weight, buffer[start : start + gradient.size])
         self.ring.add(buffer)
         summed = buffer if wire == dtype else _converted(buffer, dtype)
+        self.seconds += time.perf_counter() - began
         return [
             np.float64(total),
             *(summed[s : s + g.size].reshape(g.shape) for g, s in zip(pack, starts, strict=False)),

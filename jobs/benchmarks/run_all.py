@@ -13,7 +13,7 @@ import tempfile
 
 import common
 
-ALL = ("start", "feed", "stream", "step")
+ALL = ("start", "feed", "stream", "step", "scaling")
 
 
 def main(arguments=None):
