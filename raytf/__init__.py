@@ -14,6 +14,7 @@ _PLACES = {
     "get_strategy": "strategy",
     "load_model": "checkpoint",
     "show_result": "summary",
+    "sweep": "sweeping",
     "ConfigError": "errors",
     "RaytfError": "errors",
     "TrainingError": "errors",

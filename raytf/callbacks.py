@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 
 import keras
 import numpy as np
-import ray.train
 
 from raytf import checkpoint as checkpoints
+from raytf import session
+from raytf.errors import ConfigError
 
 
 class FeedCallback(keras.callbacks.Callback):
@@ -38,13 +38,17 @@ class ReportCallback(keras.callbacks.Callback):
         build: (build_model, config, inputs), stored for `raytf.load_model`; see `checkpoint.save`.
         callbacks: the callbacks whose state belongs to the checkpoint, in order.
         history: metrics of the epochs before, when a run goes on.
+        report: report(metrics, write) in the place of Ray's; write(folder) writes the checkpoint.
     """
 
     raytf_local_batches = True
     raytf_after_agreement = True
 
-    def __init__(self, checkpoint: bool = True, *, seed: int = 0, build=None, callbacks=(), history=()):
+    def __init__(
+        self, checkpoint: bool = True, *, seed: int = 0, build=None, callbacks=(), history=(), report=session.report
+    ):
         super().__init__()
+        self._to = report
         self._checkpoint, self._seed, self._build, self._callbacks = checkpoint, seed, build, list(callbacks)
         self._history = list(history)
         self._reported = None
@@ -62,16 +66,53 @@ class ReportCallback(keras.callbacks.Callback):
         return [float(np.sum(np.asarray(v, np.float64))) for v in self.model.trainable_variables]
 
     def _report(self, stopped: bool):
-        metrics = dict(self._history[-1])
         self._reported = self._fingerprint()
-        if not self._checkpoint or ray.train.get_context().get_world_rank() != 0:
-            ray.train.report(metrics)
-            return
-        with tempfile.TemporaryDirectory(prefix="raytf_") as folder:
-            step = int(self.model.optimizer.iterations)
-            state = checkpoints.State(len(self._history), step, self._seed, stopped, self._history)
+        step = int(self.model.optimizer.iterations)
+        state = checkpoints.State(len(self._history), step, self._seed, stopped, list(self._history))
+
+        def write(folder):
             checkpoints.save(folder, self.model, state, self._callbacks, self._build)
-            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+        self._to(dict(self._history[-1]), write if self._checkpoint else None)
+
+
+class WarmupCallback(keras.callbacks.Callback):
+    """Raises the learning rate from 0 to that of the optimizer, in equal parts over the first steps of a training.
+
+    Args:
+        steps: at least 1.
+        model: just built; its learning rate is the one to reach.
+
+    Raises:
+        ConfigError: the optimizer follows a schedule of its own.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(self, steps: int, model):
+        super().__init__()
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            raise ConfigError(
+                "warmup_steps needs an optimizer with a number for its learning rate",
+                f"a schedule of type {type(optimizer._learning_rate).__name__}",
+                "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
+            )
+        self._steps, self._rate = steps, float(optimizer.learning_rate)
+
+    def on_train_begin(self, logs=None):
+        self._done = int(self.model.optimizer.iterations)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._done < self._steps:
+            self._begin = batch
+            self.model.optimizer.learning_rate = self._rate * (self._done + 1) / self._steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._done < self._steps:
+            self._done += batch - self._begin + 1
+            if self._done >= self._steps:
+                self.model.optimizer.learning_rate = self._rate
 
 
 class RestoreCallback(keras.callbacks.Callback):
@@ -135,11 +176,12 @@ class ProgressCallback(keras.callbacks.Callback):
 def tensorboard(storage, callbacks) -> list:
     """A TensorBoard callback that writes beside the run's checkpoints, unless the user brings one.
 
-    Only where that is a file system of this machine; events for object stores are not written.
+    Only where that is a file system of this machine; events for object stores are not written. Without a storage there
+    is none: Tune writes the events of a trial.
     """
     import pyarrow.fs
 
-    if any(isinstance(c, keras.callbacks.TensorBoard) for c in callbacks):
+    if storage is None or any(isinstance(c, keras.callbacks.TensorBoard) for c in callbacks):
         return []
     if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
         return []

@@ -80,8 +80,13 @@ def read_state(folder: str) -> State:
         return State(**json.load(file))
 
 
-def restore(folder: str, model) -> None:
+def restore(folder: str, model, config: Mapping | None = None) -> None:
     """Gives a built model the weights, optimizer state and seeds of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        model: built with `config`.
+        config: where its `learning_rate` is another than when the checkpoint was written, the model keeps its own.
 
     Raises:
         ConfigError: the checkpoint was written by another model.
@@ -90,6 +95,7 @@ def restore(folder: str, model) -> None:
         model.optimizer.build(model.trainable_variables)
     import numpy as np
 
+    rate = _new_rate(folder, model, config or {})
     try:
         model.load_weights(os.path.join(folder, MODEL))
         with np.load(os.path.join(folder, SEEDS)) as saved:
@@ -101,6 +107,22 @@ def restore(folder: str, model) -> None:
             str(error).splitlines()[0],
             "Give the run another RunConfig(name=...) or storage_path",
         ) from error
+
+    if rate is not None:
+        model.optimizer.learning_rate = rate
+
+
+def _new_rate(folder: str, model, config: Mapping) -> float | None:
+    """The learning rate that the model was built with, where the config has changed it since the checkpoint."""
+    path = os.path.join(folder, BUILD)
+    if "learning_rate" not in config or not os.path.exists(path):
+        return None
+    with open(path, "rb") as file:
+        _, saved, _ = pickle.load(file)
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    if saved.get("learning_rate") == config["learning_rate"] or not hasattr(inner._learning_rate, "assign"):
+        return None
+    return float(inner.learning_rate)
 
 
 def restore_callbacks(folder: str, callbacks) -> None:

@@ -63,11 +63,14 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
     known = _sums.setdefault(strategy, {})
     signature = tuple((t.dtype, tuple(t.shape)) for t in tensors)
     if signature not in known:
+        if len(known) >= _KEPT:
+            known.clear()
         known[signature] = _sum_function(strategy)
     return [v.numpy() for v in known[signature](*tensors)]
 
 
 # A function for each signature: one function for all would be traced anew, and TensorFlow would warn of that.
+_KEPT = 64
 _sums: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 

@@ -91,9 +91,9 @@ class GradientRing:
         step = _ALIGNED // wire.itemsize
         starts = np.cumsum([0, *(-(-g.size // step) * step for g in pack)])
         buffer = _empty(self.ring.padded(int(starts[-1])), wire)
-        buffer[starts[-1] :] = 0
-        for gradient, start in zip(pack, starts, strict=False):
+        for gradient, start, following in zip(pack, starts, [*starts[1:-1], buffer.size], strict=False):
             _put(gradient.reshape(-1), weight, buffer[start : start + gradient.size])
+            buffer[start + gradient.size : following] = 0
         self.ring.add(buffer)
         summed = buffer if wire == dtype else _converted(buffer, dtype)
         self.seconds += time.perf_counter() - began
@@ -103,6 +103,7 @@ class GradientRing:
         ]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling looks for it afterwards
 def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
     """target = weight * values; what has no weight may be no number."""
     if weight == 0:

@@ -74,8 +74,7 @@ class Launch:
         self._extra = []
         # A process must not look for devices before Ray gives it some: then it can only try the model.
         if resources.only_cpus(scaling_config):
-            cpus = scaling_config._resources_per_worker_not_none.get("CPU", 1)
-            variables = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
+            variables = thread_variables(scaling_config)
             for node in resources.likely_nodes(scaling_config):
                 self.processes.append((node, _process(run_config, node, variables)))
         if not self.processes:
@@ -103,10 +102,22 @@ class Launch:
             ray.kill(actor)
 
 
-def _process(run_config, node: str, variables: dict[str, str]):
+def thread_variables(scaling_config) -> dict[str, str]:
+    """What Ray sets for a process that asks for CPUs, for one that does not."""
+    cpus = scaling_config._resources_per_worker_not_none.get("CPU", 1)
+    return {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
+
+
+def worker_environment(run_config, variables: dict[str, str]) -> dict:
+    """The runtime environment of a worker's process: `variables`, unless the run's own say otherwise."""
     environment = dict(run_config.worker_runtime_env or {})
     users = environment.get("env_vars", {})
     environment["env_vars"] = _VARIABLES | variables | get_env_vars_to_propagate() | dict(users)
+    return environment
+
+
+def _process(run_config, node: str, variables: dict[str, str]):
+    environment = worker_environment(run_config, variables)
     strategy = NodeAffinitySchedulingStrategy(node, soft=True)
     return (
         ray.remote(RayTrainWorker).options(num_cpus=0, runtime_env=environment, scheduling_strategy=strategy).remote()

@@ -49,6 +49,11 @@ def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], wor
     return [name for turn in rounds for name in order if turn < room[name]][:workers]
 
 
+def can_grow() -> bool:
+    """Whether an autoscaler may add nodes."""
+    return bool(ray._private.state.state.get_max_resources_from_cluster_config())
+
+
 def check_cluster(scaling_config) -> None:
     """Raises ResourceError if the cluster can never hold the workers; an autoscaler may still add nodes.
 
@@ -60,7 +65,7 @@ def check_cluster(scaling_config) -> None:
     per_worker = {k: v for k, v in scaling_config._resources_per_worker_not_none.items() if v > 0}
     if not per_worker or wanted < 1:
         return
-    if ray._private.state.state.get_max_resources_from_cluster_config():
+    if can_grow():
         return
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     holds = fits(nodes, per_worker)

@@ -152,6 +152,7 @@ class Ring:
             if not moved:
                 self._wait(sending=sent < may_send, receiving=received < total)
 
+    @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling looks for it afterwards
     def _accumulate(self, mine: np.ndarray, theirs: np.ndarray) -> None:
         if mine.itemsize != 2:
             np.add(mine, theirs, out=mine)

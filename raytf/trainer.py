@@ -162,7 +162,7 @@ class KerasTrainer:
         found = {}
         try:
             found = storage.read_all(self.datasets, self.storage, self.scaling_config)
-            self._try(launch, found)
+            self.try_model(launch, found, self.config)
             return self._train(launch, found)
         finally:
             launch.cancel()
@@ -170,7 +170,12 @@ class KerasTrainer:
                 if isinstance(stream, Stream):
                     ray.kill(stream.server)
 
-    def _train(self, launch: Launch, blocks: dict) -> ray.train.Result:
+    def task(self, blocks: dict) -> Task:
+        """What the workers are told, for data that was read; without a progress line.
+
+        Raises:
+            ConfigError: the data is streamed and the shuffle is one over all rows.
+        """
         streamed = isinstance(blocks["train"], Stream)
         shuffle = self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
         if streamed and shuffle == "full":
@@ -179,11 +184,7 @@ class KerasTrainer:
                 "shuffle='full' for a dataset that the object store cannot hold",
                 "Use shuffle='window', or storage='object_store' if Ray may put it on disk",
             )
-        if self.progress:
-            for name, found in blocks.items():
-                print(storage.describe(name, found, shuffle if name == "train" else "none"))
-        board = progress.Board() if self.progress else None
-        task = Task(
+        return Task(
             build_model=self.build_model,
             callbacks=self.callbacks,
             config=self.config,
@@ -196,23 +197,32 @@ class KerasTrainer:
             window=self.window,
             steps_per_execution=self.steps_per_execution,
             map=self.map,
-            board=board,
+            board=None,
         )
-        try:
+
+    def worker_config(self) -> TensorflowConfig:
+        """The workers' TensorflowConfig."""
+        return dataclasses.replace(self.tensorflow_config, strategy=self.strategy, seed=self.seed % 2**31)
+
+    def _train(self, launch: Launch, blocks: dict) -> ray.train.Result:
+        task = self.task(blocks)
+        if not self.progress:
             return self._run(task, launch)
+        for name, found in blocks.items():
+            print(storage.describe(name, found, task.shuffle if name == "train" else "none"))
+        board = progress.Board()
+        try:
+            return self._run(dataclasses.replace(task, board=board), launch)
         finally:
-            if board is not None:
-                board.clear()
+            board.clear()
 
     def _run(self, task: Task, launch: Launch) -> ray.train.Result:
-        tensorflow_config = dataclasses.replace(self.tensorflow_config, strategy=self.strategy, seed=self.seed % 2**31)
-
         def keras_training():
             train(task)
 
         inner = PromptTrainer(
             keras_training,
-            backend_config=tensorflow_config,
+            backend_config=self.worker_config(),
             scaling_config=self.scaling_config,
             run_config=self.run_config,
             launch=launch,
@@ -227,8 +237,8 @@ class KerasTrainer:
                     result = inner.fit()
         return _with_history(result)
 
-    def _try(self, launch: Launch, blocks: dict) -> None:
-        """Raises ConfigError if the columns or the model do not fit the data."""
+    def check_data(self, blocks: dict) -> None:
+        """Raises ConfigError if a dataset is empty or lacks a column."""
         for name, found in blocks.items():
             if not found.rows:
                 raise ConfigError(
@@ -236,8 +246,12 @@ class KerasTrainer:
                 )
             for role in ("features", "labels", "sample_weights"):
                 columns.check_names(getattr(self, role), found.columns, role)
+
+    def try_model(self, launch: Launch, blocks: dict, config: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the columns or the model of a config do not fit the data."""
+        self.check_data(blocks)
         specs = (self.features, self.labels, self.sample_weights)
-        pickled = cloudpickle.dumps((self.build_model, self.config, *specs, self.map))
+        pickled = cloudpickle.dumps((self.build_model, dict(config), *specs, self.map))
         error = launch.ask(inspect, pickled, blocks["train"].first())
         if error is not None:
             raise error

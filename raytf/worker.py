@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from raytf.blocks import Blocks
@@ -25,6 +24,7 @@ class Task:
         map: the user's function of a training batch, or None.
         steps_per_execution: "auto" or a number.
         board: the `progress.Board`, or None for no progress line.
+        warmup_steps: in which the learning rate rises from 0.
     """
 
     build_model: Callable
@@ -40,46 +40,54 @@ class Task:
     map: Callable | None
     steps_per_execution: int | str
     board: Board | None
+    warmup_steps: int = 0
 
 
-def train(task: Task) -> None:
-    """Runs on every worker; the user's code sees a plain Keras training."""
+def train(task: Task, session=None) -> None:
+    """Runs on every worker; the user's code sees a plain Keras training.
+
+    Args:
+        task: what to train.
+        session: the run around it, see `session.py`; Ray Train's unless it is given.
+    """
     import keras
-    import ray.train
 
     from raytf import callbacks, checkpoint, execution, strategy, waiting
+    from raytf.session import RaySession
 
-    context = ray.train.get_context()
+    session = session or RaySession()
     distribution = strategy.get_strategy()
-    saved = ray.train.get_checkpoint()
-    with saved.as_directory() if saved else nullcontext() as folder, waiting.measured() as waited:
-        state = checkpoint.read_state(folder) if saved else None
+    with session.checkpoint() as folder, waiting.measured() as waited:
+        state = checkpoint.read_state(folder) if folder else None
         if state is not None and (state.stopped or state.epoch >= task.config["epochs"]):
             return
         keras.utils.set_random_seed(task.seed % 2**32)
         with distribution.scope():
             model = task.build_model(dict(task.config))
-        feeds = {name: _feed(task, name, context) for name in task.datasets}
+        feeds = {name: _feed(task, name, session) for name in task.datasets}
         datasets = {name: feed.dataset() for name, feed in feeds.items()}
         with distribution.scope():
             build_from_data(model, datasets["train"])
         if task.steps_per_execution != "auto":
             model.steps_per_execution = task.steps_per_execution
         users = list(task.callbacks(dict(task.config))) if task.callbacks else []
-        users += callbacks.tensorboard(context.get_storage(), users)
+        users += callbacks.tensorboard(session.storage, users)
         around = [callbacks.FeedCallback(feeds["train"]), *users]
         if task.steps_per_execution == "auto":
             around.insert(0, execution.ExecutionCallback(users))
+        if task.warmup_steps:
+            around.append(callbacks.WarmupCallback(task.warmup_steps, model))
         if state is not None:
-            checkpoint.restore(folder, model)
+            checkpoint.restore(folder, model, task.config)
             around.append(callbacks.RestoreCallback(folder, users))
-        if context.get_world_rank() == 0 and task.board is not None:
+        if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
         report = callbacks.ReportCallback(
             seed=task.seed,
             build=(task.build_model, task.config, _inputs(datasets["train"])),
             callbacks=users,
             history=state.history if state else (),
+            report=session.report,
         )
         model.fit(
             datasets["train"],
@@ -88,10 +96,11 @@ def train(task: Task) -> None:
             initial_epoch=state.epoch if state else 0,
             callbacks=[*around, report],
             verbose=0,
+            shuffle=False,  # the feed does
         )
 
 
-def _feed(task: Task, name: str, context):
+def _feed(task: Task, name: str, session):
     from raytf.feed import Feed
 
     return Feed(
@@ -100,8 +109,8 @@ def _feed(task: Task, name: str, context):
         labels=task.labels,
         sample_weights=task.sample_weights,
         global_batch=task.config["batch_size"],
-        worker=context.get_world_rank(),
-        workers=context.get_world_size(),
+        worker=session.rank,
+        workers=session.size,
         seed=task.seed,
         shuffle=task.shuffle if name == "train" else "none",
         window=task.window,

@@ -7,9 +7,9 @@ import raytf
 
 FLOORS = [
     {"errors"},
-    {"topology"},
-    {"order"},
-    {"columns", "ring"},
+    {"topology", "reads"},
+    {"order", "rates"},
+    {"columns", "ring", "space"},
     {
         "sources",
         "waiting",
@@ -22,15 +22,17 @@ FLOORS = [
         "backend",
         "keras_import",
         "pieces",
+        "session",
     },
     {"streams", "multiworker_callbacks", "multiworker_step", "checkpoint", "gradient_ring"},
     {"multiworker_losses", "multiworker_gradients", "multiworker_metrics", "multiworker_input"},
     {"keras_multiworker", "callbacks", "execution"},
     {"strategy", "tensors", "readers"},
     {"feed"},
-    {"worker", "inspection"},
-    {"launching", "storage"},
-    {"trainer"},
+    {"worker", "inspection", "lane"},
+    {"launching", "storage", "trial"},
+    {"trainer", "sweep_table"},
+    {"sweeping"},
     {"cli", "__init__"},
 ]
 FOLDER = pathlib.Path(raytf.__file__).parent
@@ -50,6 +52,15 @@ DRIVER = (
     "columns",
     "sources",
     "checkpoint",
+    "session",
+    "lane",
+    "trial",
+    "sweeping",
+    "sweep_table",
+    "space",
+    "rates",
+    "reads",
+    "ring",
 )
 
 

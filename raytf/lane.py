@@ -1,0 +1,279 @@
+"""A lane: a group of workers that runs trial after trial. No process starts between two trials, TensorFlow is imported
+once, and the strategy with its collective group stays.
+
+A lane lives in the placement group of the Tune actor that opened it (`sweep.py`), and ends with it. Its workers follow
+that actor step by step: begin a trial, go on to the next report, save, stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import shutil
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.cloudpickle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raytf import backend
+from raytf.errors import RaytfError
+
+# Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
+_TOGETHER_SECONDS = 10.0
+
+
+class TrialError(RaytfError, RuntimeError):
+    """A trial's own code failed; the message is its error, `details` the traceback of the worker."""
+
+    def __init__(self, cause: str, details: str = ""):
+        super().__init__(cause, details)
+        self.cause, self.details = cause, details
+
+    def __str__(self) -> str:
+        return f"{self.cause}\n{self.details}".rstrip()
+
+
+class LaneLostError(RaytfError, ConnectionError):
+    """A worker of the lane died, or failed where the others did not: the lane is of no use any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A trial, as its workers see it.
+
+    Args:
+        train: train(session, config): the loop; runs on every worker.
+        config: the trial's.
+        name: of the trial.
+        files: of the checkpoint to go on from, by name, or None.
+        datasets: `ray.data.Dataset` by name, for train loops that ask for shards.
+    """
+
+    train: Callable
+    config: dict[str, Any]
+    name: str
+    files: dict[str, bytes] | None = None
+    datasets: dict[str, Any] = field(default_factory=dict)
+
+
+class Lane:
+    """Opens workers in the current placement group; see the module.
+
+    Args:
+        tensorflow_config: of the workers.
+        resources: of each worker.
+        workers: how many.
+        environment: runtime environment of their processes.
+        first_bundle: index of the first worker's bundle in the placement group.
+    """
+
+    def __init__(self, tensorflow_config, resources: dict[str, float], workers: int, environment: dict, first_bundle=0):
+        resources = dict(resources)
+        group = ray.util.get_current_placement_group()
+        options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
+        cpus = max(1, int(options["num_cpus"]))
+
+        def place(index):
+            return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=first_bundle + index)
+
+        kind = ray.remote(LaneWorker)
+        self.workers = [
+            kind.options(runtime_env=environment, scheduling_strategy=place(i), **options).remote()
+            for i in range(workers)
+        ]
+        ready = [worker.import_tensorflow.remote() for worker in self.workers]
+        addresses = self._all("reserve_address")
+        ray.get(ready)
+        self._each("open", [(tensorflow_config, addresses, rank, cpus) for rank in range(workers)])
+
+    def begin(self, job: Job) -> None:
+        """Starts a trial; it waits to be told to go on."""
+        self._all("begin", ray.put(job))
+
+    def go_on(self) -> dict | None:
+        """Lets the trial run to its next report: the chief's metrics, or None when the loop has ended.
+
+        Raises:
+            TrialError: the loop failed; the lane is ready for another trial.
+            LaneLostError: it is not.
+        """
+        pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
+        events: dict[int, tuple] = {}
+        failed = False
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=_TOGETHER_SECONDS if failed else None)
+            if not done:
+                rank, error = next((r, e[1]) for r, e in events.items() if e[0] == "error")
+                raise LaneLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
+            for ref in done:
+                rank = pending.pop(ref)
+                events[rank] = self._get(ref)
+                failed = failed or events[rank][0] == "error"
+        kinds = {event[0] for event in events.values()}
+        if "error" in kinds:
+            raise next(event[1] for _, event in sorted(events.items()) if event[0] == "error")
+        if len(kinds) > 1:
+            raise LaneLostError("the workers of a train loop must report equally often; one ended before another")
+        return events[0][1] if kinds == {"report"} else None
+
+    def save(self) -> dict[str, bytes] | None:
+        """The files of a checkpoint of the chief, as it stands at its report."""
+        return self._get(self.workers[0].save.remote())
+
+    def stop(self) -> None:
+        """Ends the trial on all workers, and clears what it left."""
+        self._all("stop")
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for worker in self.workers:
+            ray.kill(worker)
+
+    def _all(self, method: str, *arguments):
+        return self._each(method, [arguments] * len(self.workers))
+
+    def _each(self, method: str, arguments: list[tuple]):
+        calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, arguments, strict=True)]
+        return [self._get(call) for call in calls]
+
+    def _get(self, ref):
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            raise LaneLostError(f"a worker of the trial died: {error}") from error
+
+
+class LaneWorker:
+    """One worker of a lane; runs in a Ray actor of one thread, which follows `Lane`."""
+
+    def __init__(self):
+        self._stack = contextlib.ExitStack()
+        self._thread: threading.Thread | None = None
+        self._session = None
+
+    def reserve_address(self) -> str:
+        return backend.reserve_address()
+
+    def import_tensorflow(self) -> None:
+        from raytf.keras_import import import_keras
+
+        import_keras()
+        from raytf import callbacks, execution, feed  # noqa: F401
+
+    def open(self, tensorflow_config, addresses: list[str], rank: int, cpus: int) -> None:
+        """Prepares TensorFlow and builds the strategy; all workers at once."""
+        backend.set_environment(tensorflow_config, addresses, rank, cpus)
+        from raytf import strategy
+
+        self._rank, self._size = rank, len(addresses)
+        self._stack.enter_context(strategy.prepared(tensorflow_config))
+        strategy.get_strategy()
+        self._defaults = _keras_defaults()
+
+    def begin(self, job: Job) -> None:
+        from raytf import session
+
+        self._folder = tempfile.mkdtemp(prefix="raytf_trial_")
+        checkpoint = None
+        if job.files is not None:
+            checkpoint = os.path.join(self._folder, "checkpoint")
+            session.write_files(job.files, checkpoint)
+        self._session = session.LaneSession(self._rank, self._size, checkpoint, job.name)
+        self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
+        self._thread.start()
+
+    def _run(self, job: Job, session, folder: str) -> None:
+        from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
+
+        from raytf.session import LaneTrainFnUtils, TrialStopped
+
+        set_train_fn_utils(LaneTrainFnUtils(session, job.datasets, _broadcast, folder))
+        try:
+            session.park()
+            job.train(session, job.config)
+            session.events.put(("end", None))
+            session.park()
+        except TrialStopped:
+            pass
+        except BaseException as error:
+            session.events.put(("error", TrialError(_line(error), traceback.format_exc())))
+        finally:
+            set_train_fn_utils(None)
+
+    def go_on(self) -> tuple:
+        self._session.commands.put("go")
+        return self._session.events.get()
+
+    def save(self) -> dict[str, bytes] | None:
+        self._session.commands.put("save")
+        kind, value = self._session.events.get()
+        if kind == "error":
+            raise value
+        return value
+
+    def stop(self) -> None:
+        """Ends the trial's thread at its report and clears what it left: graphs, variables, seeds, Keras' settings."""
+        if self._thread is None:
+            return
+        self._session.commands.put("stop")
+        self._thread.join()
+        self._thread = self._session = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+        _clear(self._defaults)
+
+    def memory(self) -> int:
+        """Resident bytes of this process."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def _broadcast(value: Any) -> Any:
+    """Every worker gets what rank 0 passes; through the strategy, as all are in the train loop."""
+    import numpy as np
+
+    from raytf import collectives, strategy
+
+    distribution = strategy.get_strategy()
+    if not collectives.spans_workers(distribution):
+        return value
+    sent = np.frombuffer(ray.cloudpickle.dumps(value), np.uint8).astype(np.int32)
+    (size,) = collectives.from_chief(distribution, [np.int64(sent.size)])
+    room = np.zeros(int(size), np.int32)
+    room[: min(sent.size, room.size)] = sent[: room.size]
+    (got,) = collectives.from_chief(distribution, [room])
+    return pickle.loads(got.astype(np.uint8).tobytes())
+
+
+def _keras_defaults() -> dict[str, Any]:
+    import keras
+
+    return {
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": keras.config.dtype_policy(),
+    }
+
+
+def _clear(defaults: dict[str, Any]) -> None:
+    import keras
+    import tensorflow as tf
+
+    keras.backend.clear_session()
+    for name, value in defaults.items():
+        getattr(keras.config, f"set_{name}")(value)
+    tf.config.run_functions_eagerly(False)
+    gc.collect()

@@ -1,0 +1,179 @@
+"""What a train loop asks of the run around it: rank, checkpoint to start from, where to report. On a worker.
+
+Under `fit` that is Ray Train; in a sweep it is the lane, which stands behind Ray Train's own functions, too, so that a
+train loop written for `ray.train.report` and `ray.train.get_context` runs there unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray.train
+from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils
+from ray.train.v2.api.context import LocalTrainContext
+
+
+class RaySession:
+    """A worker of Ray Train."""
+
+    def __init__(self):
+        context = ray.train.get_context()
+        self.rank, self.size = context.get_world_rank(), context.get_world_size()
+        self.storage = context.get_storage()
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[str | None]:
+        """The folder of the checkpoint to go on from, or None."""
+        saved = ray.train.get_checkpoint()
+        with saved.as_directory() if saved else contextlib.nullcontext() as folder:
+            yield folder
+
+    def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
+        """Reports metrics and, from the chief, a checkpoint; every worker calls it."""
+        report(metrics, write)
+
+
+def report(metrics: dict, write: Callable[[str], None] | None) -> None:
+    """`ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
+    if write is None or ray.train.get_context().get_world_rank() != 0:
+        ray.train.report(metrics)
+        return
+    with tempfile.TemporaryDirectory(prefix="raytf_") as folder:
+        write(folder)
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+class TrialStopped(BaseException):
+    """Ends a trial's train loop at a report; no `except Exception` of the user's holds it up."""
+
+
+class LaneSession:
+    """A trial in a lane: its thread stops at each report until it is told to go on, to save or to stop.
+
+    Args:
+        rank, size: of this worker.
+        folder: of the checkpoint to go on from, or None.
+        name: of the trial.
+    """
+
+    storage = None
+
+    def __init__(self, rank: int, size: int, folder: str | None, name: str):
+        self.rank, self.size, self.name = rank, size, name
+        self._folder = folder
+        self._write: Callable[[str], None] | None = None
+        self.commands: queue.SimpleQueue = queue.SimpleQueue()
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[str | None]:
+        yield self._folder
+
+    def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
+        """Hands the metrics to the lane, and waits for what it says; a checkpoint is written only when asked for."""
+        self._write = write
+        self.events.put(("report", metrics))
+        self.park()
+
+    def park(self) -> None:
+        """Does as it is told until that is to go on.
+
+        Raises:
+            TrialStopped: it was told to stop.
+        """
+        while (command := self.commands.get()) != "go":
+            if command == "stop":
+                raise TrialStopped
+            self.events.put(("saved", self._files()))
+
+    def _files(self) -> dict[str, bytes] | None:
+        """The files of a checkpoint of this moment, by name; None where the loop wrote none."""
+        if self._write is None:
+            return None
+        with tempfile.TemporaryDirectory(prefix="raytf_") as folder:
+            self._write(folder)
+            return read_files(folder)
+
+
+def read_files(folder: str) -> dict[str, bytes]:
+    """The files below a folder, by their path in it."""
+    found = {}
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(where, name)
+            with open(path, "rb") as file:
+                found[os.path.relpath(path, folder)] = file.read()
+    return found
+
+
+def write_files(files: dict[str, bytes], folder: str) -> None:
+    """Writes what `read_files` gave."""
+    for name, content in files.items():
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+
+
+class LaneTrainFnUtils(TrainFnUtils):
+    """Ray Train's functions (`ray.train.report`, `get_context`, ...) for a train loop in a lane.
+
+    Args:
+        session: of the trial.
+        datasets: by name, for `ray.train.get_dataset_shard`.
+        broadcast: gives every worker what rank 0 passes.
+        folder: where checkpoints that the loop reports are kept until the next.
+    """
+
+    def __init__(self, session: LaneSession, datasets: dict[str, Any], broadcast: Callable[[Any], Any], folder: str):
+        self._session, self._datasets, self._broadcast, self._folder = session, datasets, broadcast, folder
+        self._shards: dict[str, Any] = {}
+
+    def report(self, metrics, checkpoint=None, checkpoint_dir_name=None, *args, **kwargs):
+        write = self._session._write
+        if checkpoint is not None:
+            kept = os.path.join(self._folder, "reported")
+            shutil.rmtree(kept, ignore_errors=True)
+            checkpoint.to_directory(kept)
+
+            def write(folder):
+                shutil.copytree(kept, folder, dirs_exist_ok=True)
+
+        self._session.report(metrics, write)
+
+    def get_checkpoint(self):
+        with self._session.checkpoint() as folder:
+            return None if folder is None else ray.train.Checkpoint.from_directory(folder)
+
+    def get_all_reported_checkpoints(self, *args, **kwargs):
+        return []
+
+    def get_dataset_shard(self, dataset_info):
+        name = dataset_info.dataset_name
+        if name not in self._shards:
+            first = self._session.rank == 0
+            split = self._datasets[name].streaming_split(self._session.size, equal=True) if first else None
+            self._shards[name] = self._broadcast(split)[self._session.rank]
+        return self._shards[name]
+
+    def get_context(self):
+        session = self._session
+        return LocalTrainContext(experiment_name=session.name, world_size=session.size, world_rank=session.rank)
+
+    def get_preemption_info(self):
+        return None
+
+    def is_distributed(self):
+        return self._session.size > 1
+
+    def barrier(self):
+        self._broadcast(None)
+
+    def broadcast_from_rank_zero(self, data):
+        return self._broadcast(data)

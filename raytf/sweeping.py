@@ -1,0 +1,323 @@
+"""Ray Tune over a trainer: trials run in lanes, groups of workers that stay warm between two trials.
+
+A Tune trial is an actor without resources of its own in a placement group that holds its workers' (`lane.Lane`), so
+that a trial gets all its workers or none. Tune hands such an actor, with its warm workers, to the next trial that asks
+for the same resources; schedulers, search, retries and the state on disk are Tune's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+from ray import tune
+from ray.tune.utils import flatten_dict
+
+from raytf import blocks, rates, reads, resources, space, storage
+from raytf.errors import ConfigError, ResourceError
+from raytf.launching import Launch, thread_variables, worker_environment
+from raytf.streams import Stream
+from raytf.sweep_table import Stopper, Table
+from raytf.trainer import KerasTrainer, TensorflowTrainer
+from raytf.trial import Plan, Trial
+from raytf.worker import Task, train
+
+_NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
+# What the trainer itself reads of a trial's config.
+_OWN_KEYS = ("batch_size", "epochs", "num_workers")
+
+
+def sweep(
+    trainer,
+    param_space: Mapping[str, Any] | None = None,
+    *,
+    num_samples: int = 1,
+    metric: str = "loss",
+    mode: str = "min",
+    scheduler=None,
+    search_alg=None,
+    max_concurrent_trials: int | None = None,
+    run_config=None,
+    warm: bool = True,
+    scale_learning_rate: str | None = None,
+    base_batch_size: int | None = None,
+    warmup_steps: int = 0,
+    resume: str | os.PathLike | None = None,
+    progress: bool = True,
+) -> tune.ResultGrid:
+    """Runs a trainer with many configs, and compares them.
+
+    Args:
+        trainer: a `KerasTrainer` or a `TensorflowTrainer`; not fitted itself.
+        param_space: keys of the trainer's config to values or search spaces of `ray.tune` (`tune.loguniform`,
+            `tune.choice`, `tune.grid_search`, ...), and `num_workers`. A trial's values are laid over the config.
+        num_samples: trials (for each point of a grid), at least 1; -1 goes on until something else ends the sweep.
+        metric: of the reports, by Keras' name: "loss", "val_accuracy", ...
+        mode: "min" or "max".
+        scheduler: "fifo", "asha", "hyperband", "median", "pbt", or a scheduler of `ray.tune.schedulers`.
+        search_alg: "random", "optuna", or a search algorithm of `ray.tune.search`.
+        max_concurrent_trials: at most; None takes what the cluster holds.
+        run_config: `ray.tune.RunConfig`; where it is None, the name, storage, failures and checkpoints of the
+            trainer's.
+        warm: keep workers between trials; False gives every trial processes of its own.
+        scale_learning_rate: "linear" or "sqrt": `learning_rate` is meant for `base_batch_size` and follows a trial's
+            `batch_size`.
+        base_batch_size: see there.
+        warmup_steps: in which the learning rate rises from 0.
+        resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
+            checkpoints. `trainer` must be the same, and `param_space` is not needed.
+        progress: show a table of the trials in a terminal.
+
+    Returns:
+        A `ray.tune.ResultGrid`; `grid.get_best_result()` is a Result that `raytf.load_model` takes. Each result's
+        metrics hold `per_replica_batch`, `steps_per_epoch` and `scaled_learning_rate`, too.
+
+    Raises:
+        ConfigError: an argument is wrong, nothing reads a key of the space, or no trial reports the metric.
+        ResourceError: the cluster can never hold a trial.
+    """
+    _check(trainer, param_space, num_samples, mode, max_concurrent_trials, resume)
+    scaling = rates.Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps)
+    given = dict(param_space or {})
+    config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
+    epochs = max((int(e) for e in space.values(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
+    chosen = space.scheduler(scheduler, given, epochs)
+    searched = space.search(search_alg)
+    if not ray.is_initialized():
+        ray.init()
+    concurrent = _concurrency(trainer.scaling_config, given, max_concurrent_trials)
+    found: dict = {}
+    try:
+        plan, found = _plan(trainer, given, config, metric, scaling)
+        table = Table(metric, mode, space.count(given, num_samples), progress)
+        trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
+        tuner = _tuner(
+            tune.with_parameters(trainable, plan=plan),
+            given,
+            tune.TuneConfig(
+                metric=metric,
+                mode=mode,
+                num_samples=num_samples,
+                scheduler=chosen,
+                search_alg=searched,
+                max_concurrent_trials=concurrent,
+                reuse_actors=warm,
+            ),
+            _run_config(run_config, trainer.run_config, table),
+            resume,
+        )
+        with table, _quiet_tune():
+            grid = tuner.fit()
+        if table.fatal is not None:
+            raise table.fatal
+        table.conclude(grid)
+        return grid
+    finally:
+        for stream in found.values():
+            if isinstance(stream, Stream):
+                ray.kill(stream.server)
+
+
+@contextlib.contextmanager
+def _quiet_tune():
+    """Tune's newer output prints a page however quiet it is told to be; the older one says nothing."""
+    before = os.environ.get(_NEW_OUTPUT)
+    os.environ[_NEW_OUTPUT] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_NEW_OUTPUT]
+        if before is not None:
+            os.environ[_NEW_OUTPUT] = before
+
+
+def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, resume) -> None:
+    if not isinstance(trainer, (KerasTrainer, TensorflowTrainer)):
+        raise ConfigError(
+            "A sweep runs a raytf.KerasTrainer or a raytf.TensorflowTrainer",
+            f"an object of type {type(trainer).__name__}",
+            "Pass the trainer itself, not its result",
+        )
+    if resume is None:
+        space.check(param_space)
+    elif not os.path.exists(os.path.expanduser(os.fspath(resume))) and "://" not in os.fspath(resume):
+        raise ConfigError("A sweep is resumed from a path that exists", repr(resume), "Check the path")
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or (num_samples < 1 and num_samples != -1):
+        raise ConfigError("num_samples must be at least 1, or -1", repr(num_samples), "Choose how many trials to run")
+    if mode not in ("min", "max"):
+        raise ConfigError("mode must be min or max", repr(mode), "Say whether the metric is to be small or large")
+    if max_concurrent_trials is not None and max_concurrent_trials < 1:
+        raise ConfigError("max_concurrent_trials must be at least 1, or None", max_concurrent_trials, "Raise it")
+
+
+def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> int | None:
+    """How many trials run at once: what the cluster holds of the smallest trials.
+
+    Raises:
+        ResourceError: it can never hold the largest.
+    """
+    counts = [int(n) for n in space.values(given.get("num_workers", scaling_config.num_workers), "num_workers")]
+    if min(counts) < 1:
+        raise ConfigError("num_workers must be at least 1", min(counts), "Change the space")
+    each = {k: v for k, v in scaling_config._resources_per_worker_not_none.items() if v > 0}
+    if not each or resources.can_grow():
+        return most
+    holds = resources.fits([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+    if holds < max(counts):
+        need = ", ".join(f"{v:g} {k}" for k, v in each.items())
+        raise ResourceError(
+            f"The cluster must be able to hold the largest trial ({max(counts)} worker(s), {need} each)",
+            f"room for {holds} such worker(s)",
+            "Use fewer workers, ask for less in resources_per_worker, or add nodes",
+        )
+    return min(most or holds, holds // min(counts))
+
+
+def _plan(trainer, given, config, metric, scaling) -> tuple[Plan, dict]:
+    """Reads the data and tries the model; (the plan, the data that was read)."""
+    environment = worker_environment(trainer.run_config, thread_variables(trainer.scaling_config))
+    common = {
+        "scaling_config": trainer.scaling_config,
+        "environment": environment,
+        "metric": metric,
+        "scaling": scaling,
+    }
+    if isinstance(trainer, TensorflowTrainer):
+        datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
+        datasets = {name: d.materialize() for name, d in datasets.items()}
+        found = {name: blocks.read(d) for name, d in datasets.items()}
+        plan = Plan(
+            train=_user_loop(trainer.train_loop_per_worker),
+            config=config,
+            tensorflow_config=dataclasses.replace(
+                trainer.backend_config, feed=found, seed=trainer.backend_config.seed or 0
+            ),
+            datasets=datasets,
+            rows=sum(found["train"].rows) if "train" in found else None,
+            **common,
+        )
+        return plan, {}
+    launch = Launch(trainer.scaling_config, trainer.run_config)
+    try:
+        found = storage.read_all(trainer.datasets, trainer.storage, trainer.scaling_config)
+        _try(trainer, launch, found, given, config)
+    finally:
+        launch.cancel()
+    task = dataclasses.replace(trainer.task(found), board=None, warmup_steps=scaling.warmup_steps)
+    plan = Plan(
+        train=_keras_loop(task),
+        config=config,
+        tensorflow_config=trainer.worker_config(),
+        datasets={},
+        rows=sum(found["train"].rows),
+        **common,
+    )
+    return plan, found
+
+
+def _try(trainer, launch, found, given, config) -> None:
+    """Raises ConfigError if the model or the columns do not fit, or nothing reads a key of the space."""
+    trainer.try_model(launch, found, config | space.sample(given))
+    functions = [f for f in (trainer.build_model, trainer.callbacks) if f is not None]
+    unread = sorted(
+        name for name in given if name not in _OWN_KEYS and not any(reads.may_read(f, name) for f in functions)
+    )
+    if unread:
+        raise ConfigError(
+            "Something must read every key of param_space",
+            ", ".join(map(repr, unread)),
+            f"Use config[{unread[0]!r}] in build_model or callbacks, or correct the key",
+        )
+
+
+def _keras_loop(task: Task) -> Callable:
+    def loop(session, config):
+        train(dataclasses.replace(task, config=config), session)
+
+    return loop
+
+
+def _user_loop(function: Callable) -> Callable:
+    import inspect
+
+    takes_config = bool(inspect.signature(function).parameters)
+
+    def loop(session, config):
+        import keras
+
+        from raytf import strategy
+
+        keras.utils.set_random_seed(strategy.config().seed)
+        if takes_config:
+            function(config)
+        else:
+            function()
+
+    return loop
+
+
+def _run_config(given, trainers, table) -> tune.RunConfig:
+    """Tune's RunConfig: the sweep's own, or what the trainer's says."""
+    if given is None:
+        failure = getattr(trainers, "failure_config", None)
+        checkpoint = getattr(trainers, "checkpoint_config", None)
+        given = tune.RunConfig(
+            # Ray Train names every RunConfig that has no name
+            name=f"sweep_{time.strftime('%Y-%m-%d_%H-%M-%S')}" if _unnamed(trainers) else trainers.name,
+            storage_path=trainers.storage_path,
+            storage_filesystem=trainers.storage_filesystem,
+            failure_config=tune.FailureConfig(max_failures=max(0, getattr(failure, "max_failures", 0) or 0)),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=getattr(checkpoint, "num_to_keep", None) or 1),
+        )
+    checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=1))
+    if checkpoint.checkpoint_at_end is None:
+        checkpoint.checkpoint_at_end = True
+    return dataclasses.replace(
+        given,
+        checkpoint_config=checkpoint,
+        callbacks=[*(given.callbacks or []), table],
+        verbose=0,
+        stop=Stopper(table, _users_stopper(given.stop)),
+    )
+
+
+def _unnamed(run_config) -> bool:
+    return run_config.name is None or run_config.name.startswith("ray_train_run-")
+
+
+def _users_stopper(stop):
+    """A stopper for each form that Ray's RunConfig takes."""
+    from ray.tune.stopper import FunctionStopper
+
+    if isinstance(stop, Mapping):
+        limits = dict(stop)
+        return FunctionStopper(
+            lambda _, result: any(flatten_dict(result).get(k, -np.inf) >= v for k, v in limits.items())
+        )
+    if callable(stop) and not isinstance(stop, tune.Stopper):
+        return FunctionStopper(stop)
+    return stop
+
+
+def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
+    if resume is None:
+        return tune.Tuner(trainable, param_space=given, tune_config=tune_config, run_config=run_config)
+    path = os.fspath(resume)
+    tuner = tune.Tuner.restore(
+        path if "://" in path else os.path.abspath(os.path.expanduser(path)),
+        trainable,
+        param_space=given or None,
+        resume_unfinished=True,
+        restart_errored=False,
+    )
+    # Tune takes callbacks from the interrupted sweep; what is shown belongs to this process
+    restored = tuner._local_tuner._run_config
+    users = [c for c in restored.callbacks or [] if not isinstance(c, Table)]
+    restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0
+    return tuner

@@ -1,0 +1,156 @@
+"""One trial of a sweep, as Ray Tune runs it: an actor that leads a lane. Runs without TensorFlow in its process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+from ray import tune
+from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
+from ray.tune.utils import flatten_dict
+
+from raytf import rates
+from raytf.errors import ConfigError, RaytfError
+from raytf.lane import Job, Lane, LaneLostError, TrialError
+from raytf.session import read_files, write_files
+
+# A trial that lasts is saved this often, so that one whose worker dies does not start anew.
+_SAVE_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every trial of a sweep shares.
+
+    Args:
+        train: train(session, config), on a worker.
+        config: the trainer's, which a trial's values are laid over.
+        scaling_config, tensorflow_config: the trainer's.
+        environment: runtime environment of the workers.
+        datasets: `ray.data.Dataset` by name, for loops that ask for shards.
+        rows: of the training data, where known.
+        metric: that every report must hold.
+        scaling: of the learning rate.
+    """
+
+    train: Callable
+    config: dict[str, Any]
+    scaling_config: Any
+    tensorflow_config: Any
+    environment: dict
+    datasets: dict[str, Any]
+    rows: int | None
+    metric: str
+    scaling: rates.Scaling
+
+    def workers(self, config: Mapping[str, Any]) -> int:
+        """Number of workers of a trial."""
+        return int(config.get("num_workers", self.scaling_config.num_workers))
+
+    def resources(self, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
+        """Tune's request for a trial: nothing for its actor, a bundle for each worker."""
+        each = self.scaling_config._resources_per_worker_not_none
+        bundles = [{}, *[dict(each) for _ in range(self.workers(config))]]
+        return tune.PlacementGroupFactory(bundles, strategy=self.scaling_config.placement_strategy)
+
+
+class Trial(tune.Trainable):
+    """One trial, and the next ones in the same lane."""
+
+    def setup(self, config, plan: Plan):
+        self._plan, self._lane = plan, None
+        self._take(config)
+
+    def _take(self, config) -> None:
+        self._config = self._plan.config | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()}
+        self._files: dict[str, bytes] | None = None
+        self._running = self._reported = False
+        self._saved = 0.0
+
+    def reset_config(self, new_config) -> bool:
+        if self._running and self._lane is not None:
+            self._lane.stop()
+        self._take(new_config)
+        return True
+
+    def step(self) -> dict[str, Any]:
+        try:
+            metrics = self._next()
+        except LaneLostError:
+            self._close()
+            raise
+        except TrialError as error:
+            self._close()  # Tune ends the actor of a trial that failed
+            raise _explained(error, self._config) from None
+        if metrics is None:
+            if not self._reported:
+                raise TrialError("The train loop ended without a report: call ray.train.report(metrics) in it")
+            return {DONE: True, RESULT_DUPLICATE: True}
+        if not self._reported and self._plan.metric not in flatten_dict(metrics):
+            raise UnknownMetricError(
+                "metric must be one that the trials report", repr(self._plan.metric), f"Choose one of {sorted(metrics)}"
+            )
+        self._reported = True
+        return {**metrics, **self._derived, **self._maybe_save()}
+
+    def _next(self) -> dict[str, Any] | None:
+        plan = self._plan
+        if not self._running:
+            workers = plan.workers(self._config)
+            self._derived = rates.derived(self._config, plan.scaling, workers, plan.rows)
+            config = dict(self._config)
+            if "scaled_learning_rate" in self._derived:
+                config["learning_rate"] = self._derived["scaled_learning_rate"]
+            if self._lane is None:
+                each = plan.scaling_config._resources_per_worker_not_none
+                self._lane = Lane(plan.tensorflow_config, each, workers, plan.environment, first_bundle=_first_bundle())
+            self._lane.begin(
+                Job(train=plan.train, config=config, name=self.trial_name, files=self._files, datasets=plan.datasets)
+            )
+            self._running = True
+        return self._lane.go_on()
+
+    def _maybe_save(self) -> dict[str, Any]:
+        due = self._time_total - self._saved >= _SAVE_SECONDS
+        if due:
+            self._saved = self._time_total
+        return {SHOULD_CHECKPOINT: True} if due else {}
+
+    def save_checkpoint(self, folder: str) -> None:
+        files = self._lane.save() if self._running else self._files
+        # Tune takes no empty folder
+        write_files(files or {"nothing": b""}, folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        files = read_files(folder)
+        self._files = None if "nothing" in files else files
+
+    def cleanup(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+        self._lane, self._running = None, False
+
+
+class UnknownMetricError(ConfigError):
+    """The metric that a sweep compares is not in the reports."""
+
+
+def _first_bundle() -> int:
+    """The index of the first worker's bundle: Tune leaves the empty one of the trial's actor out."""
+    group = ray.util.get_current_placement_group()
+    return 0 if all(group.bundle_specs) else 1
+
+
+def _explained(error: TrialError, config: Mapping[str, Any]) -> RaytfError:
+    if "ResourceExhausted" in error.cause or "OutOfMemory" in error.cause or "MemoryError" in error.cause:
+        return TrialError(
+            f"config['batch_size']={config.get('batch_size')} does not fit into a worker's memory ({error.cause})",
+            error.details,
+        )
+    return error
