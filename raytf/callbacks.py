@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -9,7 +10,8 @@ import keras
 import numpy as np
 
 from raytf import checkpoint as checkpoints
-from raytf import session
+from raytf import multiworker_metrics, session
+from raytf.collectives import spans_workers
 from raytf.errors import ConfigError
 
 
@@ -74,6 +76,41 @@ class ReportCallback(keras.callbacks.Callback):
             checkpoints.save(folder, self.model, state, self._callbacks, self._build)
 
         self._to(dict(self._history[-1]), write if self._checkpoint else None)
+
+
+class StepReportCallback(keras.callbacks.Callback):
+    """Reports the global metrics of an epoch so far every few steps, with those of the last epoch that had ended.
+
+    Args:
+        every: steps.
+        report: report(metrics, write); called with None for the checkpoint.
+        needed: name of a metric without which there is no report: that of the validation comes with the first epoch.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(self, every: int, report, needed: str):
+        super().__init__()
+        self._every, self._to, self._needed = every, report, needed
+        self._last: dict = {}
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch, self._next = epoch, self._every
+
+    def on_train_batch_end(self, batch, logs=None):
+        done = batch + 1
+        # the end of an epoch has a report of its own
+        if done < self._next or done >= (self.params["steps"] or math.inf):
+            return
+        self._next = done + self._every
+        if spans_workers(self.model.distribute_strategy):
+            logs = multiworker_metrics.global_logs(self.model, *self.model.__dict__["_raytf_last"])
+        metrics = self._last | {k: _number(v) for k, v in logs.items()}
+        if self._needed in metrics:
+            self._to({**metrics, "epoch": self._epoch, "step": done}, None)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._last = {k: _number(v) for k, v in (logs or {}).items()}
 
 
 class WarmupCallback(keras.callbacks.Callback):

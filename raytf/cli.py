@@ -27,38 +27,135 @@ def main():
     """
 
 
+def _options(*options):
+    """One decorator of several."""
+
+    def decorate(command):
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_TRAINING = _options(
+    click.option("--data", required=True, help="Folder or URI of Parquet files to train on."),
+    click.option("--validation", help="Folder or URI of Parquet files to validate on."),
+    click.option("--features", required=True, help="A column; several, with commas, are stacked into a float vector."),
+    click.option("--labels", help="The column of labels."),
+    click.option("--sample-weights", help="A column of weights for each row."),
+    click.option("--num-workers", default=1, show_default=True, help="Number of workers."),
+    click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker."),
+    click.option("--cpus-per-worker", default=1, show_default=True, help="CPUs of each worker."),
+    click.option("--batch-size", default=32, show_default=True, help="Rows of the global batch, over all workers."),
+    click.option("--epochs", default=1, show_default=True),
+    click.option("--learning-rate", type=float, help="config['learning_rate'] for the model function."),
+    click.option(
+        "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another entry of config; may be repeated."
+    ),
+    click.option("--strategy", default="auto", show_default=True, help="How replicas train together."),
+    click.option("--seed", default=0, show_default=True, help="Of weights, order of rows and masks."),
+    click.option("--storage", help="Where results are kept.  [default: Ray's, ~/ray_results]"),
+    click.option("--max-failures", default=0, show_default=True, help="Restarts after a worker died."),
+)
+
+
 @main.command()
 @click.argument("model", metavar="MODULE:FUNCTION")
-@click.option("--data", required=True, help="Folder or URI of Parquet files to train on.")
-@click.option("--validation", help="Folder or URI of Parquet files to validate on.")
-@click.option("--features", required=True, help="A column; several, with commas, are stacked into one float vector.")
-@click.option("--labels", help="The column of labels.")
-@click.option("--sample-weights", help="A column of weights for each row.")
-@click.option("--num-workers", default=1, show_default=True, help="Number of workers.")
-@click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker.")
-@click.option("--cpus-per-worker", default=1, show_default=True, help="CPUs of each worker.")
-@click.option("--batch-size", default=32, show_default=True, help="Rows of the global batch, over all workers.")
-@click.option("--epochs", default=1, show_default=True)
-@click.option("--learning-rate", type=float, help="config['learning_rate'] for the model function.")
-@click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another entry of config; may be repeated."
-)
-@click.option("--strategy", default="auto", show_default=True, help="How replicas train together.")
-@click.option("--seed", default=0, show_default=True, help="Of weights, order of rows and masks.")
+@_TRAINING
 @click.option("--name", help="Name of the run; one that exists goes on from its last checkpoint.")
-@click.option("--storage", help="Where results are kept.  [default: Ray's, ~/ray_results]")
-@click.option("--max-failures", default=0, show_default=True, help="Restarts after a worker died.")
-def train(model, data, validation, features, labels, sample_weights, settings, **options):
+def train(model, **options):
     """Train the model that FUNCTION(config) of MODULE builds, on Parquet files.
 
     MODULE is imported from the current folder. FUNCTION takes the config, a dict with batch_size, epochs,
     learning_rate and what --set gives, and returns a compiled keras.Model.
     """
+    trainer = _trainer(model, options)
+    from raytf.summary import show_result
+
+    show_result(trainer.fit())
+
+
+@main.command()
+@click.argument("model", metavar="MODULE:FUNCTION")
+@click.argument("domains", metavar="[NAME=DOMAIN]...", nargs=-1)
+@_TRAINING
+@click.option("--space", type=click.Path(exists=True, dir_okay=False), help="YAML file of names and domains.")
+@click.option("--num-samples", default=10, show_default=True, help="Trials, for each point of a grid.")
+@click.option("--metric", default="loss", show_default=True, help="What trials are compared by.")
+@click.option("--mode", default="min", show_default=True, help="min or max.")
+@click.option("--scheduler", help="fifo, asha, hyperband, median or pbt.")
+@click.option("--search", help="random or optuna.")
+@click.option("--max-concurrent-trials", type=int, help="At most; as many as the cluster holds unless given.")
+@click.option("--cold", is_flag=True, help="Give every trial processes of its own.")
+@click.option("--scale-learning-rate", help="linear or sqrt, with the batch size.")
+@click.option("--base-batch-size", type=int, help="The batch size for which learning rates are meant.")
+@click.option("--warmup-steps", default=0, show_default=True, help="In which the learning rate rises from 0.")
+@click.option("--name", help="Name of the sweep.")
+@click.option("--resume", metavar="PATH", help="Go on with the sweep of this folder, which was interrupted.")
+def sweep(model, domains, **options):
+    """Train the model of FUNCTION with many configs, and compare them.
+
+    A DOMAIN is a call such as loguniform(1e-4,1e-1), choice([32,64]), grid_search([1,2]), uniform, randint, a list
+    (a choice) or a constant:
+
+    raytf sweep mymodels:build_model 'learning_rate=loguniform(1e-4,1e-1)' 'batch_size=[64,128]' --data DIR ...
+    """
+    written = {}
+    if options["space"]:
+        import yaml
+
+        with open(options["space"]) as file:
+            written = yaml.safe_load(file)
+        if not isinstance(written, dict):
+            from raytf.errors import ConfigError
+
+            raise ConfigError("A space in YAML is a map of names to domains", repr(written), "Correct the file")
+    for domain in domains:
+        name, _, value = domain.partition("=")
+        written[name] = value
+    trainer = _trainer(model, options)
+    from raytf import space
+    from raytf.sweeping import sweep as run
+
+    run(
+        trainer,
+        space.parse(written) or None,
+        num_samples=options["num_samples"],
+        metric=options["metric"],
+        mode=options["mode"],
+        scheduler=options["scheduler"],
+        search_alg=options["search"],
+        max_concurrent_trials=options["max_concurrent_trials"],
+        warm=not options["cold"],
+        scale_learning_rate=options["scale_learning_rate"],
+        base_batch_size=options["base_batch_size"],
+        warmup_steps=options["warmup_steps"],
+        resume=options["resume"],
+    )
+
+
+@main.command()
+@click.argument("path", metavar="SWEEP")
+@click.option("-o", "--output", default="report.html", show_default=True, help="The page to write.")
+def report(path, output):
+    """Write a page about the sweep of a folder: trials, learning curves, batch size against learning rate.
+
+    The page needs no network.
+    """
+    from raytf.report import write
+
+    write(path, output)
+    click.echo(output)
+
+
+def _trainer(model: str, options: dict):
+    """A KerasTrainer from the options of a command; starts or finds Ray."""
     build_model = load_function(model)
     config = {"batch_size": options["batch_size"], "epochs": options["epochs"]}
     config |= {"learning_rate": options["learning_rate"]} if options["learning_rate"] is not None else {}
-    config |= parse_settings(settings)
-    columns = features.split(",")
+    config |= parse_settings(options["settings"])
+    columns = options["features"].split(",")
 
     import logging
     import os
@@ -66,20 +163,20 @@ def train(model, data, validation, features, labels, sample_weights, settings, *
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    from raytf.summary import show_result
     from raytf.trainer import KerasTrainer
 
     # the workers import the model function from where the command runs
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
     ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
-    paths = {"train": data, "validation": validation}
-    trainer = KerasTrainer(
+    paths = {"train": options["data"], "validation": options["validation"]}
+    storage = options["storage"]
+    return KerasTrainer(
         build_model,
         config=config,
         datasets={name: read_parquet(name, path) for name, path in paths.items() if path},
-        features=columns if len(columns) > 1 else features,
-        labels=labels,
-        sample_weights=sample_weights,
+        features=columns if len(columns) > 1 else options["features"],
+        labels=options["labels"],
+        sample_weights=options["sample_weights"],
         strategy=options["strategy"],
         seed=options["seed"],
         scaling_config=ScalingConfig(
@@ -90,13 +187,10 @@ def train(model, data, validation, features, labels, sample_weights, settings, *
         ),
         run_config=RunConfig(
             name=options["name"],
-            storage_path=options["storage"] and os.path.abspath(options["storage"])
-            if "://" not in (options["storage"] or "")
-            else options["storage"],
+            storage_path=os.path.abspath(storage) if storage and "://" not in storage else storage,
             failure_config=FailureConfig(max_failures=options["max_failures"]),
         ),
     )
-    show_result(trainer.fit())
 
 
 def load_function(name: str):

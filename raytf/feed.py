@@ -129,7 +129,12 @@ _read: dict[str, Blocks] = {}
 
 
 def _read_once(name: str, dataset, context) -> Blocks:
-    """Rank 0 reads a dataset at the first call, and tells the others where it lies; all must ask for it."""
+    """Rank 0 reads a dataset at the first call, and tells the others where it lies; all must ask for it.
+
+    A sweep has read it for all its trials.
+    """
+    if isinstance(dataset, Blocks):
+        return dataset
     from ray.train.collective import broadcast_from_rank_zero
 
     if name not in _read:

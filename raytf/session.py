@@ -75,9 +75,19 @@ class LaneSession:
     def checkpoint(self) -> Iterator[str | None]:
         yield self._folder
 
-    def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
-        """Hands the metrics to the lane, and waits for what it says; a checkpoint is written only when asked for."""
-        self._write = write
+    def report(self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False) -> None:
+        """Hands the metrics to the lane, and waits for what it says; a checkpoint is written only when asked for.
+
+        Args:
+            metrics: by name.
+            write: write(folder) writes a checkpoint of this moment; None leaves that of an earlier report in force.
+            keep: write it now, as it will be asked for when this moment is over.
+        """
+        if write is not None:
+            self._write = write
+            if keep and self.rank == 0:
+                files = self._files()
+                self._write = lambda folder: write_files(files, folder)
         self.events.put(("report", metrics))
         self.park()
 
@@ -136,7 +146,7 @@ class LaneTrainFnUtils(TrainFnUtils):
         self._shards: dict[str, Any] = {}
 
     def report(self, metrics, checkpoint=None, checkpoint_dir_name=None, *args, **kwargs):
-        write = self._session._write
+        write = None
         if checkpoint is not None:
             kept = os.path.join(self._folder, "reported")
             shutil.rmtree(kept, ignore_errors=True)

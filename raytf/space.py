@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from ray import tune
 from ray.tune.search.sample import Categorical, Domain, Integer
+from ray.tune.search.variant_generator import generate_variants
 
 from raytf.errors import ConfigError
 
@@ -71,13 +72,8 @@ def count(space: Mapping[str, Any], num_samples: int) -> int | None:
 
 def sample(space: Mapping[str, Any]) -> dict[str, Any]:
     """A config of the space: the first point of a grid, a draw from each domain."""
-    drawn = {}
-    for name, value in space.items():
-        if isinstance(value, Mapping) and set(value) == {"grid_search"}:
-            value = value["grid_search"][0]
-        value = value.sample() if isinstance(value, Domain) else value
-        drawn[name] = value.item() if isinstance(value, np.generic) else value
-    return drawn
+    _, drawn = next(generate_variants({"config": dict(space)}))
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in drawn["config"].items()}
 
 
 def scheduler(given: Any, space: Mapping[str, Any], epochs: int):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
 import time
 from typing import Any
 
 from ray import tune
+from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
 from raytf.trial import UnknownMetricError
@@ -67,10 +70,9 @@ class Table(tune.Callback):
         self._ended(trial, f"{self._metric} {_shown(_value(trial, self._metric))}")
 
     def on_trial_error(self, iteration, trials, trial, **info):
-        error = trial.get_error()
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, UnknownMetricError) or isinstance(error, UnknownMetricError):
-            self.fatal = cause if isinstance(cause, UnknownMetricError) else error
+        cause = _cause(trial)
+        if isinstance(cause, UnknownMetricError):
+            self.fatal = cause
         lines = [line for line in str(cause).splitlines() if line.strip()]
         self._ended(trial, f"failed: {lines[0] if lines else type(cause).__name__}")
 
@@ -157,6 +159,15 @@ class Stopper(tune.Stopper):
     def stop_all(self):
         ours = self._table is not None and self._table.fatal is not None
         return ours or (self._users.stop_all() if hasattr(self._users, "stop_all") else False)
+
+
+def _cause(trial) -> Exception | None:
+    """What a trial raised on its actor; Tune has it in a file by now."""
+    if not os.path.exists(trial.pickled_error_file or ""):
+        return trial.get_error()
+    with open(trial.pickled_error_file, "rb") as file:
+        error = pickle.load(file)
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def _value(trial, metric: str) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 import ray
 from ray import tune
+from ray.train._internal.storage import get_fs_and_path
 from ray.tune.utils import flatten_dict
 
-from raytf import blocks, rates, reads, resources, space, storage
+from raytf import blocks, rates, reads, report, resources, space, storage
 from raytf.errors import ConfigError, ResourceError
 from raytf.launching import Launch, thread_variables, worker_environment
 from raytf.streams import Stream
@@ -45,6 +47,7 @@ def sweep(
     max_concurrent_trials: int | None = None,
     run_config=None,
     warm: bool = True,
+    report_every_steps: int | None = None,
     scale_learning_rate: str | None = None,
     base_batch_size: int | None = None,
     warmup_steps: int = 0,
@@ -66,6 +69,8 @@ def sweep(
         run_config: `ray.tune.RunConfig`; where it is None, the name, storage, failures and checkpoints of the
             trainer's.
         warm: keep workers between trials; False gives every trial processes of its own.
+        report_every_steps: report every so many steps, too, not only at the ends of epochs; for a KerasTrainer. A
+            scheduler's `training_iteration` then counts these reports.
         scale_learning_rate: "linear" or "sqrt": `learning_rate` is meant for `base_batch_size` and follows a trial's
             `batch_size`.
         base_batch_size: see there.
@@ -82,8 +87,13 @@ def sweep(
         ConfigError: an argument is wrong, nothing reads a key of the space, or no trial reports the metric.
         ResourceError: the cluster can never hold a trial.
     """
-    _check(trainer, param_space, num_samples, mode, max_concurrent_trials, resume)
-    scaling = rates.Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps)
+    _check(trainer, param_space, num_samples, mode, max_concurrent_trials, report_every_steps, resume)
+    known = {"metric": metric, "mode": mode, "rule": scale_learning_rate, "base_batch_size": base_batch_size}
+    known["warmup_steps"] = warmup_steps
+    if resume is not None:
+        known = report.settings(os.fspath(resume))
+    metric, mode = known["metric"], known["mode"]
+    scaling = rates.Scaling(**{name: known[name] for name in ("rule", "base_batch_size", "warmup_steps")})
     given = dict(param_space or {})
     config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
     epochs = max((int(e) for e in space.values(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
@@ -94,7 +104,8 @@ def sweep(
     concurrent = _concurrency(trainer.scaling_config, given, max_concurrent_trials)
     found: dict = {}
     try:
-        plan, found = _plan(trainer, given, config, metric, scaling)
+        plan, found = _plan(trainer, given, config, metric, scaling, report_every_steps)
+        settled = _run_config(run_config, trainer.run_config)
         table = Table(metric, mode, space.count(given, num_samples), progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
@@ -109,9 +120,11 @@ def sweep(
                 max_concurrent_trials=concurrent,
                 reuse_actors=warm,
             ),
-            _run_config(run_config, trainer.run_config, table),
+            _watched(settled, table),
             resume,
         )
+        if resume is None:
+            _remember(known, settled)
         with table, _quiet_tune():
             grid = tuner.fit()
         if table.fatal is not None:
@@ -137,7 +150,7 @@ def _quiet_tune():
             os.environ[_NEW_OUTPUT] = before
 
 
-def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, resume) -> None:
+def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every, resume) -> None:
     if not isinstance(trainer, (KerasTrainer, TensorflowTrainer)):
         raise ConfigError(
             "A sweep runs a raytf.KerasTrainer or a raytf.TensorflowTrainer",
@@ -152,8 +165,13 @@ def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, resum
         raise ConfigError("num_samples must be at least 1, or -1", repr(num_samples), "Choose how many trials to run")
     if mode not in ("min", "max"):
         raise ConfigError("mode must be min or max", repr(mode), "Say whether the metric is to be small or large")
-    if max_concurrent_trials is not None and max_concurrent_trials < 1:
-        raise ConfigError("max_concurrent_trials must be at least 1, or None", max_concurrent_trials, "Raise it")
+    for name, value in (("max_concurrent_trials", max_concurrent_trials), ("report_every_steps", every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, or None", value, "Raise it")
+    if every is not None and isinstance(trainer, TensorflowTrainer):
+        raise ConfigError(
+            "report_every_steps is for a KerasTrainer", "a TensorflowTrainer", "Call ray.train.report in the train loop"
+        )
 
 
 def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> int | None:
@@ -179,7 +197,7 @@ def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> 
     return min(most or holds, holds // min(counts))
 
 
-def _plan(trainer, given, config, metric, scaling) -> tuple[Plan, dict]:
+def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[Plan, dict]:
     """Reads the data and tries the model; (the plan, the data that was read)."""
     environment = worker_environment(trainer.run_config, thread_variables(trainer.scaling_config))
     common = {
@@ -209,7 +227,8 @@ def _plan(trainer, given, config, metric, scaling) -> tuple[Plan, dict]:
         _try(trainer, launch, found, given, config)
     finally:
         launch.cancel()
-    task = dataclasses.replace(trainer.task(found), board=None, warmup_steps=scaling.warmup_steps)
+    steps = None if every is None else (every, metric)
+    task = dataclasses.replace(trainer.task(found), warmup_steps=scaling.warmup_steps, report_steps=steps)
     plan = Plan(
         train=_keras_loop(task),
         config=config,
@@ -262,14 +281,14 @@ def _user_loop(function: Callable) -> Callable:
     return loop
 
 
-def _run_config(given, trainers, table) -> tune.RunConfig:
+def _run_config(given, trainers) -> tune.RunConfig:
     """Tune's RunConfig: the sweep's own, or what the trainer's says."""
     if given is None:
         failure = getattr(trainers, "failure_config", None)
         checkpoint = getattr(trainers, "checkpoint_config", None)
         given = tune.RunConfig(
             # Ray Train names every RunConfig that has no name
-            name=f"sweep_{time.strftime('%Y-%m-%d_%H-%M-%S')}" if _unnamed(trainers) else trainers.name,
+            name=_new_name() if _unnamed(trainers) else trainers.name,
             storage_path=trainers.storage_path,
             storage_filesystem=trainers.storage_filesystem,
             failure_config=tune.FailureConfig(max_failures=max(0, getattr(failure, "max_failures", 0) or 0)),
@@ -278,13 +297,26 @@ def _run_config(given, trainers, table) -> tune.RunConfig:
     checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=1))
     if checkpoint.checkpoint_at_end is None:
         checkpoint.checkpoint_at_end = True
-    return dataclasses.replace(
-        given,
-        checkpoint_config=checkpoint,
-        callbacks=[*(given.callbacks or []), table],
-        verbose=0,
-        stop=Stopper(table, _users_stopper(given.stop)),
-    )
+    return dataclasses.replace(given, name=given.name or _new_name(), checkpoint_config=checkpoint)
+
+
+def _new_name() -> str:
+    return f"sweep_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+
+
+def _watched(run_config, table: Table) -> tune.RunConfig:
+    callbacks = [*(run_config.callbacks or []), table]
+    stop = Stopper(table, _users_stopper(run_config.stop))
+    return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop)
+
+
+def _remember(known: dict[str, Any], run_config) -> None:
+    """Writes what a resumed sweep and a report need to know beside the trials."""
+    filesystem, path = get_fs_and_path(run_config.storage_path, run_config.storage_filesystem)
+    folder = f"{path}/{run_config.name}"
+    filesystem.create_dir(folder)
+    with filesystem.open_output_stream(f"{folder}/{report.SETTINGS}") as file:
+        file.write(json.dumps(known).encode())
 
 
 def _unnamed(run_config) -> bool:

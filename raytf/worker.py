@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ class Task:
         steps_per_execution: "auto" or a number.
         board: the `progress.Board`, or None for no progress line.
         warmup_steps: in which the learning rate rises from 0.
+        report_steps: (every how many steps, metric that a report needs) of reports within epochs, or None.
     """
 
     build_model: Callable
@@ -41,6 +43,7 @@ class Task:
     steps_per_execution: int | str
     board: Board | None
     warmup_steps: int = 0
+    report_steps: tuple[int, str] | None = None
 
 
 def train(task: Task, session=None) -> None:
@@ -82,12 +85,16 @@ def train(task: Task, session=None) -> None:
             around.append(callbacks.RestoreCallback(folder, users))
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
+        to = session.report
+        if task.report_steps is not None:
+            to = functools.partial(session.report, keep=True)
+            around.append(callbacks.StepReportCallback(task.report_steps[0], session.report, task.report_steps[1]))
         report = callbacks.ReportCallback(
             seed=task.seed,
             build=(task.build_model, task.config, _inputs(datasets["train"])),
             callbacks=users,
             history=state.history if state else (),
-            report=session.report,
+            report=to,
         )
         model.fit(
             datasets["train"],

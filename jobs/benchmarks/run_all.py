@@ -13,7 +13,7 @@ import tempfile
 
 import common
 
-ALL = ("start", "feed", "stream", "step", "scaling")
+ALL = ("start", "feed", "stream", "step", "scaling", "sweep")
 
 
 def main(arguments=None):

@@ -100,12 +100,25 @@ def test_a_job_has_the_python_and_the_files_of_its_submitter(cluster):
 
 
 @pytest.mark.slow
-def test_the_digits_job_trains_on_two_workers(cluster, tmp_path):
-    entrypoint = ["python", "jobs/digits.py", "--num-workers", "2", "--smoke", "--storage", str(tmp_path)]
-    code, log = submit(cluster, REPOSITORY, *entrypoint)
+@pytest.mark.parametrize(
+    ("entrypoint", "shown"),
+    [
+        (
+            ["python", "jobs/digits.py", "--num-workers", "2"],
+            [r"^epoch 1/1 .*val_accuracy 0\.\d+", r"^\W*val_accuracy\W+0\.\d+\W*$"],
+        ),
+        (
+            ["python", "jobs/sweep_digits.py", "--num-workers", "2"],
+            [r"^trial 3/3 .* a replica, .*val_accuracy 0\.\d+", r"^best val_accuracy 0\.\d+: batch_size=\d+"],
+        ),
+    ],
+    ids=["digits", "sweep_digits"],
+)
+def test_the_jobs_run_on_two_workers(cluster, tmp_path, entrypoint, shown):
+    code, log = submit(cluster, REPOSITORY, *entrypoint, "--smoke", "--storage", str(tmp_path))
     assert code == 0, log
-    assert re.search(r"^epoch 1/1 .*val_accuracy 0\.\d+", log, re.MULTILINE), log
-    assert re.search(r"^\W*val_accuracy\W+0\.\d+\W*$", log, re.MULTILINE), log
+    for pattern in shown:
+        assert re.search(pattern, log, re.MULTILINE), log
     noise = [line for line in log.splitlines() if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
     # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
     noise = [line for line in noise if "worker processes have been started on node" not in line]

@@ -74,12 +74,31 @@ def test_the_command_train(tmp_path):
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
 
 
+def test_the_command_sweep(tmp_path):
+    import pandas as pd
+
+    (tmp_path / "mymodels.py").write_text(MODULE)
+    (tmp_path / "data").mkdir()
+    pd.DataFrame({"a": range(40), "b": 1.0, "y": 2.0}).to_parquet(tmp_path / "data" / "part.parquet")
+    (tmp_path / "space.yaml").write_text("units: [2, 3]\nlearning_rate: grid_search([1.0e-4, 1.0e-5])\n")
+    command = ["-m", "raytf.cli", "sweep", "mymodels:build_model", "batch_size=choice([10, 20])", "--data", "data"]
+    command += ["--space", "space.yaml", "--features", "a,b", "--labels", "y", "--num-samples", "1"]
+    command += ["--storage", "runs", "--name", "search"]
+    out, _ = run(*command, cwd=tmp_path)
+    assert "trial 2/2" in out and "best loss" in out
+    model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
+    assert model.layers[0].units in (2, 3)
+    out, _ = run("-m", "raytf.cli", "report", "runs/search", "-o", "page.html", cwd=tmp_path)
+    assert out.strip() == "page.html" and (tmp_path / "page.html").read_text().count("<svg") == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "nowhere:build", "--data", "x", "--features", "a"], "MODULE must be a module"),
         (["train", "json:build", "--data", "x", "--features", "a"], "FUNCTION must be a function of MODULE"),
         (["train", "json", "--data", "x", "--features", "a"], "named as MODULE:FUNCTION"),
+        (["report", "."], "The folder of a sweep holds sweep.json"),
         (["train", "json:dumps", "--data", "x", "--features", "a", "--set", "units"], "--set takes NAME=VALUE"),
     ],
 )

@@ -23,6 +23,7 @@ FLOORS = [
         "keras_import",
         "pieces",
         "session",
+        "report",
     },
     {"streams", "multiworker_callbacks", "multiworker_step", "checkpoint", "gradient_ring"},
     {"multiworker_losses", "multiworker_gradients", "multiworker_metrics", "multiworker_input"},
@@ -60,6 +61,7 @@ DRIVER = (
     "space",
     "rates",
     "reads",
+    "report",
     "ring",
 )
 

@@ -1,0 +1,254 @@
+"""A page about a sweep: its trials, their learning curves, batch size against learning rate, parallel coordinates.
+
+The pictures are SVG within the page, so that it opens without a network.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from raytf.errors import ConfigError
+
+SETTINGS = "sweep.json"
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #222; }
+table { border-collapse: collapse; } td, th { padding: .2rem .8rem; text-align: right; }
+th { border-bottom: 1px solid #888; } tr.best { background: #e7f2e4; } td.text { text-align: left; }
+svg { max-width: 100%; height: auto; }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A trial of a sweep.
+
+    Args:
+        name: its id.
+        config: what was tried.
+        value: the metric at its last report, or None.
+        curve: the metric at each report.
+        error: the first line of what went wrong, or "".
+    """
+
+    name: str
+    config: dict[str, Any]
+    value: float | None
+    curve: list[float]
+    error: str
+
+
+def settings(folder: str, filesystem=None) -> dict[str, Any]:
+    """What `raytf.sweep` wrote beside the trials: metric, mode, scaling of the learning rate.
+
+    Args:
+        folder: of a sweep, a path or URI; a path of `filesystem` where that is given.
+
+    Raises:
+        ConfigError: the folder is not that of a sweep.
+    """
+    from pyarrow import fs
+
+    where = str(folder)
+    if filesystem is None:
+        where = where if "://" in where else os.path.abspath(os.path.expanduser(where))
+        filesystem, where = fs.FileSystem.from_uri(where)
+    path = f"{where}/{SETTINGS}"
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        raise ConfigError(
+            f"The folder of a sweep holds {SETTINGS}", repr(str(folder)), "Name the folder that raytf.sweep printed"
+        )
+    with filesystem.open_input_stream(path) as file:
+        return json.loads(file.read())
+
+
+def entries(folder: str, metric: str) -> list[Entry]:
+    """The trials of a sweep's folder."""
+    import ray.tune
+
+    path = folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
+    analysis = ray.tune.ExperimentAnalysis(path)
+    found = []
+    for trial in analysis.trials:
+        frame = analysis.trial_dataframes.get(trial.trial_id)
+        curve = [] if frame is None or metric not in frame else [float(v) for v in frame[metric].dropna()]
+        error = trial.get_error()
+        lines = [line for line in str(getattr(error, "cause", error) or "").splitlines() if line.strip()]
+        found.append(
+            Entry(
+                name=trial.trial_id,
+                config=dict(trial.config),
+                value=curve[-1] if curve else None,
+                curve=curve,
+                error=lines[0] if error is not None and lines else "",
+            )
+        )
+    return found
+
+
+def write(folder: str, output: str) -> None:
+    """Writes the page.
+
+    Args:
+        folder: of a sweep, a path or URI.
+        output: file to write.
+
+    Raises:
+        ConfigError: the folder is not that of a sweep, or matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(
+            "A report is drawn with matplotlib", "an environment without it", "pip install matplotlib"
+        ) from error
+    matplotlib.use("Agg")
+    known = settings(folder)
+    metric, mode = known["metric"], known["mode"]
+    trials = entries(folder, metric)
+    sign = 1 if mode == "min" else -1
+    good = sorted((t for t in trials if _finite(t.value)), key=lambda t: sign * t.value)
+    rest = [t for t in trials if not _finite(t.value)]
+    parts = [_summary(folder, metric, good, rest)]
+    if good:
+        parts += [_section(title, draw(good, metric, mode)) for title, draw in _PICTURES]
+    parts.append(f"<h2>Trials</h2>{_trials(good + rest, metric)}")
+    page = f"<!doctype html><meta charset='utf-8'><title>Sweep</title><style>{_STYLE}</style>{''.join(parts)}"
+    with open(output, "w", encoding="utf-8") as file:
+        file.write(page)
+
+
+def _finite(value) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _summary(folder: str, metric: str, good, rest) -> str:
+    text = f"<h1>Sweep</h1><p>{html.escape(str(folder))}: {len(good) + len(rest)} trials</p>"
+    if good:
+        config = ", ".join(f"{k} = {_shown(v)}" for k, v in good[0].config.items())
+        text += f"<p><b>Best {html.escape(metric)}: {good[0].value:.6g}</b> with {html.escape(config)}</p>"
+    return text
+
+
+def _section(title: str, figure) -> str:
+    from matplotlib import pyplot
+
+    if figure is None:
+        return ""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", bbox_inches="tight")
+    pyplot.close(figure)
+    svg = written.getvalue()
+    return f"<h2>{title}</h2>{svg[svg.index('<svg') :]}"
+
+
+def _trials(trials, metric: str) -> str:
+    names = list(dict.fromkeys(name for t in trials for name in t.config))
+    head = "".join(f"<th>{html.escape(str(n))}</th>" for n in ("trial", *names, metric, "reports", ""))
+    rows = []
+    for i, trial in enumerate(trials):
+        cells = [trial.name, *(_shown(trial.config.get(n, "")) for n in names), _shown(trial.value), len(trial.curve)]
+        row = "".join(f"<td>{html.escape(str(c))}</td>" for c in cells)
+        best = " class='best'" if i == 0 and trial.value is not None else ""
+        rows.append(f"<tr{best}>{row}<td class='text'>{html.escape(trial.error)}</td></tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _shown(value) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _batch_and_rate(trials, metric, mode):
+    from matplotlib import pyplot
+
+    points = [t for t in trials if {"batch_size", "learning_rate"} <= set(t.config)]
+    if not points:
+        return None
+    figure, place = pyplot.subplots(figsize=(6.5, 4))
+    shown = place.scatter(
+        [t.config["batch_size"] for t in points],
+        [t.config["learning_rate"] for t in points],
+        c=[t.value for t in points],
+        cmap=_map(mode),
+        s=70,
+        edgecolors="#333",
+        linewidths=0.5,
+    )
+    place.set_xscale("log", base=2)
+    place.set_yscale("log")
+    place.set_xlabel("batch size (global)")
+    place.set_ylabel("learning rate")
+    figure.colorbar(shown, label=metric)
+    return figure
+
+
+def _curves(trials, metric, mode):
+    from matplotlib import pyplot
+
+    figure, place = pyplot.subplots(figsize=(6.5, 4))
+    for trial in reversed(trials):
+        best = trial is trials[0]
+        steps = range(1, len(trial.curve) + 1)
+        marker = "o" if len(trial.curve) == 1 else None
+        place.plot(steps, trial.curve, color="#2a7f2a" if best else "#9aa5b1", lw=2 if best else 0.9, marker=marker)
+    place.set_xlabel("report")
+    place.set_ylabel(metric)
+    return figure
+
+
+def _parallel(trials, metric, mode):
+    from matplotlib import pyplot
+
+    names = [
+        n
+        for n in dict.fromkeys(k for t in trials for k in t.config)
+        if len({_shown(t.config.get(n)) for t in trials}) > 1
+    ]
+    if not names:
+        return None
+    axes = [[t.config.get(name) for t in trials] for name in names] + [[t.value for t in trials]]
+    places = [_scaled(values) for values in axes]
+    figure, place = pyplot.subplots(figsize=(1.8 * len(axes) + 2, 4))
+    colors = pyplot.get_cmap(_map(mode))
+    for i in reversed(range(len(trials))):
+        heights = [place_[i] for place_ in places]
+        place.plot(range(len(axes)), heights, color=colors(places[-1][i]), lw=2.2 if i == 0 else 0.9, alpha=0.9)
+    for x, values in enumerate(axes):
+        place.axvline(x, color="#444", lw=0.8)
+        shown = sorted({(p, _shown(v)) for p, v in zip(places[x], values, strict=True)})
+        for p, text in (shown[0], shown[-1]) if len(shown) > 6 else shown:
+            place.annotate(text, (x, p), xytext=(4, 0), textcoords="offset points", fontsize=8, va="center")
+    place.set_xticks(range(len(axes)), [*names, metric])
+    place.set_yticks([])
+    for spine in place.spines.values():
+        spine.set_visible(False)
+    return figure
+
+
+def _scaled(values) -> list[float]:
+    """Heights from 0 to 1: by logarithm where numbers span more than a power of ten, by order where they are none."""
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+        order = sorted({str(v) for v in values})
+        return [order.index(str(v)) / max(1, len(order) - 1) for v in values]
+    low, high = min(values), max(values)
+    if low > 0 and high / low > 10:
+        values, low, high = [math.log(v) for v in values], math.log(low), math.log(high)
+    return [(v - low) / (high - low) if high > low else 0.5 for v in values]
+
+
+def _map(mode: str) -> str:
+    return "viridis_r" if mode == "min" else "viridis"
+
+
+_PICTURES = (
+    ("Batch size and learning rate", _batch_and_rate),
+    ("Learning curves", _curves),
+    ("Parallel coordinates", _parallel),
+)

@@ -1,0 +1,337 @@
+"""Sweeps on a real Ray: trials in warm lanes equal trials alone, fail alone, stop, go on, and share the data."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from ray import tune
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+import raytf
+from tests.cluster import models
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+
+
+def trainer(folder, workers=2, *, build=models.mlp, config=None, callbacks=None, failures=0, **kwargs):
+    return raytf.KerasTrainer(
+        build,
+        config={"batch_size": 25, "epochs": 2} | (config or {}),
+        datasets={"train": models.dataset(), "validation": models.dataset(41, 1)},
+        features=models.FEATURES,
+        labels="label",
+        callbacks=callbacks,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(storage_path=str(folder), failure_config=FailureConfig(max_failures=failures)),
+        progress=False,
+        **kwargs,
+    )
+
+
+def sweep(*args, **kwargs):
+    return raytf.sweep(*args, **{"metric": "val_loss", "progress": False} | kwargs)
+
+
+def by(grid, name):
+    """Results by a value of their config."""
+    return {result.config[name]: result for result in grid}
+
+
+def weights(source):
+    return [np.asarray(w) for w in raytf.load_model(source).get_weights()]
+
+
+def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
+    rates = [0.01, 0.05, 0.01, 0.002]
+    table = tune.grid_search([{"learning_rate": rate, "place": place} for place, rate in enumerate(rates)])
+
+    def build(config):
+        return models.mlp({"learning_rate": config["point"]["learning_rate"], "dropout": 0.2})
+
+    grid = sweep(trainer(tmp_path, build=build), {"point": table}, max_concurrent_trials=1, progress=True)
+    assert not grid.errors and len({r.metrics["pid"] for r in grid}) == 1, "one lane runs all trials"
+    results = {r.config["point"]["place"]: r for r in grid}
+    alone = trainer(tmp_path / "alone", build=build, config={"point": {"learning_rate": 0.01}}).fit()
+    for place in (0, 2):
+        for mine, its in zip(weights(results[place]), weights(alone), strict=True):
+            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+        for name in ("loss", "accuracy", "val_loss"):
+            assert results[place].metrics[name] == pytest.approx(alone.metrics[name], abs=1e-9)
+    assert results[1].metrics["val_loss"] != results[0].metrics["val_loss"]
+    assert results[0].metrics["per_replica_batch"] == 13 and results[0].metrics["steps_per_epoch"] == 4
+    out = capfd.readouterr().out
+    assert len(re.findall(r"^trial \d/4  .*13 a replica, 4 steps an epoch", out, re.MULTILINE)) == 4
+    assert re.search(r"^best val_loss ", out, re.MULTILINE) and 'raytf.load_model("' in out
+
+    events = [p for p in pathlib.Path(grid.experiment_path).rglob("events.out.tfevents*")]
+    assert events and all(b"_hparams_" in p.read_bytes() for p in events)
+
+    page = tmp_path / "report.html"
+    command = [sys.executable, "-m", "raytf.cli", "report", grid.experiment_path, "-o", str(page)]
+    subprocess.run(command, check=True, timeout=120)
+    text = page.read_text()
+    assert text.count("<svg") == 2 and "Learning curves" in text and "Best val_loss" in text
+    outside = set(re.findall(r"(?:src|href)=[\"'](?!#)([^\"']*)", text))
+    assert not outside, "a report needs no network"
+
+
+def test_failures_stay_with_their_trial(tmp_path):
+    """One trial raises, one has too small a batch, one kills a worker once: the others do not notice."""
+    marker = str(tmp_path / "killed")
+
+    def build(config):
+        if config["what"] == "raises":
+            raise ValueError("units must be odd")
+        return models.mlp(config)
+
+    def callbacks(config):
+        return [models.kill_once(marker, 1, 1, 2)] if config["what"] == "kills" else []
+
+    space = {
+        "what": tune.grid_search(["fine", "raises", "kills", "small"]),
+        "batch_size": tune.sample_from(lambda spec: 1 if spec.config["what"] == "small" else 25),
+    }
+    grid = sweep(trainer(tmp_path, build=build, callbacks=callbacks, failures=1), space, max_concurrent_trials=1)
+    results = by(grid, "what")
+    assert "ValueError: units must be odd" in str(results["raises"].error)
+    assert "at least one row for each replica" in str(results["small"].error)
+    assert results["fine"].error is None and results["kills"].error is None and os.path.exists(marker)
+    for mine, its in zip(weights(results["kills"]), weights(results["fine"]), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+
+
+def test_population_based_training_hands_weights_and_optimizer_on(tmp_path):
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    pbt = PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=2,
+        hyperparam_mutations={"learning_rate": lambda: 0.02},
+        quantile_fraction=0.5,
+        resample_probability=1.0,
+        synch=True,
+    )
+    grid = sweep(
+        trainer(tmp_path, workers=1, config={"epochs": 6}),
+        {"learning_rate": tune.grid_search([1e-9, 0.03])},
+        scheduler=pbt,
+    )
+    assert not grid.errors
+    changed = [r for r in grid if r.config["learning_rate"] == 0.02]
+    assert changed, "the trial without learning must have taken the other's place"
+    for result in grid:
+        model = raytf.load_model(result)
+        assert int(model.optimizer.iterations) == 6 * 4
+        assert float(model.optimizer.learning_rate) == pytest.approx(result.config["learning_rate"])
+        # Adam's moments came with the weights: a rate of 1e-9 alone would have left val_loss where it began
+        assert result.metrics["val_loss"] < 1.2
+
+
+def test_trials_that_do_badly_are_stopped(tmp_path):
+    from ray.tune.schedulers import ASHAScheduler
+
+    grid = sweep(
+        trainer(tmp_path, config={"epochs": 6}),
+        {"learning_rate": tune.grid_search([0.05, 1e-7, 1e-8])},
+        scheduler=ASHAScheduler(max_t=6, grace_period=1, reduction_factor=2),
+        max_concurrent_trials=1,
+    )
+    assert not grid.errors
+    assert by(grid, "learning_rate")[0.05].metrics["training_iteration"] == 6
+    assert by(grid, "learning_rate")[1e-8].metrics["training_iteration"] < 6
+
+
+def _loop(config):
+    import keras
+    import ray.train
+
+    strategy = raytf.get_strategy()
+    context = ray.train.get_context()
+    with strategy.scope():
+        model = models.mlp(config)
+    dataset = raytf.get_dataset("train", batch_size=24, features=models.FEATURES, labels="label")
+    assert ray.train.get_checkpoint() is None
+    history = model.fit(dataset, epochs=2, verbose=0, callbacks=[raytf.ReportCallback()])
+    ray.train.collective.barrier()
+    assert ray.train.collective.broadcast_from_rank_zero(context.get_world_rank()) == 0
+    assert context.get_world_size() == config["num_workers"] and isinstance(history, keras.callbacks.History)
+    ray.train.report({"loss": history.history["loss"][-1], "size": context.get_world_size()})
+
+
+def test_a_train_loop_and_numbers_of_workers(tmp_path):
+    """`TensorflowTrainer` with two sizes of trials: the mean over rows does not depend on the number of workers."""
+    loops = raytf.TensorflowTrainer(
+        _loop,
+        train_loop_config={"learning_rate": 0.01},
+        datasets={"train": models.dataset(96)},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+        tensorflow_config=raytf.TensorflowConfig(seed=1),
+    )
+    grid = sweep(loops, {"num_workers": tune.grid_search([2, 1])}, metric="loss")
+    assert not grid.errors
+    results = by(grid, "num_workers")
+    assert results[1].metrics["size"] == 1 and results[2].metrics["size"] == 2
+    assert results[1].metrics["loss"] == pytest.approx(results[2].metrics["loss"], abs=1e-9)
+    assert raytf.load_model(results[2]).count_params() > 0
+
+
+def test_memory_is_bounded_over_many_trials(tmp_path):
+    """50 trials in one lane; what a worker holds grows at first, and then no more."""
+    folder = str(tmp_path)
+
+    def callbacks(config):
+        import keras
+
+        class Memory(keras.callbacks.Callback):
+            raytf_local_batches = True
+
+            def on_train_begin(self, logs=None):
+                with open("/proc/self/statm") as file, open(os.path.join(folder, "memory"), "a") as out:
+                    out.write(f"{int(file.read().split()[1]) * 4096}\n")
+
+        return [Memory()]
+
+    def build(config):
+        import keras
+
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1000, "relu"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(config["learning_rate"]), "mse")
+        return model
+
+    space = {"learning_rate": tune.loguniform(1e-4, 1e-2), "batch_size": tune.choice([25, 50])}
+    small = trainer(tmp_path, workers=1, build=build, callbacks=callbacks, config={"epochs": 1})
+    grid = sweep(small, space, num_samples=50, max_concurrent_trials=1, metric="loss")
+    assert not grid.errors and len(grid) == 50
+    with open(os.path.join(folder, "memory")) as file:
+        used = [int(line) for line in file]
+    assert len(used) == 50
+    # a model and its graphs that stayed would be 2 MiB or more for each trial
+    assert used[-1] - used[9] < 40 * 2**20, [round(u / 2**20) for u in used]
+
+
+RESUMED = """
+import json, logging, os, signal, sys
+
+import ray
+from ray import tune
+from ray.train import RunConfig, ScalingConfig
+
+import raytf
+from tests.cluster import models
+
+folder, resume = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+
+
+def callbacks(config):
+    import keras
+
+    class Stands(keras.callbacks.Callback):
+        raytf_local_batches = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            with open(os.path.join(folder, "epochs"), "a") as file:
+                file.write(f"{config['dropout']} {epoch}\\n")
+            if config["dropout"] == 0.1 and epoch == 1 and not os.path.exists(os.path.join(folder, "killed")):
+                with open(os.path.join(folder, "killed"), "w"):
+                    os.kill(int(os.environ["DRIVER"]), signal.SIGKILL)
+
+    return [Stands()]
+
+
+ray.init(
+    log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": {"DRIVER": str(os.getpid())}}
+)
+trainer = raytf.KerasTrainer(
+    models.mlp,
+    config={"batch_size": 25, "epochs": 2},
+    datasets={"train": models.dataset()},
+    features=models.FEATURES,
+    labels="label",
+    callbacks=callbacks,
+    scaling_config=ScalingConfig(num_workers=1),
+    run_config=RunConfig(storage_path=folder, name="interrupted"),
+)
+grid = raytf.sweep(
+    trainer,
+    None if resume else {"dropout": tune.grid_search([0.0, 0.1, 0.2])},
+    max_concurrent_trials=1,
+    metric="loss",
+    resume=resume,
+)
+print(json.dumps({r.config["dropout"]: r.metrics["training_iteration"] for r in grid}))
+"""
+
+
+def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
+    def run(*arguments):
+        address = ray_cluster.get_runtime_context().gcs_address
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        environment = os.environ | {"RAY_ADDRESS": address, "PYTHONPATH": root}
+        command = [sys.executable, "-c", RESUMED, str(tmp_path), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+
+    first = run()
+    assert first.returncode == -signal.SIGKILL, first.stdout + first.stderr
+    done = run(str(tmp_path / "interrupted"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"0.0": 2, "0.1": 2, "0.2": 2}
+    made = (tmp_path / "epochs").read_text().split("\n")
+    assert made.count("0.0 0") == made.count("0.0 1") == 1, "a trial that had ended is not run again"
+    assert made.count("0.2 1") == 1
+
+
+def test_rates_that_follow_the_batch(tmp_path):
+    def callbacks(config):
+        import keras
+
+        class Rates(keras.callbacks.Callback):
+            raytf_local_batches = True
+
+            def on_train_batch_end(self, batch, logs=None):
+                with open(os.path.join(tmp_path, str(config["batch_size"])), "a") as file:
+                    file.write(f"{float(self.model.optimizer.learning_rate):.6f} ")
+
+        return [Rates()]
+
+    grid = sweep(
+        trainer(tmp_path, workers=1, callbacks=callbacks, config={"learning_rate": 0.01}),
+        {"batch_size": tune.grid_search([20, 40])},
+        scale_learning_rate="linear",
+        base_batch_size=20,
+        warmup_steps=2,
+        report_every_steps=2,
+    )
+    # the first epoch has no val_loss before its end; steps 2 and 4 of five, step 2 of three
+    assert [by(grid, "batch_size")[size].metrics["training_iteration"] for size in (20, 40)] == [1 + 2 + 1, 1 + 1 + 1]
+    assert [r.metrics["epoch"] for r in grid] == [2, 2] and all("step" not in r.metrics for r in grid)
+    assert by(grid, "batch_size")[40].metrics["scaled_learning_rate"] == pytest.approx(0.02)
+    assert (tmp_path / "20").read_text().split() == ["0.005000", *["0.010000"] * 9]
+    assert (tmp_path / "40").read_text().split() == ["0.010000", *["0.020000"] * 5]
+
+
+def test_wrong_sweeps_say_why(tmp_path):
+    space = {"learning_rate": tune.loguniform(1e-4, 1e-1)}
+    good = trainer(tmp_path)
+    for arguments, message in [
+        ({"param_space": space, "num_samples": 0}, "num_samples must be at least 1"),
+        ({"param_space": {}}, "param_space must be a dict of config keys"),
+        ({"param_space": space, "mode": "best"}, "mode must be min or max"),
+        ({"param_space": space, "scheduler": "best"}, "scheduler must be one of"),
+        ({"param_space": {"units": tune.choice([1, 2])}}, "Something must read every key of param_space.*'units'"),
+        ({"param_space": {"num_workers": tune.choice([1, 50])}}, "hold the largest trial \\(50 worker"),
+        ({"resume": tmp_path / "nowhere"}, "resumed from a path that exists"),
+        ({"param_space": space, "metric": "auc"}, "metric must be one that the trials report.*'auc'.*val_accuracy"),
+    ]:
+        with pytest.raises(raytf.ConfigError, match=message):
+            sweep(good, **arguments)
+    with pytest.raises(raytf.ConfigError, match="A sweep runs a raytf.KerasTrainer"):
+        sweep("trainer", space)

@@ -1,0 +1,129 @@
+"""What a sweep is made of, without a cluster: spaces as text, names, scaled rates, keys that nothing reads."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray import tune
+from ray.tune import schedulers
+
+from raytf import rates, reads, space
+from raytf.errors import ConfigError
+from raytf.topology import per_replica_batch
+
+
+def test_a_space_as_text():
+    parsed = space.parse(
+        {
+            "learning_rate": "loguniform(1e-4, 1e-1)",
+            "batch_size": "[32, 64]",
+            "units": [8, 16],
+            "kind": "choice(['cnn', 'mlp'])",
+            "grid": "tune.grid_search([1, 2, 3])",
+            "epochs": 3,
+            "name": "a text",
+            "dropout": "0.5",
+        }
+    )
+    assert (parsed["learning_rate"].lower, parsed["learning_rate"].upper) == (1e-4, 1e-1)
+    assert parsed["batch_size"].categories == [32, 64] and parsed["units"].categories == [8, 16]
+    assert parsed["kind"].categories == ["cnn", "mlp"] and parsed["grid"] == {"grid_search": [1, 2, 3]}
+    assert (parsed["epochs"], parsed["name"], parsed["dropout"]) == (3, "a text", 0.5)
+    assert space.count(parsed, 4) == 12 and space.count(parsed, -1) is None
+    drawn = space.sample(parsed)
+    assert drawn["grid"] == 1 and 1e-4 <= drawn["learning_rate"] <= 1e-1 and drawn["kind"] in ("cnn", "mlp")
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os').system('false')", "exec('1')", "loguniform(open('x'), 1)", "uniform(1)", "tune.run(1)"]
+)
+def test_no_code_runs_from_a_space(text):
+    with pytest.raises(ConfigError):
+        space.parse({"learning_rate": text})
+
+
+def test_numbers_of_a_key():
+    assert space.values(tune.choice([1, 3]), "num_workers") == [1, 3]
+    assert space.values(tune.grid_search([2]), "num_workers") == [2]
+    assert space.values(tune.randint(1, 4), "num_workers") == [1, 3]
+    assert space.values(2, "num_workers") == [2]
+    with pytest.raises(ConfigError, match="num_workers must have known bounds"):
+        space.values(tune.uniform(1, 2), "num_workers")
+
+
+def test_names_of_schedulers_and_searches():
+    domain = {"learning_rate": tune.loguniform(1e-4, 1e-1), "batch_size": 32, "num_workers": tune.choice([1, 2])}
+    assert space.scheduler(None, domain, 3) is None and space.scheduler("fifo", domain, 3) is None
+    for name, kind in {
+        "asha": schedulers.AsyncHyperBandScheduler,
+        "hyperband": schedulers.HyperBandScheduler,
+        "median": schedulers.MedianStoppingRule,
+        "pbt": schedulers.PopulationBasedTraining,
+    }.items():
+        assert isinstance(space.scheduler(name, domain, 3), kind)
+    own = schedulers.FIFOScheduler()
+    assert space.scheduler(own, domain, 3) is own
+    for wrong in ("best", 3):
+        with pytest.raises(ConfigError, match="scheduler must be one of fifo, asha"):
+            space.scheduler(wrong, domain, 3)
+    with pytest.raises(ConfigError, match="mutates what has a domain"):
+        space.scheduler("pbt", {"batch_size": 32}, 3)
+    assert space.search(None) is None
+    with pytest.raises(ConfigError, match="search_alg must be one of random, optuna"):
+        space.search("best")
+
+
+@given(st.floats(1e-6, 1), st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 8))
+def test_scaled_rates(rate, base, batch, workers):
+    linear, root = (rates.Scaling(rule=rule, base_batch_size=base) for rule in ("linear", "sqrt"))
+    assert linear.rate(rate, batch) == pytest.approx(rate * batch / base)
+    assert root.rate(rate, batch) ** 2 == pytest.approx(rate * linear.rate(rate, batch))
+    assert linear.rate(rate, base) == pytest.approx(rate)
+    config = {"learning_rate": rate, "batch_size": batch}
+    if batch < workers:
+        with pytest.raises(ConfigError, match="at least one row for each replica"):
+            rates.derived(config, linear, workers, 1000)
+        return
+    found = rates.derived(config, linear, workers, 1000)
+    assert found["scaled_learning_rate"] == linear.rate(rate, batch)
+    assert found["per_replica_batch"] == max(per_replica_batch(batch, workers))
+    assert (found["steps_per_epoch"] - 1) * batch < 1000 <= found["steps_per_epoch"] * batch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rule": "cubic", "base_batch_size": 1}, "must be linear, sqrt or None"),
+        ({"rule": "linear"}, "belong together"),
+        ({"base_batch_size": 32}, "belong together"),
+        ({"rule": "sqrt", "base_batch_size": 0}, "base_batch_size must be an integer of at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0"),
+    ],
+)
+def test_wrong_scalings(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        rates.Scaling(**arguments)
+
+
+def _reads_units(config):
+    return config["units"]
+
+
+def _hands_on(config):
+    return _reads_units(config)
+
+
+def _as_keywords(config):
+    return dict(**config)
+
+
+def _inside(config):
+    return [lambda: config.get("rate") for _ in range(2)]
+
+
+def test_keys_that_nothing_reads():
+    assert reads.may_read(_reads_units, "units") and not reads.may_read(_reads_units, "unit")
+    assert reads.may_read(_hands_on, "units") and not reads.may_read(_hands_on, "unit")
+    assert reads.may_read(_as_keywords, "anything")
+    assert reads.may_read(_inside, "rate") and not reads.may_read(_inside, "learning_rate")
+    assert reads.may_read(np.ufunc, "anything")
