@@ -71,7 +71,7 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     assert len(re.findall(r"^trial \d/4  .*13 a replica, 4 steps an epoch", out, re.MULTILINE)) == 4
     assert re.search(r"^best val_loss ", out, re.MULTILINE) and 'raytf.load_model("' in out
 
-    events = [p for p in pathlib.Path(grid.experiment_path).rglob("events.out.tfevents*")]
+    events = list(pathlib.Path(grid.experiment_path).rglob("events.out.tfevents*"))
     assert events and all(b"_hparams_" in p.read_bytes() for p in events)
 
     page = tmp_path / "report.html"
