@@ -179,7 +179,7 @@ def main(arguments=None):
     parser = common.parser(__doc__)
     parser.add_argument("--picture", metavar="FILE", help="draw the figures there (.svg or .png; needs matplotlib)")
     options = parser.parse_args(arguments)
-    found = _measure_all(options, steps=60 if options.smoke else 200)
+    found = _measure_all(options, steps=60 if options.smoke else 120)
     rows, summary = [], {}
     for (cluster, kind, workers), answers in found.items():
         median, least, most = common.spread(a["rows_per_s"] for a in answers)
