@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 
@@ -84,11 +85,11 @@ def _sum_function(strategy):
             local = [tf.where(counted, v, tf.zeros_like(v)) for v in local]
         return all_sum(local)
 
-    @tf.function
     def total(*local):
         return [strategy.experimental_local_results(v)[0] for v in strategy.run(replica, args=local)]
 
-    return total
+    # a partial has no code: TensorFlow counts traces by code, and would warn of what are different functions
+    return tf.function(functools.partial(total))
 
 
 def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:

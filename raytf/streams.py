@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -37,6 +37,10 @@ class Stream:
         """The first rows alone."""
         return Blocks([self.sample], [self.sample.num_rows], self.columns)
 
+    def another(self) -> Stream:
+        """The same dataset from a server of its own, for workers that train apart from these; it ends with this one."""
+        return replace(self, server=ray.get(self.server.another.remote()))
+
 
 class Server:
     """Executes pieces of a dataset in the order of an epoch, as far ahead as workers need, and tells where rows lie.
@@ -47,13 +51,18 @@ class Server:
     Args:
         pieces: of the dataset.
         num_cpus: CPUs of each reading task; None leaves them as the dataset has them.
+        workers: how many will ask at once.
     """
 
-    def __init__(self, pieces: Pieces, num_cpus: float | None):
-        self._pieces, self._num_cpus = pieces, num_cpus
+    def __init__(self, pieces: Pieces, num_cpus: float | None, workers: int):
+        self._pieces, self._num_cpus, self._workers = pieces, num_cpus, workers
         self._runs: dict[int, _Run] = {}
         self._asked: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
+
+    def another(self):
+        """A server of the same pieces."""
+        return _server(self._pieces, self._num_cpus, self._workers)
 
     def rows(self, worker: int, workers: int, order: Order, epoch: int, start: int, stop: int) -> list:
         """Where the rows from stream position `start` to `stop` lie: (block, first row in it, rows) in order.
@@ -186,5 +195,9 @@ def open_stream(pieces: Pieces, columns: list[str], sample: pa.Table, workers: i
         workers: how many will ask at once.
         num_cpus: see `Server`.
     """
-    server = ray.remote(Server).options(num_cpus=0, max_concurrency=2 * workers + 2).remote(pieces, num_cpus)
-    return Stream(pieces.rows, columns, sample, server)
+    return Stream(pieces.rows, columns, sample, _server(pieces, num_cpus, workers))
+
+
+def _server(pieces: Pieces, num_cpus: float | None, workers: int):
+    concurrent = 2 * workers + 2
+    return ray.remote(Server).options(num_cpus=0, max_concurrency=concurrent).remote(pieces, num_cpus, workers)

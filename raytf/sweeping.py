@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import time
@@ -211,7 +212,7 @@ def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[P
         datasets = {name: d.materialize() for name, d in datasets.items()}
         found = {name: blocks.read(d) for name, d in datasets.items()}
         plan = Plan(
-            train=_user_loop(trainer.train_loop_per_worker),
+            train=_UserLoop(trainer.train_loop_per_worker),
             config=config,
             tensorflow_config=dataclasses.replace(
                 trainer.backend_config, feed=found, seed=trainer.backend_config.seed or 0
@@ -230,7 +231,7 @@ def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[P
     steps = None if every is None else (every, metric)
     task = dataclasses.replace(trainer.task(found), warmup_steps=scaling.warmup_steps, report_steps=steps)
     plan = Plan(
-        train=_keras_loop(task),
+        train=_KerasLoop(task),
         config=config,
         tensorflow_config=trainer.worker_config(),
         datasets={},
@@ -255,30 +256,40 @@ def _try(trainer, launch, found, given, config) -> None:
         )
 
 
-def _keras_loop(task: Task) -> Callable:
-    def loop(session, config):
-        train(dataclasses.replace(task, config=config), session)
+@dataclasses.dataclass(frozen=True)
+class _KerasLoop:
+    """A KerasTrainer's training, with a trial's config."""
 
-    return loop
+    task: Task
+
+    def __call__(self, session, config) -> None:
+        train(dataclasses.replace(self.task, config=config), session)
+
+    def apart(self) -> _KerasLoop:
+        """The same for a lane: streams of its own, as lanes do not stand at the same row."""
+        datasets = {n: d.another() if isinstance(d, Stream) else d for n, d in self.task.datasets.items()}
+        return _KerasLoop(dataclasses.replace(self.task, datasets=datasets))
 
 
-def _user_loop(function: Callable) -> Callable:
-    import inspect
+@dataclasses.dataclass(frozen=True)
+class _UserLoop:
+    """A TensorflowTrainer's train loop, with a trial's config."""
 
-    takes_config = bool(inspect.signature(function).parameters)
+    function: Callable
 
-    def loop(session, config):
+    def __call__(self, session, config) -> None:
         import keras
 
         from raytf import strategy
 
         keras.utils.set_random_seed(strategy.config().seed)
-        if takes_config:
-            function(config)
+        if inspect.signature(self.function).parameters:
+            self.function(config)
         else:
-            function()
+            self.function()
 
-    return loop
+    def apart(self) -> _UserLoop:
+        return self
 
 
 def _run_config(given, trainers) -> tune.RunConfig:

@@ -1,4 +1,4 @@
-"""One trial of a sweep, as Ray Tune runs it: an actor that leads a lane. Runs without TensorFlow in its process."""
+"""One trial of a sweep, as Ray Tune runs it: an actor that leads a lane. TensorFlow is not in its process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan:
     """What every trial of a sweep shares.
 
     Args:
-        train: train(session, config), on a worker.
+        train: train(session, config), on a worker; train.apart() is the same for one lane.
         config: the trainer's, which a trial's values are laid over.
         scaling_config, tensorflow_config: the trainer's.
         environment: runtime environment of the workers.
@@ -106,9 +106,10 @@ class Trial(tune.Trainable):
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
             if self._lane is None:
                 each = plan.scaling_config._resources_per_worker_not_none
+                self._train = plan.train.apart()
                 self._lane = Lane(plan.tensorflow_config, each, workers, plan.environment, first_bundle=_first_bundle())
             self._lane.begin(
-                Job(train=plan.train, config=config, name=self.trial_name, files=self._files, datasets=plan.datasets)
+                Job(train=self._train, config=config, name=self.trial_name, files=self._files, datasets=plan.datasets)
             )
             self._running = True
         return self._lane.go_on()

@@ -127,3 +127,43 @@ def test_keys_that_nothing_reads():
     assert reads.may_read(_as_keywords, "anything")
     assert reads.may_read(_inside, "rate") and not reads.may_read(_inside, "learning_rate")
     assert reads.may_read(np.ufunc, "anything")
+
+
+def test_a_batch_too_large_is_said_to_be():
+    from raytf.lane import TrialError
+    from raytf.trial import _explained
+
+    error = _explained(TrialError("ResourceExhaustedError: OOM when allocating tensor", "..."), {"batch_size": 4096})
+    assert str(error).startswith("config['batch_size']=4096 does not fit into a worker's memory (ResourceExhausted")
+    other = TrialError("ValueError: no")
+    assert _explained(other, {"batch_size": 4096}) is other
+
+
+def test_the_live_table():
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    from raytf.sweep_table import Table
+
+    def trial(name, status, result, **config):
+        return SimpleNamespace(trial_id=name, status=status, last_result=result, config=config)
+
+    table = Table("loss", "min", 4, show=False)
+    trials = [
+        trial("aaaaa", "TERMINATED", {"loss": 0.5, "training_iteration": 3, "per_replica_batch": 16}, batch_size=32),
+        trial("bbbbb", "RUNNING", {"loss": 0.25, "training_iteration": 1}, batch_size=64),
+        trial("ccccc", "PENDING", {}, batch_size=64),
+        trial("ddddd", "ERROR", {"loss": float("nan"), "training_iteration": 1}, batch_size=64),
+    ]
+    for ended in (trials[0], trials[3]):
+        table.on_trial_start(0, trials, ended)
+        table._ended(ended, "")
+    table.on_step_end(0, trials)
+    console = Console(width=120, record=True)
+    console.print(table._table())
+    text = console.export_text()
+    assert "2/4 trials ended, 1 running, best loss 0.25" in text and "0:00 left" in text
+    rows = [line.split("│")[1:] for line in text.splitlines() if "│ " in line]
+    assert [row[0].strip() for row in rows] == ["bbbbb", "aaaaa", "ddddd"]
+    assert rows[0][4].strip() == "0.25 *" and "(16 a replica)" in rows[1][2]
