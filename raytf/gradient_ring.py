@@ -113,10 +113,13 @@ def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
     elif target.dtype == values.dtype and values.dtype.itemsize > 2:
         np.multiply(values, values.dtype.type(weight), out=target)
     else:  # in pieces that stay in a core's cache
-        kind = np.promote_types(values.dtype, np.float32) if values.dtype.itemsize > 2 else np.dtype(np.float32)
-        for i in range(0, values.size, 1 << 16):
-            piece = slice(i, i + (1 << 16))
-            target[piece] = values[piece].astype(kind, copy=False) * kind.type(weight)
+        kind = values.dtype if values.dtype.itemsize > 2 else np.dtype(np.float32)
+        wide = np.empty(1 << 16, kind)
+        for i in range(0, values.size, wide.size):
+            piece = values[i : i + wide.size]
+            weighted = wide[: piece.size]
+            np.multiply(piece, kind.type(weight), out=weighted, dtype=kind)
+            target[i : i + piece.size] = weighted
 
 
 def _empty(items: int, dtype: np.dtype) -> np.ndarray:

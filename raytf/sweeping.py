@@ -24,7 +24,7 @@ from ray.tune.utils import flatten_dict
 
 from raytf import blocks, rates, reads, report, resources, space, storage
 from raytf.errors import ConfigError, ResourceError
-from raytf.launching import Launch, thread_variables, worker_environment
+from raytf.launching import Launch, worker_environment
 from raytf.streams import Stream
 from raytf.sweep_table import Stopper, Table
 from raytf.trainer import KerasTrainer, TensorflowTrainer
@@ -200,7 +200,7 @@ def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> 
 
 def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[Plan, dict]:
     """Reads the data and tries the model; (the plan, the data that was read)."""
-    environment = worker_environment(trainer.run_config, thread_variables(trainer.scaling_config))
+    environment = worker_environment(trainer.run_config, trainer.scaling_config)
     common = {
         "scaling_config": trainer.scaling_config,
         "environment": environment,

@@ -149,7 +149,7 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str) -> None:
 
 
 def main(arguments=None):
-    from raytf.launching import ALLOCATOR
+    from raytf.launching import allocator
 
     options = common.parser(__doc__).parse_args(arguments)
     repeats, scale = (1, 0.05) if options.smoke else (options.repeats, 1)
@@ -158,7 +158,7 @@ def main(arguments=None):
         for kind, batch in CASES:
             arguments = (kind, str(batch), str(repeats), str(scale), address)
             # the allocator as on raytf's workers, for all ways
-            found = common.measure(__file__, "--once", *arguments, environment=ALLOCATOR)
+            found = common.measure(__file__, "--once", *arguments, environment=allocator(1))
             figures[f"{kind} {batch}"] = found
             middle = {way: common.spread(rates)[0] for way, rates in found.items()}
             rows.append(

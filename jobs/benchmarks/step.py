@@ -139,7 +139,7 @@ def _by_hand(strategy, kind: str, batch):
 
 
 def main(arguments=None):
-    from raytf.launching import ALLOCATOR
+    from raytf.launching import allocator
 
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
@@ -153,12 +153,12 @@ def main(arguments=None):
         for _ in range(repeats):
             for way in options.ways:
                 legacy = {"TF_USE_LEGACY_KERAS": "1"} if way.startswith("tf_keras") else {}
-                allocator = ALLOCATOR if way.startswith("raytf") else {}
+                ours = allocator(1) if way.startswith("raytf") else {}
                 rate = common.measure_group(
                     __file__,
                     *("--once", way, kind, str(steps)),
                     workers=1 if way == "one process" else 2,
-                    environment=legacy | allocator,
+                    environment=legacy | ours,
                 )
                 print(f"{kind} {way}: {rate:.1f} steps/s", file=sys.stderr)
                 found[way].append(rate)

@@ -94,7 +94,7 @@ def once(way: str, folder: str, address: str) -> None:
 
 
 def main(arguments=None):
-    from raytf.launching import ALLOCATOR
+    from raytf.launching import allocator
 
     options = common.parser(__doc__).parse_args(arguments)
     repeats, rows = (1, ROWS // 20) if options.smoke else (options.repeats, ROWS)
@@ -106,7 +106,7 @@ def main(arguments=None):
         write(folder, rows)
         for _ in range(repeats):
             for way, found in figures.items():
-                found.append(common.measure(__file__, "--once", way, folder, address, environment=ALLOCATOR))
+                found.append(common.measure(__file__, "--once", way, folder, address, environment=allocator(1)))
     base = common.spread(one["rate"] for one in figures["to_tf"])[0]
     for way, found in figures.items():
         median, least, most = common.spread(one["rate"] for one in found)
