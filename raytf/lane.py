@@ -271,9 +271,14 @@ def _keras_defaults() -> dict[str, Any]:
 def _clear(defaults: dict[str, Any]) -> None:
     import keras
     import tensorflow as tf
+    from tensorflow.python.framework.ops import gradient_registry
 
     keras.backend.clear_session()
     for name, value in defaults.items():
         getattr(keras.config, f"set_{name}")(value)
     tf.config.run_functions_eagerly(False)
+    # TensorFlow keeps the gradient of every `tf.custom_gradient` that it traced, and with it the graph, by name
+    registry = gradient_registry._registry
+    for name in [name for name in registry if name.startswith("CustomGradient-")]:
+        del registry[name]
     gc.collect()

@@ -50,8 +50,8 @@ _ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-# Other arenas than the first are cut from heaps of 64 MiB, which do give memory back: a step of 10 million parameters on
-# two workers took 0.24 s of CPU time instead of 0.18 s. Threads of a large worker would wait for a single arena.
+# Other arenas than the first are cut from heaps of 64 MiB, which do give memory back: a step of 10 million parameters
+# on two workers took 0.24 s of CPU time instead of 0.18 s. Threads of a large worker would wait for a single arena.
 _ONE_ARENA_UP_TO_CPUS = 4
 # A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
 _VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}

@@ -20,6 +20,7 @@ import numpy as np
 import ray
 from ray import tune
 from ray.train._internal.storage import get_fs_and_path
+from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 
 from raytf import blocks, rates, reads, report, resources, space, storage
@@ -98,6 +99,7 @@ def sweep(
     given = dict(param_space or {})
     config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
     epochs = max((int(e) for e in space.values(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
+    _check_keys(trainer, given)
     chosen = space.scheduler(scheduler, given, epochs)
     searched = space.search(search_alg)
     if not ray.is_initialized():
@@ -106,7 +108,9 @@ def sweep(
     found: dict = {}
     try:
         plan, found = _plan(trainer, given, config, metric, scaling, report_every_steps)
-        settled = _run_config(run_config, trainer.run_config)
+        # Population Based Training may come back to a checkpoint that its trial has left behind
+        keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
+        settled = _run_config(run_config, trainer.run_config, keep)
         table = Table(metric, mode, space.count(given, num_samples), progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
@@ -225,7 +229,7 @@ def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[P
     launch = Launch(trainer.scaling_config, trainer.run_config)
     try:
         found = storage.read_all(trainer.datasets, trainer.storage, trainer.scaling_config)
-        _try(trainer, launch, found, given, config)
+        trainer.try_model(launch, found, config | space.sample(given))
     finally:
         launch.cancel()
     steps = None if every is None else (every, metric)
@@ -241,9 +245,10 @@ def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[P
     return plan, found
 
 
-def _try(trainer, launch, found, given, config) -> None:
-    """Raises ConfigError if the model or the columns do not fit, or nothing reads a key of the space."""
-    trainer.try_model(launch, found, config | space.sample(given))
+def _check_keys(trainer, given) -> None:
+    """Raises ConfigError if nothing reads a key of the space; the code of a train loop may hand its config anywhere."""
+    if not isinstance(trainer, KerasTrainer):
+        return
     functions = [f for f in (trainer.build_model, trainer.callbacks) if f is not None]
     unread = sorted(
         name for name in given if name not in _OWN_KEYS and not any(reads.may_read(f, name) for f in functions)
@@ -292,7 +297,7 @@ class _UserLoop:
         return self
 
 
-def _run_config(given, trainers) -> tune.RunConfig:
+def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     """Tune's RunConfig: the sweep's own, or what the trainer's says."""
     if given is None:
         failure = getattr(trainers, "failure_config", None)
@@ -303,9 +308,9 @@ def _run_config(given, trainers) -> tune.RunConfig:
             storage_path=trainers.storage_path,
             storage_filesystem=trainers.storage_filesystem,
             failure_config=tune.FailureConfig(max_failures=max(0, getattr(failure, "max_failures", 0) or 0)),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=getattr(checkpoint, "num_to_keep", None) or 1),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=getattr(checkpoint, "num_to_keep", None) or keep),
         )
-    checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=1))
+    checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
     if checkpoint.checkpoint_at_end is None:
         checkpoint.checkpoint_at_end = True
     return dataclasses.replace(given, name=given.name or _new_name(), checkpoint_config=checkpoint)

@@ -86,7 +86,8 @@ class Trial(tune.Trainable):
             self._close()  # Tune ends the actor of a trial that failed
             raise _explained(error, self._config) from None
         if metrics is None:
-            if not self._reported:
+            # one that goes on from the end of another's training has nothing left to do
+            if not self._reported and self._files is None:
                 raise TrialError("The train loop ended without a report: call ray.train.report(metrics) in it")
             return {DONE: True, RESULT_DUPLICATE: True}
         if not self._reported and self._plan.metric not in flatten_dict(metrics):
@@ -121,7 +122,7 @@ class Trial(tune.Trainable):
         return {SHOULD_CHECKPOINT: True} if due else {}
 
     def save_checkpoint(self, folder: str) -> None:
-        files = self._lane.save() if self._running else self._files
+        files = (self._lane.save() if self._running else None) or self._files
         # Tune takes no empty folder
         write_files(files or {"nothing": b""}, folder)
 

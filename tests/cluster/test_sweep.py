@@ -113,7 +113,7 @@ def test_population_based_training_hands_weights_and_optimizer_on(tmp_path):
 
     pbt = PopulationBasedTraining(
         time_attr="training_iteration",
-        perturbation_interval=2,
+        perturbation_interval=4,
         hyperparam_mutations={"learning_rate": lambda: 0.02},
         quantile_fraction=0.5,
         resample_probability=1.0,
@@ -126,7 +126,7 @@ def test_population_based_training_hands_weights_and_optimizer_on(tmp_path):
     )
     assert not grid.errors
     changed = [r for r in grid if r.config["learning_rate"] == 0.02]
-    assert changed, "the trial without learning must have taken the other's place"
+    assert changed, [(r.config, r.metrics["val_loss"]) for r in grid]
     for result in grid:
         model = raytf.load_model(result)
         assert int(model.optimizer.iterations) == 6 * 4
@@ -149,23 +149,17 @@ def test_trials_that_do_badly_are_stopped(tmp_path):
     assert by(grid, "learning_rate")[1e-8].metrics["training_iteration"] < 6
 
 
-@pytest.mark.parametrize(("scheduler", "search"), [("hyperband", None), ("median", "optuna")])
-def test_schedulers_and_searches_by_name(tmp_path, scheduler, search):
-    """Two trials at a time, in all CPUs that the cluster has; HyperBand pauses trials and takes them up again."""
-    grid = sweep(
-        trainer(tmp_path, config={"epochs": 4}),
-        {"learning_rate": tune.loguniform(1e-3, 1e-1)},
-        num_samples=4,
-        scheduler=scheduler,
-        search_alg=search,
-    )
+def test_two_trials_at_a_time_that_pause(tmp_path):
+    """In all CPUs that the cluster has; HyperBand pauses trials and takes them up again."""
+    learning = {"learning_rate": tune.loguniform(1e-3, 1e-1)}
+    grid = sweep(trainer(tmp_path, config={"epochs": 4}), learning, num_samples=4, scheduler="hyperband")
     assert not grid.errors and len(grid) == 4
     assert max(r.metrics["training_iteration"] for r in grid) == 4
 
 
 def _loop(config):
     import keras
-    import ray.train
+    import ray.train.collective
     import tensorflow as tf
 
     # what a lane built before must not be in the way of a loop that builds its own, each time anew
@@ -232,8 +226,8 @@ def test_memory_is_bounded_over_many_trials(tmp_path):
     with open(os.path.join(folder, "memory")) as file:
         used = [int(line) for line in file]
     assert len(used) == 50
-    # a model and its graphs that stayed would be 2 MiB or more for each trial
-    assert used[-1] - used[9] < 40 * 2**20, [round(u / 2**20) for u in used]
+    # graphs that stayed, of a model as small as this, are more than 1 MiB for each trial
+    assert used[-1] - used[9] < 15 * 2**20, [round(u / 2**20) for u in used]
 
 
 RESUMED = """

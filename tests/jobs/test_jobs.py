@@ -80,10 +80,10 @@ def test_the_command_sweep(tmp_path):
     (tmp_path / "mymodels.py").write_text(MODULE)
     (tmp_path / "data").mkdir()
     pd.DataFrame({"a": range(40), "b": 1.0, "y": 2.0}).to_parquet(tmp_path / "data" / "part.parquet")
-    (tmp_path / "space.yaml").write_text("units: [2, 3]\nlearning_rate: grid_search([1.0e-4, 1.0e-5])\n")
+    (tmp_path / "space.yaml").write_text("units: [2, 3]\nlearning_rate: loguniform(1.0e-5, 1.0e-4)\n")
     command = ["-m", "raytf.cli", "sweep", "mymodels:build_model", "batch_size=choice([10, 20])", "--data", "data"]
-    command += ["--space", "space.yaml", "--features", "a,b", "--labels", "y", "--num-samples", "1"]
-    command += ["--storage", "runs", "--name", "search"]
+    command += ["--space", "space.yaml", "--features", "a,b", "--labels", "y", "--num-samples", "2"]
+    command += ["--search", "optuna", "--scheduler", "median", "--storage", "runs", "--name", "search"]
     out, _ = run(*command, cwd=tmp_path)
     assert "trial 2/2" in out and "best loss" in out
     model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
