@@ -21,6 +21,7 @@ import ray
 from ray import tune
 from ray.train._internal.storage import get_fs_and_path
 from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.search import ConcurrencyLimiter
 from ray.tune.utils import flatten_dict
 
 from raytf import blocks, rates, reads, report, resources, space, storage
@@ -91,7 +92,7 @@ def sweep(
     """
     _check(trainer, param_space, num_samples, mode, max_concurrent_trials, report_every_steps, resume)
     known = {"metric": metric, "mode": mode, "rule": scale_learning_rate, "base_batch_size": base_batch_size}
-    known["warmup_steps"] = warmup_steps
+    known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
         known = report.settings(os.fspath(resume))
     metric, mode = known["metric"], known["mode"]
@@ -107,7 +108,7 @@ def sweep(
     concurrent = _concurrency(trainer.scaling_config, given, max_concurrent_trials)
     found: dict = {}
     try:
-        plan, found = _plan(trainer, given, config, metric, scaling, report_every_steps)
+        plan, found = _plan(trainer, given, config, metric, scaling, known["report_every_steps"])
         # Population Based Training may come back to a checkpoint that its trial has left behind
         keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
         settled = _run_config(run_config, trainer.run_config, keep)
@@ -122,7 +123,8 @@ def sweep(
                 num_samples=num_samples,
                 scheduler=chosen,
                 search_alg=searched,
-                max_concurrent_trials=concurrent,
+                # Ray takes one limit only
+                max_concurrent_trials=None if isinstance(searched, ConcurrencyLimiter) else concurrent,
                 reuse_actors=warm,
             ),
             _watched(settled, table),
@@ -185,9 +187,11 @@ def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> 
     Raises:
         ResourceError: it can never hold the largest.
     """
-    counts = [int(n) for n in space.values(given.get("num_workers", scaling_config.num_workers), "num_workers")]
-    if min(counts) < 1:
-        raise ConfigError("num_workers must be at least 1", min(counts), "Change the space")
+    counts = space.values(given.get("num_workers", scaling_config.num_workers), "num_workers")
+    if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
+        raise ConfigError(
+            "num_workers of a trial must be an integer of at least 1", counts, "Put numbers of workers into the space"
+        )
     each = {k: v for k, v in scaling_config._resources_per_worker_not_none.items() if v > 0}
     if not each or resources.can_grow():
         return most

@@ -71,8 +71,11 @@ class Trial(tune.Trainable):
         self._saved = 0.0
 
     def reset_config(self, new_config) -> bool:
-        if self._running and self._lane is not None:
-            self._lane.stop()
+        if self._running:
+            try:
+                self._lane.stop()
+            except LaneLostError:  # a worker died after its trial had ended: this one gets others
+                self._close()
         self._take(new_config)
         return True
 
