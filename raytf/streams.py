@@ -54,7 +54,7 @@ class Server:
         workers: how many will ask at once.
     """
 
-    def __init__(self, pieces: Pieces, num_cpus: float | None, workers: int):
+    def __init__(self, pieces: Pieces, num_cpus: float | None, workers: int = 1):
         self._pieces, self._num_cpus, self._workers = pieces, num_cpus, workers
         self._runs: dict[int, _Run] = {}
         self._asked: dict[int, tuple[int, int]] = {}
