@@ -20,8 +20,7 @@ import numpy as np
 import ray
 from ray import tune
 from ray.train._internal.storage import get_fs_and_path
-from ray.tune.schedulers import PopulationBasedTraining
-from ray.tune.search import ConcurrencyLimiter
+from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 
 from raytf import blocks, rates, reads, report, resources, space, storage
@@ -102,10 +101,16 @@ def sweep(
     epochs = max((int(e) for e in space.values(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
     _check_keys(trainer, given)
     chosen = space.scheduler(scheduler, given, epochs)
+    if isinstance(chosen, HyperBandScheduler) and max_concurrent_trials is not None:
+        raise ConfigError(
+            "HyperBand waits for whole brackets of trials, which max_concurrent_trials would keep from starting",
+            f"max_concurrent_trials={max_concurrent_trials}",
+            "Leave the limit out: trials wait for the cluster's room anyhow",
+        )
     searched = space.search(search_alg)
     if not ray.is_initialized():
         ray.init()
-    concurrent = _concurrency(trainer.scaling_config, given, max_concurrent_trials)
+    _check_room(trainer.scaling_config, given)
     found: dict = {}
     try:
         plan, found = _plan(trainer, given, config, metric, scaling, known["report_every_steps"])
@@ -123,8 +128,9 @@ def sweep(
                 num_samples=num_samples,
                 scheduler=chosen,
                 search_alg=searched,
-                # Ray takes one limit only
-                max_concurrent_trials=None if isinstance(searched, ConcurrencyLimiter) else concurrent,
+                # What the cluster holds limits them anyhow, as a trial waits for its placement group. A limit of Tune's
+                # counts trials that are paused, too, and synchronous schedulers would wait for ever for the next one.
+                max_concurrent_trials=max_concurrent_trials,
                 reuse_actors=warm,
             ),
             _watched(settled, table),
@@ -181,12 +187,8 @@ def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every
         )
 
 
-def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> int | None:
-    """How many trials run at once: what the cluster holds of the smallest trials.
-
-    Raises:
-        ResourceError: it can never hold the largest.
-    """
+def _check_room(scaling_config, given: Mapping[str, Any]) -> None:
+    """Raises ResourceError if the cluster can never hold the largest trial."""
     counts = space.values(given.get("num_workers", scaling_config.num_workers), "num_workers")
     if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
         raise ConfigError(
@@ -194,7 +196,7 @@ def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> 
         )
     each = {k: v for k, v in scaling_config._resources_per_worker_not_none.items() if v > 0}
     if not each or resources.can_grow():
-        return most
+        return
     holds = resources.fits([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
     if holds < max(counts):
         need = ", ".join(f"{v:g} {k}" for k, v in each.items())
@@ -203,7 +205,6 @@ def _concurrency(scaling_config, given: Mapping[str, Any], most: int | None) -> 
             f"room for {holds} such worker(s)",
             "Use fewer workers, ask for less in resources_per_worker, or add nodes",
         )
-    return min(most or holds, holds // min(counts))
 
 
 def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[Plan, dict]:

@@ -149,6 +149,14 @@ def test_trials_that_do_badly_are_stopped(tmp_path):
     assert by(grid, "learning_rate")[1e-8].metrics["training_iteration"] < 6
 
 
+def test_two_trials_at_a_time_that_pause(tmp_path):
+    """In all CPUs that the cluster has; HyperBand pauses trials and takes them up again."""
+    learning = {"learning_rate": tune.loguniform(1e-3, 1e-1)}
+    grid = sweep(trainer(tmp_path, config={"epochs": 4}), learning, num_samples=4, scheduler="hyperband")
+    assert not grid.errors and len(grid) == 4
+    assert max(r.metrics["training_iteration"] for r in grid) == 4
+
+
 def _loop(config):
     import keras
     import ray.train.collective
