@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import getpass
+import itertools
 import json
 import os
 import pathlib
@@ -26,8 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from raytf.errors import ConfigError, RaytfError
+
+if TYPE_CHECKING:
+    from cluster.namespaces import Host
 
 STATE = "cluster.json"
 # Every process of a cluster inherits this variable; its value tells the clusters of a machine apart.
@@ -101,7 +107,13 @@ class Cluster:
         return pathlib.Path(self.ray_folder, f"node-{node}.log")
 
 
-def up(nodes: int = 2, cpus: int = 1, folder: str | os.PathLike | None = None) -> Cluster:
+def up(
+    nodes: int = 2,
+    cpus: int = 1,
+    folder: str | os.PathLike | None = None,
+    options: Sequence[Sequence[str]] = (),
+    hosts: Sequence[Host] = (),
+) -> Cluster:
     """Starts a head and `nodes` - 1 workers, and returns when all are alive and jobs can be submitted.
 
     Args:
@@ -109,6 +121,8 @@ def up(nodes: int = 2, cpus: int = 1, folder: str | os.PathLike | None = None) -
         cpus: CPUs that Ray counts on each node, at least 1; there may be more in all than the machine has.
         folder: where the state file is written, made if need be; by default one of the user's below the system's
             temporary folder.
+        options: more options of `ray start` for the first node, the second, and so on, such as resources and labels.
+        hosts: a `namespaces.Host` for each node; by default all share this one. Drivers then run on one of them.
 
     Raises:
         ConfigError: an argument is wrong, or a cluster is up in the folder.
@@ -117,18 +131,25 @@ def up(nodes: int = 2, cpus: int = 1, folder: str | os.PathLike | None = None) -
     for name, value in (("nodes", nodes), ("cpus", cpus)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be an integer of at least 1", repr(value), "Ask for 1 or more")
+    if hosts and len(hosts) != nodes:
+        raise ConfigError("There must be a host for each node", f"{len(hosts)} for {nodes}", "Give as many, or none")
+    options = itertools.chain(options, itertools.repeat(()))
+    places = zip(options, hosts or itertools.repeat(None), strict=False)
+    head_host = hosts[0] if hosts else None
     cluster = _new(_own_folder(folder), cpus)
     deadline = time.monotonic() + START_SECONDS
     try:
         # Port 0 is the system's choice, made at the bind; only the client server cannot take it.
-        head = ["--head", "--port=0", "--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=0"]
-        cluster = _start(cluster, [*head, f"--ray-client-server-port={_free_port()}", "--disable-usage-stats"])
+        head = ["--head", "--port=0", f"--ray-client-server-port={_free_port()}", "--disable-usage-stats"]
+        head += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=0"]
+        cluster = _start(cluster, head, *next(places))
         written = pathlib.Path(cluster.ray_folder, "0", "ray_current_cluster")
         address = _wait(lambda: written.is_file() and written.read_text(), cluster, deadline)
         cluster = _save(dataclasses.replace(cluster, address=address))
         for _ in range(nodes - 1):
-            cluster = _start(cluster, [f"--address={address}"])
-        return _save(dataclasses.replace(cluster, dashboard=ask(cluster, nodes, deadline)["dashboard"]))
+            cluster = _start(cluster, [f"--address={address}"], *next(places))
+        dashboard = ask(cluster, nodes, deadline, head_host)["dashboard"]
+        return _save(dataclasses.replace(cluster, dashboard=dashboard))
     except BaseException:
         down(cluster.folder)
         raise
@@ -165,10 +186,15 @@ def down(folder: str | os.PathLike | None = None) -> None:
 
 
 @contextlib.contextmanager
-def local_cluster(nodes: int = 2, cpus: int = 1):
+def local_cluster(
+    nodes: int = 2,
+    cpus: int = 1,
+    options: Sequence[Sequence[str]] = (),
+    hosts: Sequence[Host] = (),
+):
     """A cluster for a `with` block, with a state file of its own; see `up` for arguments and errors."""
     with tempfile.TemporaryDirectory(prefix="raytf-") as folder:
-        cluster = up(nodes, cpus, folder)
+        cluster = up(nodes, cpus, folder, options, hosts)
         try:
             yield cluster
         finally:
@@ -189,18 +215,19 @@ def load(folder: str | os.PathLike | None = None) -> Cluster:
     return Cluster(**{**values, "nodes": tuple(Process(**node) for node in values["nodes"])})
 
 
-def ask(cluster: Cluster, nodes: int, deadline: float) -> dict:
+def ask(cluster: Cluster, nodes: int, deadline: float, host: Host | None = None) -> dict:
     """Waits until Ray knows `nodes` living nodes; gives {"dashboard": URL, "alive": number of living nodes}.
 
     Args:
         cluster: a cluster whose GCS address is known.
         nodes: how many nodes to wait for, 0 to ask only.
         deadline: of `time.monotonic()`.
+        host: of the first node, where it is not this one.
 
     Raises:
         LocalClusterError: Ray does not answer, or a node ended, or the deadline passed.
     """
-    command = [sys.executable, "-c", ASK_RAY, cluster.address, str(nodes)]
+    command = _on(host, [sys.executable, "-c", ASK_RAY, cluster.address, str(nodes)])
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         asking = subprocess.Popen(
             command, env=os.environ | cluster.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
@@ -318,14 +345,19 @@ def _new(folder: str, cpus: int) -> Cluster:
     return _save(cluster)
 
 
-def _start(cluster: Cluster, options: list[str]) -> Cluster:
+def _on(host: Host | None, command: list[str]) -> list[str]:
+    return command if host is None else host.command(command)
+
+
+def _start(cluster: Cluster, role: list[str], options: Sequence[str], host: Host | None) -> Cluster:
     """Starts one more node."""
     index = len(cluster.nodes)
-    command = [_ray(), "start", "--block", *options, f"--num-cpus={cluster.cpus}"]
+    command = _on(host, [str(_ray()), "start", "--block", *role, f"--num-cpus={cluster.cpus}"])
+    command += [] if host is None else [f"--node-ip-address={host.address}"]
     # Each node would count all GPUs as its own.
     command += ["--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", "--dashboard-agent-listen-port=0"]
     # A folder for each node: in a common one, nodes that start together pick the same socket names.
-    command += [f"--temp-dir={cluster.ray_folder}/{index}", "--log-color=false"]
+    command += [f"--temp-dir={cluster.ray_folder}/{index}", "--log-color=false", *options]
     environment = os.environ | cluster.environment | {MARK: cluster.mark}
     # A job's `python` is then the Python that has raytf.
     environment["PATH"] = os.pathsep.join((str(_ray().parent), environment.get("PATH", os.defpath)))
