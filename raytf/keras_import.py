@@ -9,6 +9,7 @@ of eight small models took 10.7 s of CPU instead of 15.0.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import sys
@@ -21,28 +22,42 @@ _WRAPPERS = ("SKLearnClassifier", "SKLearnRegressor", "SKLearnTransformer")
 
 def import_keras() -> None:
     """`import keras`, quicker; nothing if it is imported already."""
-    if "keras" in sys.modules:
+    if "keras" not in sys.modules:
+        with quick():
+            import keras  # noqa: F401
+
+
+_active = False
+
+
+@contextlib.contextmanager
+def quick():
+    """Within it the first import of Keras, with TensorFlow or after it, is quicker; nothing within another."""
+    global _active
+    if _active:
+        yield
         return
-    collecting = gc.isenabled()
+    hidden = [name for name in _LATER if name not in sys.modules]
+    # None makes an import of this name fail, as if the package were not installed
+    sys.modules.update(dict.fromkeys(hidden))
+    collecting, _active = gc.isenabled(), True
     gc.disable()
     try:
-        _import()
+        yield
     finally:
+        _active = False
+        for name in hidden:
+            del sys.modules[name]
         if collecting:
             gc.enable()
+    _leave_for_later(hidden)
     gc.freeze()  # what is there now stays for as long as the process
     gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
 
 
-def _import() -> None:
-    hidden = [name for name in _LATER if name not in sys.modules]
-    # None makes an import of this name fail, as if the package were not installed
-    sys.modules.update(dict.fromkeys(hidden))
-    try:
-        import keras
-    finally:
-        for name in hidden:
-            del sys.modules[name]
+def _leave_for_later(hidden: list[str]) -> None:
+    import keras
+
     if "matplotlib" in hidden:
         from keras.src.visualization import plot_bounding_box_gallery, plot_image_gallery
 

@@ -1,0 +1,283 @@
+"""A Keras model whose variables live on parameter servers, for steps that workers make each by itself.
+
+The coordinator holds the model itself, a plain one. Each of its variables is copied into one or more Keras variables on
+the servers: the partitioner says into how many, by rows. Workers compute with those in the place of the model's, and
+their optimizer changes those, by additions that the servers make one at a time. `pull` and `push` carry values between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import StatelessScope
+
+from raytf.errors import ConfigError
+
+# Of a seed generator's counter, between two steps: more than a model draws in one.
+_DRAWS = 1 << 16
+
+
+class RemoteModel:
+    """See the module.
+
+    Args:
+        model: compiled and built, outside any strategy.
+        strategy: a `tf.distribute.ParameterServerStrategy`.
+        partitioner: partitioner(shape, dtype) -> parts along each axis, as `tf.distribute.experimental.partitioners`
+            have them; None leaves variables whole. Only rows are cut.
+
+    Attributes:
+        parts: the server variables of each variable of the model, by its id.
+
+    Raises:
+        ConfigError: the model trains in a way that workers cannot each by themselves.
+    """
+
+    def __init__(self, model, strategy, partitioner: Callable | None = None):
+        self._model, self._strategy = model, strategy
+        check(model)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        self._trainable = list(model.trainable_variables)
+        seeds = {id(v) for v in _seed_states(model)}
+        self._seeds = [(v, np.array(v)) for v in model.non_trainable_variables if id(v) in seeds]
+        self._states = [v for v in model.non_trainable_variables if id(v) not in seeds]
+        self.parts: dict[int, list] = {}
+        with strategy.scope():
+            for variable in (*self._trainable, *self._states):
+                self.parts[id(variable)] = self._placed(variable, partitioner)
+            self._optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+            shards = [part for v in self._trainable for part in self.parts[id(v)]]
+            created = _built(self._optimizer, shards)
+        iterations = self._optimizer.iterations
+        # Keras reads, adds and writes, which loses steps where several workers do so
+        iterations.assign_add = lambda value: iterations.value.assign_add(tf.cast(value, iterations.dtype))
+        self._tables = _tables(model)
+        slots = self._matched(created)
+        for variable, parts in slots:
+            _write(parts, np.array(variable))
+        # each variable of the model and its optimizer, with what it is on the servers
+        self._pairs = [*((v, self.parts[id(v)]) for v in (*self._trainable, *self._states)), *slots]
+        self._seen = self._values()
+        if any(len(parts) > 1 for parts in self.parts.values()) and self._optimizer.clipnorm is not None:
+            raise ConfigError(
+                "clipnorm looks at whole gradients, and a partitioned variable has one for each part",
+                f"clipnorm={self._optimizer.clipnorm} with a variable_partitioner",
+                "Use global_clipnorm or clipvalue",
+            )
+
+    def _placed(self, variable, partitioner) -> list:
+        value = np.asarray(variable)
+        parts = 1
+        if partitioner is not None and value.ndim and variable.trainable:
+            parts = int(partitioner(tf.TensorShape(value.shape), tf.as_dtype(variable.dtype))[0])
+        if parts > 1 and variable.constraint is not None:
+            raise ConfigError(
+                "A constraint looks at a whole variable, and a partitioned one is in parts",
+                f"{type(variable.constraint).__name__} of {variable.path}",
+                "Leave the constraint out, or partition larger variables only",
+            )
+        made = []
+        for i, part in enumerate(np.array_split(value, parts)):
+            shard = keras.Variable(
+                lambda shape, dtype, part=part: tf.constant(part, dtype),
+                shape=part.shape,
+                dtype=variable.dtype,
+                trainable=variable.trainable,
+                name=variable.name if parts == 1 else f"{variable.name}_part{i}",
+            )
+            shard.constraint = variable.constraint
+            made.append(shard)
+        return made
+
+    def _matched(self, created: list[tuple]) -> list[tuple[Any, list]]:
+        """(variable of the model's optimizer, its server variables) for each."""
+        plain = type(self._model.optimizer).from_config(self._model.optimizer.get_config())
+        whole = _built(plain, self._trainable)
+        first = np.cumsum([0, *(len(self.parts[id(v)]) for v in self._trainable)])
+        owner = {shard: i for i, start in enumerate(first[:-1]) for shard in range(start, first[i + 1])}
+        by_key: dict[tuple, list] = {}
+        others = []
+        for key, variable in created:
+            if key is None:
+                others.append(variable)
+            else:
+                by_key.setdefault((owner[key[0]], key[1]), []).append(variable)
+        others = iter(others)
+        return [
+            (mine, [next(others)] if key is None else by_key[key])
+            for mine, (key, _) in zip(self._model.optimizer.variables, whole, strict=True)
+        ]
+
+    def steps(self) -> int:
+        """Steps that workers have made."""
+        return int(self._optimizer.iterations.value.numpy())
+
+    def pull(self) -> None:
+        """Copies the servers' values into the model and its optimizer."""
+        for variable, parts in self._pairs:
+            variable.assign(_joined(parts))
+        self._seen = self._values()
+
+    def push(self) -> None:
+        """Copies what has changed in the model, since it was last the same, to the servers."""
+        for before, now, (_, parts) in zip(self._seen, self._values(), self._pairs, strict=True):
+            if not np.array_equal(before, now):
+                _write(parts, now)
+
+    def _values(self) -> list[np.ndarray]:
+        return [np.array(variable) for variable, _ in self._pairs]
+
+    def train_step(self, data, number: tf.Tensor, totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """A step on a worker: changes the servers' variables.
+
+        Args:
+            data: a batch, as `fit` takes it.
+            number: of the step in the run, for random numbers: int64.
+            totals: values of the model's metric variables before it.
+
+        Returns:
+            Their values after it.
+        """
+        shards = [part for v in self._trainable for part in self.parts[id(v)]]
+        raw = [shard.value for shard in shards]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            for variable in raw:
+                tape.watch(variable)
+            loss, totals = self._forward(data, number, totals, training=True)
+        self._optimizer.apply(tape.gradient(loss, raw), shards)
+        return totals
+
+    def test_step(self, data, number: tf.Tensor, totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As `train_step`, without a change."""
+        return self._forward(data, number, totals, training=False)[1]
+
+    def _forward(self, data, number, totals, training: bool):
+        model = self._model
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with _looked_up(self._tables, self.parts):
+            tables = {id(layer._embeddings) for layer in self._tables}
+            mapping = [(v, self._read(v)) for v in self._trainable if id(v) not in tables]
+            states = [(v, self._read(v)) for v in self._states]
+            seeds = [(v, _drawn(value, number)) for v, value in self._seeds]
+            metrics = list(zip(model.metrics_variables, totals, strict=True))
+            with StatelessScope(state_mapping=[*mapping, *states, *seeds, *metrics]) as scope:
+                y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights, training=training)
+                first = next(leaf for leaf in tf.nest.flatten(x) if leaf is not None)
+                rows = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+                model._loss_tracker.update_state(loss, sample_weight=rows)
+                model.compute_metrics(x, y, y_pred, sample_weight=weights)
+        if training:
+            for variable, before in states:
+                self._add(variable, before, scope.get_current_value(variable))
+        return loss, [tf.convert_to_tensor(scope.get_current_value(v)) for v in model.metrics_variables]
+
+    def _read(self, variable) -> tf.Tensor:
+        parts = [tf.convert_to_tensor(part.value) for part in self.parts[id(variable)]]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+    def _add(self, variable, before, after) -> None:
+        """Moving statistics: what a step adds to them is added, so that workers do not undo each other's."""
+        if after is before:
+            return
+        (part,) = self.parts[id(variable)]
+        if variable.dtype.startswith(("float", "bfloat")):
+            part.value.assign_add(after - before)
+        else:
+            part.value.assign(after)
+
+
+def check(model) -> None:
+    """Raises ConfigError if a model trains in a way that workers cannot each by themselves."""
+    base = keras.Model
+    own = [name for name in ("train_step", "test_step") if getattr(type(model), name) is not getattr(base, name)]
+    optimizer = model.optimizer
+    for wrong, what, fix in (
+        (own, f"a model with a {' and a '.join(own)} of its own", "Write a TensorflowTrainer loop for it"),
+        (hasattr(optimizer, "inner_optimizer"), "a LossScaleOptimizer", "Train in float32 or mixed_bfloat16"),
+        (optimizer.use_ema, "use_ema=True", "Leave it out"),
+        (optimizer.gradient_accumulation_steps, "gradient_accumulation_steps", "Use a larger batch_size"),
+    ):
+        if wrong:
+            raise ConfigError("With parameter servers each worker makes a whole step by itself", what, fix)
+
+
+def _seed_states(model) -> list:
+    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
+
+
+def _drawn(value: np.ndarray, number) -> tf.Tensor:
+    """A seed generator's state for a step: seed, and a count that no other step draws from."""
+    return tf.stack([tf.constant(value[0]), tf.constant(value[1]) + tf.cast(number * _DRAWS, value.dtype)])
+
+
+def _tables(model) -> list:
+    """Embedding layers whose rows can be looked up where they lie: a step moves those that it needs only."""
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if type(layer) is keras.layers.Embedding
+        and layer.embeddings_regularizer is None
+        and layer._embeddings.trainable
+        and not layer.lora_enabled
+        and not layer.quantization_mode
+    ]
+
+
+@contextlib.contextmanager
+def _looked_up(layers, parts):
+    """Embedding layers read rows from the servers, and their gradients are of those rows."""
+
+    def call(layer):
+        def looked_up(ids):
+            if ids.dtype not in ("int32", "int64"):
+                ids = tf.cast(ids, tf.int32)
+            shards = [part.value for part in parts[id(layer._embeddings)]]
+            # shards are cut as `numpy.array_split` cuts, which is what TensorFlow takes them to be
+            return tf.cast(tf.nn.embedding_lookup(shards, ids), layer.compute_dtype)
+
+        return looked_up
+
+    for layer in layers:
+        layer.call = call(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.call
+
+
+def _built(optimizer, variables) -> list[tuple]:
+    """Builds an optimizer; [(key, variable)] for each of its variables: key is (index of the trained variable, name) of
+    those that belong to one, else None."""
+    index = {id(v): i for i, v in enumerate(variables)}
+    keys: dict[int, tuple] = {}
+    add = optimizer.add_variable_from_reference
+
+    def recorded(reference_variable, name=None, *args, **kwargs):
+        made = add(reference_variable, name, *args, **kwargs)
+        keys[id(made)] = (index[id(reference_variable)], name)
+        return made
+
+    optimizer.add_variable_from_reference = recorded
+    try:
+        optimizer.build(variables)
+    finally:
+        del optimizer.add_variable_from_reference
+    return [(keys.get(id(v)), v) for v in optimizer.variables]
+
+
+def _write(parts, value: np.ndarray) -> None:
+    for part, mine in zip(parts, np.array_split(value, len(parts)) if len(parts) > 1 else [value], strict=True):
+        part.value.assign(mine)
+
+
+def _joined(parts) -> np.ndarray:
+    values = [part.value.numpy() for part in parts]
+    return values[0] if len(values) == 1 else np.concatenate(values)

@@ -1,0 +1,95 @@
+"""How the workers' TensorFlow is set up: values and their ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytf.errors import ConfigError
+
+_IMPLEMENTATIONS = ("auto", "ring", "nccl")
+_WIRE_DTYPES = (None, "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the workers' TensorFlow is set up.
+
+    Args:
+        communication: how gradients are summed between workers: "ring" and "nccl" are TensorFlow's own (its ring over
+            gRPC, on any device; NCCL, on GPUs); "auto" takes raytf's ring of sockets where workers compute on one CPU
+            device each, and lets TensorFlow choose elsewhere.
+        gradient_dtype: "bfloat16" or "float16": floating type in which wider gradients travel over raytf's ring, half
+            the bytes at the price of a rounding for each worker; None sends them as they are.
+        sync_every: steps that each worker makes by itself, on its own rows, before parameters are averaged: less
+            traffic for slow networks, and other results than one process has. 1 sums the gradients of each step.
+        timeout_s: seconds after which a collective that a peer does not join fails; None waits for ever.
+        bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
+            pack in TensorFlow's.
+        intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
+        inter_op_threads: operations that run at the same time; None takes as many, and at least two.
+        memory_growth: take GPU memory as it is needed, not all of it at the start.
+        allow_untested_keras: go on with a version of Keras that raytf is not tested with.
+        seed: workers that shuffle unseeded tf.data pipelines shuffle them alike; None draws one seed for the run.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    communication: str = "auto"
+    gradient_dtype: str | None = None
+    sync_every: int = 1
+    timeout_s: float | None = None
+    bytes_per_pack: int = 0
+    intra_op_threads: int | None = None
+    inter_op_threads: int | None = None
+    memory_growth: bool = True
+    allow_untested_keras: bool = False
+    seed: int | None = None
+    # The trainer's datasets by name, for `raytf.get_dataset`; set by the trainers.
+    feed: Any = field(default=None, repr=False)
+    strategy: str = field(default="auto", repr=False)
+    # Whether the workers hold TPUs.
+    tpu: bool = field(default=False, repr=False)
+    # Of a ParameterServerStrategy.
+    servers: Any = field(default=None, repr=False)
+
+    def __post_init__(self):
+        if self.communication not in _IMPLEMENTATIONS:
+            raise ConfigError(
+                f"communication must be one of {', '.join(_IMPLEMENTATIONS)}", repr(self.communication), "Choose one"
+            )
+        if self.gradient_dtype not in _WIRE_DTYPES:
+            raise ConfigError(
+                "gradient_dtype must be bfloat16, float16 or None", repr(self.gradient_dtype), "Choose one of them"
+            )
+        if self.gradient_dtype is not None and self.communication != "auto":
+            raise ConfigError(
+                "gradient_dtype needs raytf's ring of sockets",
+                f"gradient_dtype={self.gradient_dtype!r} with communication={self.communication!r}",
+                'Use communication="auto"',
+            )
+        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
+            raise ConfigError("sync_every must be a number of steps, at least 1", repr(self.sync_every), "Raise it")
+        if self.sync_every > 1 and self.gradient_dtype is not None:
+            raise ConfigError(
+                "gradient_dtype is for gradients that travel, and with sync_every parameters do",
+                f"gradient_dtype={self.gradient_dtype!r} with sync_every={self.sync_every}",
+                "Leave one of them out",
+            )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError("timeout_s must be more than 0 seconds, or None", self.timeout_s, "Raise it")
+        if self.bytes_per_pack < 0:
+            raise ConfigError("bytes_per_pack must be at least 0", self.bytes_per_pack, "Use 0 for one pack")
+        for name in ("intra_op_threads", "inter_op_threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, or None", getattr(self, name), "Raise it")
+
+
+def variables(intra_op_threads: int, inter_op_threads: int, memory_growth: bool = True) -> dict[str, str]:
+    """What TensorFlow reads of these from its process' environment."""
+    return {
+        "TF_NUM_INTRAOP_THREADS": str(intra_op_threads),
+        "TF_NUM_INTEROP_THREADS": str(inter_op_threads),
+        "TF_FORCE_GPU_ALLOW_GROWTH": str(memory_growth).lower(),
+    }
