@@ -108,12 +108,6 @@ def pick_strategy(name: str, *, workers: int, devices: int, tpu: bool) -> str:
         if tpu:
             return "tpu"
         return "multi_worker_mirrored" if workers > 1 else "mirrored" if devices > 1 else "default"
-    if name == "parameter_server":
-        raise ConfigError(
-            "raytf does not train with parameter servers yet",
-            repr(name),
-            "Use multi_worker_mirrored, or ClusterCoordinator in a script of your own",
-        )
     if name in ("one_device", "mirrored", "central_storage") and workers > 1:
         raise ConfigError(
             f"strategy {name!r} trains in one process",
