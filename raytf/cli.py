@@ -54,6 +54,7 @@ _TRAINING = _options(
         "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another entry of config; may be repeated."
     ),
     click.option("--strategy", default="auto", show_default=True, help="How replicas train together."),
+    click.option("--num-ps", default=0, show_default=True, help="Parameter servers, for --strategy parameter_server."),
     click.option("--seed", default=0, show_default=True, help="Of weights, order of rows and masks."),
     click.option("--storage", help="Where results are kept.  [default: Ray's, ~/ray_results]"),
     click.option("--max-failures", default=0, show_default=True, help="Restarts after a worker died."),
@@ -74,6 +75,22 @@ def train(model, **options):
     from raytf.summary import show_result
 
     show_result(trainer.fit())
+
+
+@main.command()
+@click.argument("model", metavar="MODULE:FUNCTION")
+@_TRAINING
+def plan(model, **options):
+    """Say what `train` with these options would do: strategy, batches, steps, traffic and memory.
+
+    The model is built, and a few steps on the data's first rows are timed on one core; nothing is trained.
+    """
+    from raytf.planning import plan as make
+
+    lines = make(_trainer(model, options)).lines()
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        click.echo(f"{name:<{width}}  {value}")
 
 
 @main.command()
@@ -135,6 +152,38 @@ def sweep(model, domains, **options):
     )
 
 
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--num-workers", default=1, show_default=True, help="Processes that train.")
+@click.option("--num-ps", default=0, show_default=True, help="Parameter servers; they bring a chief that coordinates.")
+@click.option("--chief", is_flag=True, help="Give the first worker the role chief.")
+@click.option("--evaluator", is_flag=True, help="One more process, with the role evaluator.")
+@click.option("--cpus-per-worker", default=1, show_default=True, help="CPUs of each process.")
+@click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker; servers get none.")
+@click.option("--max-restarts", default=0, show_default=True, help="How often failed processes are started anew.")
+@click.option("--address", help="Of the Ray cluster.  [default: RAY_ADDRESS, the job's, or a Ray on this machine]")
+@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the processes; without a value ours.")
+@click.option("--legacy-keras", is_flag=True, help="Keras 2 in the place of Keras 3; needs tf_keras.")
+@click.option("--module", "-m", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
+@click.option("--quiet", "-q", is_flag=True, help="Show what the chief prints only.")
+def run(script, arguments, address, env, **options):
+    """Run any TensorFlow SCRIPT on many workers, unmodified: with TF_CONFIG set, a process for each task.
+
+    Options of raytf stand before SCRIPT, those of the script behind it:
+
+    raytf run --num-workers 4 train.py --epochs 3
+
+    The exit code is that of the process that failed first. Processes run in the current folder where their node sees
+    it, else in a copy.
+    """
+    from raytf.run import Script
+    from raytf.run import run as run_script
+
+    made = Script(script=script, arguments=arguments, environment=parse_variables(env), **options)
+    raise SystemExit(run_script(made, address))
+
+
 @main.command()
 @click.argument("path", metavar="SWEEP")
 @click.option("-o", "--output", default="report.html", show_default=True, help="The page to write.")
@@ -178,6 +227,7 @@ def _trainer(model: str, options: dict):
         labels=options["labels"],
         sample_weights=options["sample_weights"],
         strategy=options["strategy"],
+        num_ps=options["num_ps"],
         seed=options["seed"],
         scaling_config=ScalingConfig(
             num_workers=options["num_workers"],
@@ -239,6 +289,27 @@ def parse_settings(settings) -> dict:
         except json.JSONDecodeError:
             config[name] = value
     return config
+
+
+def parse_variables(given) -> dict[str, str]:
+    """{"A": "1"} from ["A=1"]; a name alone takes its value from this process.
+
+    Raises:
+        ConfigError: a name alone that is not set.
+    """
+    import os
+
+    from raytf.errors import ConfigError
+
+    found = {}
+    for entry in given:
+        name, equals, value = entry.partition("=")
+        if not name or (not equals and name not in os.environ):
+            raise ConfigError(
+                "--env takes NAME=VALUE, or the NAME of a variable that is set", repr(entry), "Set it, or give a value"
+            )
+        found[name] = value if equals else os.environ[name]
+    return found
 
 
 def read_parquet(name: str, path: str):
