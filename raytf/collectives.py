@@ -17,6 +17,16 @@ def spans_workers(strategy) -> bool:
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.extended._in_multi_worker_mode()
 
 
+def many_replicas(strategy) -> bool:
+    """Whether `strategy` trains in step on several replicas, in this process or in several."""
+    local = (
+        tf.distribute.MirroredStrategy,
+        tf.distribute.MultiWorkerMirroredStrategy,
+        tf.distribute.experimental.CentralStorageStrategy,
+    )
+    return spans_workers(strategy) or (isinstance(strategy, local) and strategy.num_replicas_in_sync > 1)
+
+
 def is_chief(strategy) -> bool:
     """Whether this process writes the files: the chief of the cluster, or the only process."""
     return not spans_workers(strategy) or bool(strategy.extended._is_chief)

@@ -7,6 +7,8 @@ pass computes the next. A pack is weighted with the rows while it is copied toge
 
 from __future__ import annotations
 
+import functools
+import secrets
 import time
 import weakref
 from collections.abc import Sequence
@@ -40,13 +42,16 @@ class GradientRing:
         self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
         self.seconds = 0.0  # spent in sums since the start, waiting for others included
 
-    def sum(self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    def sum(
+        self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None, exact: bool = False
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Sums of dense gradients over the workers, or their means over the rows of all; in a replica context.
 
         Args:
             gradients: floating tensors, the same shapes on each worker and at each call from the same place.
             rows: int32 scalar, the rows over which this worker's gradients are means (with none, they count as zeros
                 whatever they hold); None sums the gradients as they are.
+            exact: let them travel as they are, too.
 
         Returns:
             (the results in the same order, float64 scalar with the rows of all workers, at least 1, or None).
@@ -54,10 +59,11 @@ class GradientRing:
         total = tf.constant(-1.0, tf.float64)  # the first pack finds it out, and the others wait for that
         mine = tf.cast(-1 if rows is None else rows, tf.float64)
         result: list[tf.Tensor | None] = [None] * len(gradients)
+        sum_pack = functools.partial(self._sum_pack, exact or self._wire_dtype is None)
         for places in self._packs(gradients):
             pack = [gradients[i] for i in places]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
-            total, *summed = tf.numpy_function(self._sum_pack, [mine, total, *pack], dtypes)
+            total, *summed = tf.numpy_function(sum_pack, [mine, total, *pack], dtypes)
             total.set_shape([])
             for i, value in zip(places, summed, strict=True):
                 value.set_shape(gradients[i].shape)
@@ -77,7 +83,7 @@ class GradientRing:
             filled += size
         return packs
 
-    def _sum_pack(self, rows: np.float64, total: np.float64, *pack: np.ndarray) -> list[np.ndarray]:
+    def _sum_pack(self, exact: bool, rows: np.float64, total: np.float64, *pack: np.ndarray) -> list[np.ndarray]:
         began = time.perf_counter()
         weight = 1.0
         if rows >= 0:
@@ -87,7 +93,7 @@ class GradientRing:
                 total = np.maximum(counted[0], 1.0)
             weight = rows / total
         dtype = pack[0].dtype
-        wire = dtype if self._wire_dtype is None or dtype.itemsize == 2 else np.dtype(self._wire_dtype)
+        wire = dtype if exact or dtype.itemsize == 2 else np.dtype(self._wire_dtype)
         step = _ALIGNED // wire.itemsize
         starts = np.cumsum([0, *(-(-g.size // step) * step for g in pack)])
         buffer = _empty(self.ring.padded(int(starts[-1])), wire)
@@ -158,7 +164,7 @@ def attach(strategy, *, timeout_s: float | None, pack_bytes: int, wire_dtype: st
     ports[rank] = listener.port
     token = np.zeros(TOKEN_BYTES, np.int64)
     if rank == 0:
-        token[:] = np.frombuffer(np.random.SeedSequence().generate_state(TOKEN_BYTES // 4).tobytes(), np.uint8)
+        token[:] = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), np.uint8)
     try:
         ports, token = sum_over_workers(strategy, [ports, token])
     except BaseException:

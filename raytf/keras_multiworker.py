@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
+from keras.src.backend.tensorflow import core as tf_core
 from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -40,6 +41,7 @@ from tensorflow.python.distribute import values as distribute_values
 
 from raytf import (
     collectives,
+    multiworker_averaging,
     multiworker_callbacks,
     multiworker_gradients,
     multiworker_input,
@@ -47,7 +49,7 @@ from raytf import (
     multiworker_metrics,
     multiworker_step,
 )
-from raytf.collectives import local_replicas, spans_workers
+from raytf.collectives import local_replicas, many_replicas
 from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.multiworker_step import originals
 
@@ -61,7 +63,7 @@ def _make_function(self, step_function):
     on the way; here the step lies in the loop itself.
     """
     strategy = self.distribute_strategy
-    if not spans_workers(strategy):
+    if not many_replicas(strategy):
         return originals["_make_function"](self, step_function)
     _refuse_what_cannot_work(self, strategy)
     replica_step = multiworker_step.one_replica_step(self, step_function)
@@ -135,9 +137,15 @@ def _refuse_what_cannot_work(model, strategy):
         "LossScaleOptimizer": isinstance(model.optimizer, LossScaleOptimizer) or None,
     }
     used = [name for name, value in options.items() if value]
+    if used and multiworker_averaging.every(strategy) > 1:
+        raise ConfigError(
+            "With sync_every each worker makes whole steps by itself",
+            f"{', '.join(used)} with sync_every={multiworker_averaging.every(strategy)}",
+            "Leave one of them out",
+        )
     if used and local_replicas(strategy) > 1:
         raise ConfigError(
-            "With several workers this optimizer option needs one device for each worker",
+            "This optimizer option changes variables in a condition, which needs one device for each worker",
             f"{', '.join(used)} with {local_replicas(strategy)} devices in each worker",
             "Start one worker for each GPU",
         )
@@ -146,7 +154,7 @@ def _refuse_what_cannot_work(model, strategy):
 def _fit(self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
     original = originals["fit"]
     strategy = self.distribute_strategy
-    if not spans_workers(strategy):
+    if not many_replicas(strategy):
         return original(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
     self._assert_compile_called("fit")
     _refuse_what_cannot_work(self, strategy)
@@ -169,7 +177,7 @@ def _agree_on_seed(strategy):
 
 
 def _evaluate(self, *args, **kwargs):
-    if spans_workers(self.distribute_strategy):
+    if many_replicas(self.distribute_strategy):
         _refuse_what_cannot_work(self, self.distribute_strategy)
         if self.built:
             multiworker_metrics.synchronize(self)
@@ -177,7 +185,7 @@ def _evaluate(self, *args, **kwargs):
 
 
 def _make_predict_function(self, force=False):
-    if spans_workers(self.distribute_strategy) and "predict_step" not in self.__dict__:
+    if many_replicas(self.distribute_strategy) and "predict_step" not in self.__dict__:
         predict_step = self.predict_step
 
         def padded(data):
@@ -195,7 +203,7 @@ def _make_predict_function(self, force=False):
 def _on_batch(name):
     def wrapper(self, *args, return_dict=False, **kwargs):
         logs = originals[name](self, *args, return_dict=True, **kwargs)
-        if spans_workers(self.distribute_strategy):
+        if many_replicas(self.distribute_strategy):
             logs = pythonify_logs(multiworker_metrics.global_logs(self, *self.__dict__["_raytf_last"]))
         return logs if return_dict else self._flatten_metrics_in_order(logs)
 
@@ -266,6 +274,7 @@ def install(allow_untested: bool = False) -> None:
                 original, self, grads, trainable_variables
             )
         )
+    replace(tf_core.Variable, "_direct_assign", multiworker_metrics.direct_assign, "Variable._direct_assign")
     replace(TFOptimizer, "_all_reduce_sum_gradients", multiworker_gradients.all_reduce_sum_gradients)
     replace(mirrored_run._MirroredReplicaContext, "_merge_call", multiworker_gradients.merge_call)
     replace(tf_nn, "_compute_moments_sync", multiworker_gradients.moments_sync)

@@ -42,7 +42,7 @@ class _Agreement(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         model = self.model
-        rate = _settable_rate(model.optimizer)
+        rate = settable_rate(model.optimizer)
         local = np.float64(0.0 if rate is None else float(rate))
         (chiefs,) = collectives.from_chief(model.distribute_strategy, [local])
         if rate is not None and chiefs != local:
@@ -63,7 +63,7 @@ class _BatchAgreement(_Agreement):
         self._agree_to_stop()
 
 
-def _settable_rate(optimizer):
+def settable_rate(optimizer):
     """The learning-rate variable that callbacks can set, or None under a schedule."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rate = getattr(inner, "_learning_rate", None)

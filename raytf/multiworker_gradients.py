@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
-from raytf import gradient_ring, multiworker_step
+from raytf import gradient_ring, multiworker_averaging, multiworker_step
 from raytf.collectives import all_sum, local_replicas
 
 # Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
@@ -57,9 +57,20 @@ def _map_dense(function, gradient):
 
 
 def _weighted(gradient, step: multiworker_step.Step):
-    weighted = gradient * tf.cast(step.rows, gradient.dtype)
-    # a placeholder row may give NaN, and NaN times zero rows is NaN
-    return tf.where(step.rows > 0, weighted, tf.zeros_like(weighted)) if step.partial else weighted
+    return _of_rows(gradient * tf.cast(step.rows, gradient.dtype), step)
+
+
+def _of_rows(gradient, step: multiworker_step.Step):
+    """Zeros where this worker has no row; a placeholder row may give NaN, and NaN times zero rows is NaN."""
+    return tf.where(step.rows > 0, gradient, tf.zeros_like(gradient)) if step.partial else gradient
+
+
+def _local_gradients(grads) -> list:
+    """This worker's gradients alone."""
+    step = multiworker_step.current()
+    if step is None:
+        return grads
+    return [g if g is None else _map_dense(lambda d: _of_rows(d, step), g) for g in grads]
 
 
 def apply(original, self, grads, trainable_variables=None):
@@ -68,9 +79,15 @@ def apply(original, self, grads, trainable_variables=None):
         return original(self, grads, trainable_variables)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
-    grads = _reduced_gradients([tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads])
-    with multiworker_step.within(reduced=True, inline_merge=local_replicas(tf.distribute.get_strategy()) == 1):
-        return original(self, grads, trainable_variables)
+    grads = [tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads]
+    strategy = tf.distribute.get_strategy()
+    local = multiworker_averaging.every(strategy) > 1
+    grads = _local_gradients(grads) if local else _reduced_gradients(grads)
+    with multiworker_step.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
+        result = original(self, grads, trainable_variables)
+    if local:
+        multiworker_averaging.average_when_due(self.iterations, trainable_variables or self._trainable_variables)
+    return result
 
 
 def all_reduce_sum_gradients(self, grads_and_vars):

@@ -10,7 +10,7 @@ from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from raytf import multiworker_step
-from raytf.collectives import local_replicas, spans_workers
+from raytf.collectives import local_replicas, many_replicas, spans_workers
 from raytf.errors import ConfigError
 
 # Says in a tf.data option, which survives `map` and `prefetch`, that a dataset is this worker's part already.
@@ -47,6 +47,8 @@ class _WorkerEpochIterator(_EpochIterator):
         self._distributed_dataset = dataset
 
     def _distribute(self, dataset, strategy):
+        if not spans_workers(strategy):
+            return strategy.experimental_distribute_dataset(dataset)
         if not is_worker_part(dataset):
             if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
                 # each batch is cut into one for each worker, so the number of batches is not that of the steps
@@ -92,7 +94,7 @@ def is_worker_part(dataset: tf.data.Dataset) -> bool:
 
 
 def epoch_iterator(*args, distribute_strategy=None, **kwargs):
-    kind = _WorkerEpochIterator if spans_workers(distribute_strategy) else _EpochIterator
+    kind = _WorkerEpochIterator if many_replicas(distribute_strategy) else _EpochIterator
     made = kind(*args, distribute_strategy=distribute_strategy, **kwargs)
     _newest[:] = [weakref.ref(made)]
     return made
@@ -118,7 +120,7 @@ def _example_batch(iterator, strategy):
 
 def maybe_symbolic_build(self, iterator=None, data_batch=None):
     strategy = self.distribute_strategy
-    if not spans_workers(strategy):
+    if not many_replicas(strategy):
         return multiworker_step.originals["_maybe_symbolic_build"](self, iterator, data_batch)
     built = self.built and all(
         part is None or part.built for part in (self._compile_metrics, self._compile_loss, self.optimizer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 
 import tensorflow as tf
 from keras.src import tree
@@ -74,23 +76,40 @@ def loss_call(self, y_true, y_pred, sample_weight=None):
     step = multiworker_step.current()
     if step is None or getattr(multiworker_step.state, "whole_batch", False) or not _has_rows(y_pred):
         return original(self, y_true, y_pred, sample_weight)
-    seen: list[bool] = []
-    call = self.call
-
-    def spy(*args, **kwargs):
-        values = call(*args, **kwargs)
-        seen.append(len(values.shape) == 0)
-        return values
-
-    self.__dict__["call"] = spy
-    try:
+    with _watched(self), multiworker_step.within(scalar=None):
         value = original(self, y_true, y_pred, sample_weight)
-    finally:
-        del self.__dict__["call"]
-    if not (seen and seen[-1]):
+        scalar = multiworker_step.state.scalar
+    if not scalar:
         return value
     with multiworker_step.within(whole_batch=True, step=None):
         return _whole_batch_loss(step, functools.partial(original, self), y_true, y_pred, sample_weight)
+
+
+_watchers: dict[int, int] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _watched(loss):
+    """Notes for this thread's replica whether `loss.call` gave a scalar; replicas of one process take turns in it."""
+    with _lock:
+        _watchers[id(loss)] = _watchers.get(id(loss), 0) + 1
+        if _watchers[id(loss)] == 1:
+            call = loss.call
+
+            def noted(*args, **kwargs):
+                values = call(*args, **kwargs)
+                multiworker_step.state.scalar = len(values.shape) == 0
+                return values
+
+            loss.__dict__["call"] = noted
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers[id(loss)] -= 1
+            if not _watchers[id(loss)]:
+                del _watchers[id(loss)], loss.__dict__["call"]
 
 
 class _UserLoss:

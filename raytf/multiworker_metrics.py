@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common.stateless_scope import StatelessScope
 
-from raytf import collectives, multiworker_step
-from raytf.collectives import all_sum, local_replicas, spans_workers
+from raytf import collectives, multiworker_averaging, multiworker_step
+from raytf.collectives import all_sum, local_replicas, many_replicas
 
 
 def _averaged_variables(model) -> list:
@@ -26,13 +28,42 @@ def synchronize(model):
     """Averages moving statistics over workers and returns [(metric variable, global value)]: one collective a dtype."""
     strategy = model.distribute_strategy
     metrics = [v for v in model.metrics_variables if tf.as_dtype(v.dtype) in collectives.SUMMABLE]
-    averaged = _averaged_variables(model)
+    averaged = [*_averaged_variables(model), *multiworker_averaging.averaged_at_ends(model)]
     key = [id(v) for v in (*metrics, *averaged)]
     known, function = model.__dict__.get("_raytf_synchronize", (None, None))
     if known != key:
         function = _synchronize_function(strategy, metrics, averaged)
         model.__dict__["_raytf_synchronize"] = (key, function)
     return list(zip(metrics, function(), strict=True))
+
+
+def direct_assign(self, value):
+    """`Variable._direct_assign`; under CentralStorageStrategy, where replicas share variables, each changes its part.
+
+    Keras' metrics write what they read and something more, and TensorFlow adds what all replicas write, so that what
+    was there before counted once for each of them. What is no sum becomes the mean. A replica without rows changes
+    nothing.
+    """
+    original = multiworker_step.originals["Variable._direct_assign"]
+    if tf.distribute.in_cross_replica_context() or not multiworker_step.is_shared(self):
+        original(self, value)
+        return
+    before = tf.convert_to_tensor(self._value)
+    value = tf.cast(value, before.dtype)
+    step = multiworker_step.current()
+    if step is not None and id(self) in step.shared:
+        value = tf.where(step.rows > 0, value, before)
+    if self.aggregation == "sum":
+        self._value.assign_add(value - before)
+    elif self.aggregation == "none":
+        tf.distribute.get_replica_context().merge_call(functools.partial(_assign_mean, self._value), args=(value,))
+    else:
+        original(self, value)
+
+
+def _assign_mean(variable, strategy, value):
+    local = strategy.experimental_local_results(value)
+    return variable.get().assign(tf.reduce_mean(tf.stack(local), 0) if local[0].dtype.is_floating else local[0])
 
 
 def _synchronize_function(strategy, metrics, averaged):
@@ -44,7 +75,8 @@ def _synchronize_function(strategy, metrics, averaged):
         local = []
         for variable in (*metrics, *averaged):
             value = tf.convert_to_tensor(variable.value)
-            if variable.aggregation in ("only_first_replica", "none") and len(local) < len(metrics):
+            once = multiworker_step.is_shared(variable) or variable.aggregation in ("only_first_replica", "none")
+            if once and len(local) < len(metrics):
                 value = tf.where(first, value, tf.zeros_like(value))
             local.append(value)
         summed = all_sum(local) if local else []
@@ -53,7 +85,7 @@ def _synchronize_function(strategy, metrics, averaged):
                 variable.assign(value / tf.cast(replicas, value.dtype))
         totals = summed[: len(metrics)]
         return [
-            t / tf.cast(replicas, t.dtype) if v.aggregation == "mean" else t
+            t / tf.cast(replicas, t.dtype) if v.aggregation == "mean" and not multiworker_step.is_shared(v) else t
             for v, t in zip(metrics, totals, strict=True)
         ]
 
@@ -80,7 +112,7 @@ def global_logs(model, logs, rows):
 
 
 def get_metrics_result_or_logs(self, logs):
-    if not spans_workers(self.distribute_strategy):
+    if not many_replicas(self.distribute_strategy):
         return multiworker_step.originals["_get_metrics_result_or_logs"](self, logs)
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))
     return global_logs(self, local, rows)

@@ -8,8 +8,9 @@ import threading
 import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters import data_adapter_utils
+from tensorflow.python.distribute.ps_values import AggregatingVariable
 
-from raytf.collectives import all_sum, spans_workers
+from raytf.collectives import all_sum, many_replicas
 
 # Of the replica that this thread traces or runs: "step", and how `multiworker_gradients` is at work in it.
 state = threading.local()
@@ -20,9 +21,10 @@ originals: dict[str, object] = {}
 class Step:
     """What one replica knows of the step that it is tracing or running."""
 
-    def __init__(self, rows: tf.Tensor, partial: bool):
+    def __init__(self, rows: tf.Tensor, partial: bool, shared: frozenset[int] = frozenset()):
         self.rows = rows  # int32 scalar, this replica's real rows
         self.partial = partial  # whether the number of rows may differ between replicas or steps
+        self.shared = shared  # ids of variables of all replicas to which one without rows must not add
         self._global_rows: tf.Tensor | None = None
 
     def global_rows(self) -> tf.Tensor:
@@ -54,8 +56,8 @@ def within(**values):
 
 
 def in_replica_of_many() -> bool:
-    """Whether this code runs for one replica of several workers."""
-    return not tf.distribute.in_cross_replica_context() and spans_workers(tf.distribute.get_strategy())
+    """Whether this code runs for one replica of several."""
+    return not tf.distribute.in_cross_replica_context() and many_replicas(tf.distribute.get_strategy())
 
 
 def first_leaf(x):
@@ -99,6 +101,11 @@ def step_variables(model) -> list:
     return list({id(v): v for v in (*model.metrics_variables, *states)}.values())
 
 
+def is_shared(variable) -> bool:
+    """Whether all replicas have one variable, as under CentralStorageStrategy."""
+    return isinstance(variable._value, AggregatingVariable)
+
+
 def one_replica_step(model, function):
     """Wraps `train_step` or `test_step`: (data) -> (its outputs, this replica's rows)."""
 
@@ -114,8 +121,10 @@ def one_replica_step(model, function):
             with within(step=Step(rows, partial)):
                 return function(data), rows
         variables = step_variables(model)
+        shared = frozenset(id(v) for v in variables if is_shared(v))  # these are never changed in vain
+        variables = [v for v in variables if id(v) not in shared]
         before = [tf.identity(v.value) for v in variables]
-        with within(step=Step(rows, partial)):
+        with within(step=Step(rows, partial, shared)):
             outputs = function(with_placeholder(data, rows))
 
         def put_back():

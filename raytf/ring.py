@@ -47,6 +47,7 @@ class Ring:
             one.setblocking(False)
             _notice_lost_hosts(one)
         self._sums = 0
+        self.sent = 0  # bytes, since the start
         self._lock = threading.Lock()
         self._received = np.empty(_CHUNK, np.uint8)
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
@@ -73,6 +74,7 @@ class Ring:
                 self._agree(array.nbytes)
                 self._sum(array)
                 self._sums += 1
+                self.sent += len(_HEADER.pack(0, 0)) + 2 * (self.size - 1) * array.nbytes // self.size
             except BaseException as error:
                 self.close()  # the neighbours learn it from this
                 if isinstance(error, OSError):

@@ -10,29 +10,33 @@ import warnings
 
 import tensorflow as tf
 
-from raytf import backend, gradient_ring, keras_multiworker
+from raytf import gradient_ring, keras_multiworker, multiworker_averaging, ports
 from raytf.errors import ConfigError
+from raytf.servers import Servers
+from raytf.settings import Settings
 from raytf.topology import pick_strategy
 
 _current: dict[str, object] = {}
 
 
 @contextlib.contextmanager
-def prepared(config: backend.TensorflowConfig):
+def prepared(config: Settings):
     """Makes this process ready for a train loop, and leaves nothing of it behind."""
     keras_multiworker.install(allow_untested=config.allow_untested_keras)
     if config.seed is not None:
         tf.random.set_seed(config.seed)
-    _current.update(config=config, strategy=None)
+    _current.update(config=config, strategy=None, servers=None)
     with _strategy_hook(config):
         try:
             yield
         finally:
-            backend.release_port()
+            ports.release_port()
+            if _current["servers"] is not None:
+                _current["servers"].close()
             _current.clear()
 
 
-def communication_options(config: backend.TensorflowConfig):
+def communication_options(config: Settings):
     """TensorFlow's CommunicationOptions for a config."""
     implementation = tf.distribute.experimental.CommunicationImplementation[config.communication.upper()]
     return tf.distribute.experimental.CommunicationOptions(
@@ -41,7 +45,7 @@ def communication_options(config: backend.TensorflowConfig):
 
 
 @contextlib.contextmanager
-def _strategy_hook(config: backend.TensorflowConfig):
+def _strategy_hook(config: Settings):
     """A MultiWorkerMirroredStrategy that anybody builds gets the port that was kept for it, options and a ring."""
     options = communication_options(config)
     kind = tf.distribute.MultiWorkerMirroredStrategy
@@ -49,7 +53,7 @@ def _strategy_hook(config: backend.TensorflowConfig):
 
     @functools.wraps(original)
     def init(self, cluster_resolver=None, communication_options=None):
-        backend.release_port()
+        ports.release_port()
         original(self, cluster_resolver, options if communication_options is None else communication_options)
         if communication_options is None and config.communication == "auto":
             gradient_ring.attach(
@@ -58,6 +62,7 @@ def _strategy_hook(config: backend.TensorflowConfig):
                 pack_bytes=config.bytes_per_pack,
                 wire_dtype=config.gradient_dtype,
             )
+        multiworker_averaging.attach(self, config.sync_every)
         _current["strategy"] = self
 
     kind.__init__ = init
@@ -86,19 +91,43 @@ def get_strategy() -> tf.distribute.Strategy:
     return _current["strategy"]
 
 
-def config() -> backend.TensorflowConfig | None:
+def config() -> Settings | None:
     """The config of the train loop that runs in this process, or None outside of one."""
     return _current.get("config")
 
 
+def servers() -> Servers | None:
+    """The servers of this process' ParameterServerStrategy, or None."""
+    return _current.get("servers")
+
+
+def uses_tpu() -> bool:
+    """Whether this run trains on TPUs."""
+    return "config" in _current and (_current["config"].strategy == "tpu" or _current["config"].tpu)
+
+
+def _cluster() -> dict:
+    return json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
+
+
+def _coordinate(plan) -> tf.distribute.Strategy:
+    """Starts servers and connects to them; this process becomes their coordinator."""
+    (address,) = _cluster()["worker"]
+    _current["servers"] = found = Servers(plan, address)
+    ports.release_port()
+    return tf.distribute.ParameterServerStrategy(found.resolver())
+
+
 def build(name: str) -> tf.distribute.Strategy:
     """Builds the strategy of a name (or "auto") from this worker's devices and TF_CONFIG."""
-    workers = len(json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {}).get("worker", [None]))
+    if name == "parameter_server":
+        return _coordinate(_current["config"].servers)
+    workers = len(_cluster().get("worker", [None]))
     gpus = len(tf.config.list_physical_devices("GPU"))
-    name = pick_strategy(name, workers=workers, devices=gpus, tpu=bool(tf.config.list_physical_devices("TPU")))
+    name = pick_strategy(name, workers=workers, devices=gpus, tpu=uses_tpu())
     if name == "multi_worker_mirrored":
         return tf.distribute.MultiWorkerMirroredStrategy()
-    backend.release_port()
+    ports.release_port()
     if name == "default":
         return tf.distribute.get_strategy()
     if name == "one_device":
@@ -109,7 +138,6 @@ def build(name: str) -> tf.distribute.Strategy:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return tf.distribute.experimental.CentralStorageStrategy()
-    resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
-    tf.config.experimental_connect_to_cluster(resolver)
-    tf.tpu.experimental.initialize_tpu_system(resolver)
-    return tf.distribute.TPUStrategy(resolver)
+    from raytf import tpu
+
+    return tpu.connect([address.rpartition(":")[0] for address in _cluster()["worker"]])
