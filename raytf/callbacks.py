@@ -10,8 +10,7 @@ import keras
 import numpy as np
 
 from raytf import checkpoint as checkpoints
-from raytf import multiworker_metrics, session
-from raytf.collectives import spans_workers
+from raytf import multiworker_callbacks, session
 from raytf.errors import ConfigError
 
 
@@ -56,7 +55,7 @@ class ReportCallback(keras.callbacks.Callback):
         self._reported = None
 
     def on_epoch_end(self, epoch, logs=None):
-        self._history.append({"epoch": epoch + 1, **{k: _number(v) for k, v in (logs or {}).items()}})
+        self._history.append({"epoch": epoch + 1, **_numbers(logs)})
         self._report(stopped=bool(self.model.stop_training))
 
     def on_train_end(self, logs=None):
@@ -103,14 +102,12 @@ class StepReportCallback(keras.callbacks.Callback):
         if done < self._next or done >= (self.params["steps"] or math.inf):
             return
         self._next = done + self._every
-        if spans_workers(self.model.distribute_strategy):
-            logs = multiworker_metrics.global_logs(self.model, *self.model.__dict__["_raytf_last"])
-        metrics = self._last | {k: _number(v) for k, v in logs.items()}
+        metrics = self._last | _numbers(self.model._get_metrics_result_or_logs(logs))
         if self._needed in metrics:
             self._to({**metrics, "epoch": self._epoch, "step": done}, None)
 
     def on_epoch_end(self, epoch, logs=None):
-        self._last = {k: _number(v) for k, v in (logs or {}).items()}
+        self._last = _numbers(logs)
 
 
 class WarmupCallback(keras.callbacks.Callback):
@@ -128,14 +125,15 @@ class WarmupCallback(keras.callbacks.Callback):
 
     def __init__(self, steps: int, model):
         super().__init__()
-        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        if not isinstance(optimizer._learning_rate, keras.Variable):
+        rate = multiworker_callbacks.settable_rate(model.optimizer)
+        if rate is None:
+            optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
             raise ConfigError(
                 "warmup_steps needs an optimizer with a number for its learning rate",
                 f"a schedule of type {type(optimizer._learning_rate).__name__}",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
-        self._steps, self._rate = steps, float(optimizer.learning_rate)
+        self._steps, self._rate = steps, float(rate)
 
     def on_train_begin(self, logs=None):
         self._done = int(self.model.optimizer.iterations)
@@ -171,7 +169,7 @@ class ProgressCallback(keras.callbacks.Callback):
     Args:
         board: a `progress.Board`.
         global_batch: rows of a step.
-        waited: gives the seconds that steps have waited for rows since the start.
+        waited: gives the seconds that steps have waited for rows since the start, or None where that is not known.
         every: seconds.
     """
 
@@ -184,7 +182,7 @@ class ProgressCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
-        self._began = time.monotonic(), self._waited()
+        self._began = time.monotonic(), self._waited() if self._waited else 0.0
 
     def on_train_batch_end(self, batch, logs=None):
         now = time.monotonic()
@@ -196,18 +194,22 @@ class ProgressCallback(keras.callbacks.Callback):
         self._send(self.params["steps"] or 0, logs, ended=True)
 
     def _send(self, step, logs, ended):
-        numbers = {k: _number(v) for k, v in (logs or {}).items()}
         update = {
             "epoch": self._epoch + 1,
             "epochs": self.params["epochs"],
             "step": min(step, self.params["steps"] or step),
             "steps": self.params["steps"],
             "rows": self._batch,
-            "logs": numbers,
-            "waiting": (self._waited() - self._began[1]) / max(1e-9, time.monotonic() - self._began[0]),
+            "logs": _numbers(logs),
+            "waiting": self._waiting(),
             "ended": ended,
         }
         self._board.write(update)
+
+    def _waiting(self) -> float | None:
+        if self._waited is None:
+            return None
+        return (self._waited() - self._began[1]) / max(1e-9, time.monotonic() - self._began[0])
 
 
 def tensorboard(storage, callbacks) -> list:
@@ -224,6 +226,10 @@ def tensorboard(storage, callbacks) -> list:
         return []
     folder = os.path.join(storage.experiment_fs_path, "tensorboard")
     return [keras.callbacks.TensorBoard(folder, write_graph=False)]
+
+
+def _numbers(logs) -> dict:
+    return _number(logs or {})
 
 
 def _number(value):

@@ -119,10 +119,10 @@ def _new_rate(folder: str, model, config: Mapping) -> float | None:
         return None
     with open(path, "rb") as file:
         _, saved, _ = pickle.load(file)
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    if saved.get("learning_rate") == config["learning_rate"] or not hasattr(inner._learning_rate, "assign"):
-        return None
-    return float(inner.learning_rate)
+    from raytf.multiworker_callbacks import settable_rate
+
+    rate = settable_rate(model.optimizer)
+    return None if rate is None or saved.get("learning_rate") == config["learning_rate"] else float(rate)
 
 
 def restore_callbacks(folder: str, callbacks) -> None:

@@ -6,6 +6,16 @@ They hold plain strings only, so that they pickle and cross from a worker to the
 from __future__ import annotations
 
 
+def first_line(error: object) -> str:
+    """The first line of an error's text that is not blank, or ""."""
+    return next((line for line in str(error).splitlines() if line.strip()), "")
+
+
+def in_a_line(error: BaseException) -> str:
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
 class RaytfError(Exception):
     """Base of every error that raytf raises on purpose."""
 

@@ -7,21 +7,8 @@ import traceback
 
 from ray.train import TrainingFailedError
 
-from raytf.errors import TrainingError
-
-# What a healthy worker reports when a peer has gone: a consequence, never the cause.
-_CONSEQUENCES = (
-    "UnavailableError",
-    "AbortedError",
-    "CancelledError",
-    "DeadlineExceededError",
-    "Collective ops is aborted",
-    "Connection reset by peer",
-    "failed to connect to all addresses",
-    "CoordinationService",
-    "RPC: /tensorflow",
-    "PeerLostError",
-)
+from raytf.errors import TrainingError, in_a_line
+from raytf.roles import CONSEQUENCES
 
 
 class WorkerFailedError(TrainingError, TrainingFailedError):
@@ -60,7 +47,7 @@ def first_rank(failures: dict[int, BaseException]) -> int:
 
 def _is_consequence(error: BaseException) -> bool:
     text = f"{type(error).__name__}: {type(_cause(error)).__name__}: {error}"
-    return any(sign in text for sign in _CONSEQUENCES)
+    return any(sign in text for sign in CONSEQUENCES)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -72,9 +59,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _line(error: BaseException) -> str:
-    cause = _cause(error)
-    lines = [line for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    return in_a_line(_cause(error))
 
 
 def _details(error: BaseException) -> str:

@@ -40,9 +40,14 @@ class Feed:
         drop_remainder: leave out the last step of an epoch where it is smaller.
         map: map(features, labels, weights, seeds) -> the same without seeds; parts that are None are left out. In
             TensorFlow operations on a batch; seeds are int32, (rows, 2), a function of seed, epoch and row.
+        static: batches of one fixed shape, as TPUs need; with `drop_remainder`.
+        reader: (index, number) of the processes that read, where that is not (worker, workers).
 
     Attributes:
-        steps: of an epoch.
+        rows, steps: of an epoch.
+        chunk_steps: steps whose rows are put in order together.
+        global_batch: rows of a step.
+        shape: of the tensors.
         epoch: the epoch that the next iterator gives; counts up by itself unless it is set before each epoch.
         first_step: the step that the next iterator starts with.
     """
@@ -62,6 +67,8 @@ class Feed:
         window: int = 65_536,
         drop_remainder: bool = False,
         map=None,
+        static: bool = False,
+        reader: tuple[int, int] | None = None,
     ):
         if shuffle not in order.SHUFFLES:
             raise ConfigError(f"shuffle must be one of {', '.join(order.SHUFFLES)}", repr(shuffle), "Choose one")
@@ -71,7 +78,11 @@ class Feed:
         )
         structure = tuple(spec for spec in (features, labels, sample_weights) if spec is not None)
         self._tensors = tensors.Tensors(structure, map)
-        self._reader: Reader = open_reader(blocks, self._tensors.columns, self._order, worker, workers)
+        self._reader: Reader = open_reader(blocks, self._tensors.columns, self._order, *(reader or (worker, workers)))
+        self.shape = self._tensors.of(self._reader.sources)
+        self.global_batch, self.chunk_steps = global_batch, self._order.chunk_steps
+        self._chunk: tuple = (None, None)
+        self.rows, self._static = self._order.total, static
         self.steps = order.steps_per_epoch(self._order.total, global_batch, drop_remainder)
         self.epoch = 0
         self.first_step = 0
@@ -84,21 +95,21 @@ class Feed:
     def dataset(self) -> tf.data.Dataset:
         """A `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
         start, stop = share(self._place["global_batch"], self._place["workers"], self._place["worker"])
-        shape = self._tensors.of(self._reader.sources)
+        shape = self.shape
         dataset = tf.data.Dataset.from_generator(self._superblocks, output_signature=shape.signature)
-        dataset = shape.batch(dataset.prefetch(1), stop - start)
         rest = self._order.total - (self.steps - 1) * self._place["global_batch"]
-        if share(rest, self._place["workers"], self._place["worker"])[0] == rest:
-            dataset = dataset.concatenate(shape.empty())  # a step of which this worker has no row is a step
-        dataset = shape.finish(dataset)
+        # a step of which this worker has no row is a step
+        empty = share(rest, self._place["workers"], self._place["worker"])[0] == rest
+        dataset = shape.batches(dataset.prefetch(1), stop - start, static=self._static, empty=empty)
+        if self._static:
+            _check_static(dataset.element_spec)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
         options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        options.autotune.enabled = shape.computes
         # A thread more costs a step more than it saves where a batch is only cut out of a superblock.
         if shape.heavy or shape.row_bytes * (stop - start) > HEAVY_BATCH:
             dataset = dataset.prefetch(PREFETCH)
-        else:
-            options.experimental_optimization.inject_prefetch = False
-            options.autotune.enabled = False
         return multiworker_input.mark_worker_part(dataset.with_options(options))
 
     def _superblocks(self):
@@ -109,20 +120,50 @@ class Feed:
         epoch, size = self._order.epoch(number), FIRST_SUPERBLOCK
         part = -(-self._place["global_batch"] // self._place["workers"])
         for chunk, rows in self._reader.chunks(epoch, number, first // self._order.chunk_steps):
-            positions = epoch.positions(chunk, rows.lengths if self._tensors.bucket is not None else None)
+            positions = self._positions(epoch, chunk, rows)
             begin = chunk * self._order.chunk_steps
             step, end = max(first, begin), min(self.steps, begin + self._order.chunk_steps)
             while step < end:
                 count = max(1, int(size // max(1, rows.row_bytes * part)))
                 steps = slice(step - begin, min(end, step + count) - begin)
-                mine = order.worker_part(positions, steps=steps, **self._place)
-                seeds = (
-                    (order.row_seeds(self._order.seed, number, epoch.row_numbers(mine)),)
-                    if self._tensors.seeded
-                    else ()
-                )
-                yield (*rows.gather(mine), *seeds)
+                yield self._arrays(epoch, number, rows, positions, steps)
                 step, size = begin + steps.stop, SUPERBLOCK
+
+    def _positions(self, epoch, chunk, rows):
+        return epoch.positions(chunk, rows.lengths if self._tensors.bucket is not None else None)
+
+    def _arrays(self, epoch, number, rows, positions, steps: slice) -> tuple:
+        mine = order.worker_part(positions, steps=steps, **self._place)
+        seeds = (order.row_seeds(self._order.seed, number, epoch.row_numbers(mine)),) if self._tensors.seeded else ()
+        return (*rows.gather(mine), *seeds)
+
+    def span(self, number: int, first: int, count: int) -> tuple:
+        """The arrays of this worker's rows of some steps, as `shape.signature` has them.
+
+        Args:
+            number: the epoch, from 0.
+            first, count: the steps; all in one chunk.
+        """
+        chunk, begin = first // self.chunk_steps, first // self.chunk_steps * self.chunk_steps
+        if self._chunk[0] != (number, chunk):
+            same = self._chunk[0] is not None and self._chunk[0][0] == number
+            epoch = self._chunk[1][0] if same else self._order.epoch(number)
+            rows = self._reader.rows(epoch, number, chunk)
+            self._chunk = (number, chunk), (epoch, rows, self._positions(epoch, chunk, rows))
+        epoch, rows, positions = self._chunk[1]
+        return self._arrays(epoch, number, rows, positions, slice(first - begin, first - begin + count))
+
+
+def _check_static(spec) -> None:
+    """Raises ConfigError unless a batch has one fixed shape, of numbers."""
+    for one in tf.nest.flatten(spec):
+        fixed = isinstance(one, tf.TensorSpec) and one.shape.is_fully_defined()
+        if not fixed or one.dtype == tf.string:
+            raise ConfigError(
+                "On TPUs every batch has the same shape, of numbers",
+                f"{one.dtype.name}{getattr(one, 'shape', '')}",
+                "Pad lists to one length (raytf.Column(..., pad=256)), and encode strings before",
+            )
 
 
 _read: dict[str, Blocks] = {}

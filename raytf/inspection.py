@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
 import sys
+import time
 import traceback
 
 import cloudpickle
@@ -17,28 +19,100 @@ _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossin
 
 
 _DEADLINE_SECONDS = 600.0
+_MEASURED_STEPS = 5
 
 
-def inspect(pickled: bytes, block: Blocks) -> ConfigError | None:
-    """What is wrong with the model or the columns, for the driver to raise, or None.
+def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigError | Facts | None:
+    """What is wrong with the model or the columns, for the driver to raise; else figures if they are asked for.
 
     Args:
         pickled: (build_model, config, features, labels, sample_weights, map), by cloudpickle.
         block: a block of the training data.
+        rows: of the steps that are measured, or None for no figures.
     """
     block = block.here()
 
-    def answer() -> ConfigError | None:
+    def answer() -> ConfigError | Facts | None:
         # no Ray from here on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
         build_model, config, *columns = cloudpickle.loads(pickled)
         try:
-            check(build_model, config, block, *columns)
+            model = check(build_model, config, block, *columns)
         except ConfigError as error:
             return error
-        return None
+        return None if rows is None else _facts(model, _feed(block, *columns, rows))
 
     return _in_a_copy(answer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Figures of a model and its data.
+
+    Args:
+        parameters: numbers that are trained.
+        weight_bytes, optimizer_bytes, gradient_bytes: of all variables, of the optimizer's, of the gradients of a step
+            as far as they are dense.
+        sparse_bytes: of the rows of tables for which a step has gradients.
+        wide_gradients: whether gradients are wider than 16 bits.
+        row_bytes: of a row of the data.
+        step_seconds: of a training step, the median of a few.
+    """
+
+    parameters: int
+    weight_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    sparse_bytes: int
+    wide_gradients: bool
+    row_bytes: float
+    step_seconds: float
+
+
+def _facts(model, feed) -> Facts:
+    import numpy as np
+    import tensorflow as tf
+
+    def size(variables):
+        return int(sum(np.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables))
+
+    batch = next(iter(feed.dataset()))
+    step = tf.function(model.train_step)
+    seconds = []
+    for _ in range(_MEASURED_STEPS + 1):
+        began = time.perf_counter()
+        tf.nest.map_structure(lambda t: t.numpy() if isinstance(t, tf.Tensor) else t, step(batch))
+        seconds.append(time.perf_counter() - began)
+    dense, sparse = _gradients(model, batch)
+    return Facts(
+        parameters=int(sum(np.prod(v.shape) for v in model.trainable_variables)),
+        weight_bytes=size(model.trainable_variables + model.non_trainable_variables),
+        optimizer_bytes=size(model.optimizer.variables),
+        gradient_bytes=dense,
+        sparse_bytes=sparse,
+        wide_gradients=any(tf.as_dtype(v.dtype).size > 2 for v in model.trainable_variables),
+        row_bytes=float(feed.shape.row_bytes),
+        step_seconds=float(np.median(seconds[1:])),
+    )
+
+
+def _gradients(model, batch) -> tuple[int, int]:
+    """Bytes of a step's dense gradients, and of its sparse ones with their indices."""
+    import keras
+    import tensorflow as tf
+
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    with tf.GradientTape() as tape:
+        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+        loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+    dense = sparse = 0
+    for gradient in tape.gradient(loss, [v.value for v in model.trainable_variables]):
+        if isinstance(gradient, tf.IndexedSlices):
+            sparse += int(tf.size(gradient.values)) * gradient.values.dtype.size
+            sparse += int(tf.size(gradient.indices)) * gradient.indices.dtype.size
+        elif gradient is not None:
+            dense += int(tf.size(gradient)) * gradient.dtype.size
+    return dense, sparse
 
 
 def _in_a_copy(answer):
@@ -77,14 +151,19 @@ def _unexpected(received: str) -> ConfigError:
     )
 
 
-def check(build_model, config, first, features, labels, sample_weights, map) -> None:
-    """Raises ConfigError unless the model can train on the columns."""
+def _feed(block, features, labels, sample_weights, map, rows: int):
+    from raytf.feed import Feed
+
+    return Feed(block, features=features, labels=labels, sample_weights=sample_weights, global_batch=rows, map=map)
+
+
+def check(build_model, config, first, features, labels, sample_weights, map):
+    """The model, built for the columns; raises ConfigError unless it can train on them."""
     import keras
 
-    from raytf.feed import Feed
     from raytf.worker import build_from_data
 
-    feed = Feed(first, features=features, labels=labels, sample_weights=sample_weights, global_batch=1, map=map)
+    feed = _feed(first, features, labels, sample_weights, map, 1)
     try:
         model = build_model(dict(config))
     except Exception as error:
@@ -126,6 +205,7 @@ def check(build_model, config, first, features, labels, sample_weights, map) -> 
             f"{shown}, for which Keras says: {_first_line(error)}",
             "Choose other columns, or change the model",
         ) from error
+    return model
 
 
 def _check_numeric(model, dataset) -> None:

@@ -1,7 +1,7 @@
 """A lane: a group of workers that runs trial after trial. No process starts between two trials, TensorFlow is imported
 once, and the strategy with its collective group stays.
 
-A lane lives in the placement group of the Tune actor that opened it (`sweep.py`), and ends with it. Its workers follow
+A lane lives in the placement group of the Tune actor that opened it (`trial.py`), and ends with it. Its workers follow
 that actor step by step: begin a trial, go on to the next report, save, stop.
 """
 
@@ -23,8 +23,9 @@ import ray
 import ray.cloudpickle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytf import backend
-from raytf.errors import RaytfError
+from raytf import backend, ports
+from raytf.errors import RaytfError, in_a_line
+from raytf.resources import actor_options
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
@@ -76,9 +77,8 @@ class Lane:
     """
 
     def __init__(self, tensorflow_config, resources: dict[str, float], workers: int, environment: dict, first_bundle=0):
-        resources = dict(resources)
         group = ray.util.get_current_placement_group()
-        options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
+        options = actor_options(resources)
         cpus = max(1, int(options["num_cpus"]))
 
         def place(index):
@@ -160,7 +160,7 @@ class LaneWorker:
         self._session = None
 
     def reserve_address(self) -> str:
-        return backend.reserve_address()
+        return ports.reserve_address()
 
     def import_tensorflow(self) -> None:
         from raytf.keras_import import import_keras
@@ -204,7 +204,7 @@ class LaneWorker:
         except TrialStopped:
             pass
         except BaseException as error:
-            session.events.put(("error", TrialError(_line(error), traceback.format_exc())))
+            session.events.put(("error", TrialError(in_a_line(error), traceback.format_exc())))
         finally:
             set_train_fn_utils(None)
 
@@ -228,16 +228,6 @@ class LaneWorker:
         self._thread = self._session = None
         shutil.rmtree(self._folder, ignore_errors=True)
         _clear(self._defaults)
-
-    def memory(self) -> int:
-        """Resident bytes of this process."""
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
 
 
 def _broadcast(value: Any) -> Any:

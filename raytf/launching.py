@@ -37,22 +37,13 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import resources
+from raytf.allocator import allocator
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
 _POLL_SECONDS = "0.2"
 # Ray Train's guards against rare events; each is a process that imports Ray Train, when every core imports TensorFlow.
 _GUARDS_START_AFTER_SECONDS = 20.0
-# glibc gives buffers of megabytes back to the kernel when they are freed, and takes them anew, page by page, for the
-# next batch: feeds were 1.4 to 1.8 times as fast with what stands here.
-_ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
-# Other arenas than the first are cut from heaps of 64 MiB, which do give memory back: a step of 10 million parameters
-# on two workers took 0.24 s of CPU time instead of 0.18 s. Threads of a large worker would wait for a single arena.
-_ONE_ARENA_UP_TO_CPUS = 4
 # A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
 _VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
 
@@ -104,11 +95,6 @@ class Launch:
     def _end(actors) -> None:
         for actor in actors:
             ray.kill(actor)
-
-
-def allocator(cpus: int) -> dict[str, str]:
-    """What glibc's allocator reads from the environment of a worker with so many CPUs."""
-    return _ALLOCATOR | ({"MALLOC_ARENA_MAX": "1"} if cpus <= _ONE_ARENA_UP_TO_CPUS else {})
 
 
 def _cpus(scaling_config) -> int:

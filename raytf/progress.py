@@ -112,7 +112,8 @@ def describe(update: dict, rate: float | None, left: float | None) -> str:
     parts += [f"{k} {v:.4f}" for k, v in update["logs"].items() if isinstance(v, float)]
     if rate is not None:
         parts.append(f"{rate:,.0f} examples/s")
-    parts.append(f"{update['waiting']:.0%} waiting for input")
+    if update["waiting"] is not None:
+        parts.append(f"{update['waiting']:.0%} waiting for input")
     if left is not None:
         parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
     return "  ".join(parts)

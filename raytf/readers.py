@@ -34,6 +34,10 @@ class Reader:
         """
         raise NotImplementedError
 
+    def rows(self, epoch: Epoch, number: int, chunk: int) -> Rows:
+        """The rows of one chunk."""
+        raise NotImplementedError
+
 
 class Rows:
     """Rows that can be gathered by stream position.
@@ -72,9 +76,12 @@ class StoredReader(Reader):
         self.sources = sources([as_table(block) for block in blocks.get()], columns)
 
     def chunks(self, epoch, number, first):
-        rows = Rows(self.sources, epoch.starts, epoch.pieces)
+        rows = self.rows(epoch, number, first)
         for chunk in range(first, epoch.chunks):
             yield chunk, rows
+
+    def rows(self, epoch, number, chunk):
+        return Rows(self.sources, epoch.starts, epoch.pieces)
 
 
 class StreamReader(Reader):
@@ -87,13 +94,13 @@ class StreamReader(Reader):
 
     def chunks(self, epoch, number, first):
         with ThreadPoolExecutor(1, "raytf_feed") as pool:
-            coming = pool.submit(self._fetch, epoch, number, first) if first < epoch.chunks else None
+            coming = pool.submit(self.rows, epoch, number, first) if first < epoch.chunks else None
             for chunk in range(first, epoch.chunks):
                 rows = coming.result()
-                coming = pool.submit(self._fetch, epoch, number, chunk + 1) if chunk + 1 < epoch.chunks else None
+                coming = pool.submit(self.rows, epoch, number, chunk + 1) if chunk + 1 < epoch.chunks else None
                 yield chunk, rows
 
-    def _fetch(self, epoch: Epoch, number: int, chunk: int) -> Rows:
+    def rows(self, epoch, number, chunk):
         start, stop = epoch.bounds(chunk)
         found = ray.get(self._stream.server.rows.remote(*self._who, self._order, number, start, stop))
         blocks = ray.get([ref for ref, _, _ in found])

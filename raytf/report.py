@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, first_line
 
 SETTINGS = "sweep.json"
 _STYLE = """
@@ -43,21 +43,24 @@ class Entry:
     error: str
 
 
-def settings(folder: str, filesystem=None) -> dict[str, Any]:
+def located(folder: str | os.PathLike) -> str:
+    """A sweep's folder as Ray takes it: a URI as it is, a path from the root."""
+    folder = os.fspath(folder)
+    return folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
+
+
+def settings(folder: str | os.PathLike) -> dict[str, Any]:
     """What `raytf.sweep` wrote beside the trials: metric, mode, scaling of the learning rate.
 
     Args:
-        folder: of a sweep, a path or URI; a path of `filesystem` where that is given.
+        folder: of a sweep, a path or URI.
 
     Raises:
         ConfigError: the folder is not that of a sweep.
     """
     from pyarrow import fs
 
-    where = str(folder)
-    if filesystem is None:
-        where = where if "://" in where else os.path.abspath(os.path.expanduser(where))
-        filesystem, where = fs.FileSystem.from_uri(where)
+    filesystem, where = fs.FileSystem.from_uri(located(folder))
     path = f"{where}/{SETTINGS}"
     if filesystem.get_file_info(path).type != fs.FileType.File:
         raise ConfigError(
@@ -71,21 +74,19 @@ def entries(folder: str, metric: str) -> list[Entry]:
     """The trials of a sweep's folder."""
     import ray.tune
 
-    path = folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
-    analysis = ray.tune.ExperimentAnalysis(path)
+    analysis = ray.tune.ExperimentAnalysis(located(folder))
     found = []
     for trial in analysis.trials:
         frame = analysis.trial_dataframes.get(trial.trial_id)
         curve = [] if frame is None or metric not in frame else [float(v) for v in frame[metric].dropna()]
         error = trial.get_error()
-        lines = [line for line in str(getattr(error, "cause", error) or "").splitlines() if line.strip()]
         found.append(
             Entry(
                 name=trial.trial_id,
                 config=dict(trial.config),
                 value=curve[-1] if curve else None,
                 curve=curve,
-                error=lines[0] if error is not None and lines else "",
+                error="" if error is None else first_line(getattr(error, "cause", error)),
             )
         )
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ray
 
 from raytf.errors import ResourceError
@@ -17,19 +19,40 @@ def fits(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
     return sum(int(min((node.get(name, 0) + 1e-9) // amount for name, amount in per_worker.items())) for node in nodes)
 
 
+def per_worker(scaling_config) -> dict[str, float]:
+    """The resources that a worker asks for, each more than 0."""
+    return {name: amount for name, amount in scaling_config._resources_per_worker_not_none.items() if amount > 0}
+
+
+def fewest_workers(scaling_config) -> int:
+    """The number of workers, or the smallest where it is elastic."""
+    workers = scaling_config.num_workers
+    return workers if isinstance(workers, int) else workers[0]
+
+
+def actor_options(amounts: dict[str, float]) -> dict:
+    """What `options` of a Ray actor takes, for resources by name."""
+    others = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": others}
+
+
+def shown(amounts: dict[str, float]) -> str:
+    """Resources in a sentence."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
 def only_cpus(scaling_config) -> bool:
     """Whether a worker asks for nothing but CPUs, wherever they are."""
-    asked = {name for name, amount in scaling_config._resources_per_worker_not_none.items() if amount > 0}
-    return asked <= {"CPU"} and not scaling_config.use_tpu and not scaling_config.label_selector
+    return (
+        set(per_worker(scaling_config)) <= {"CPU"} and not scaling_config.use_tpu and not scaling_config.label_selector
+    )
 
 
 def likely_nodes(scaling_config) -> list[str]:
     """The node of each worker if Ray places them now; shorter where there is no room for all."""
-    per_worker = {k: v for k, v in scaling_config._resources_per_worker_not_none.items() if v > 0}
-    workers = scaling_config.num_workers
-    workers = workers if isinstance(workers, int) else workers[0]
+    workers = fewest_workers(scaling_config)
     nodes = ray._private.state.available_resources_per_node()
-    return placed(nodes, per_worker, workers, spread="SPREAD" in scaling_config.placement_strategy)
+    return placed(nodes, per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy)
 
 
 def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], workers: int, spread: bool) -> list[str]:
@@ -49,9 +72,29 @@ def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], wor
     return [name for turn in rounds for name in order if turn < room[name]][:workers]
 
 
-def can_grow() -> bool:
+def grows() -> bool:
     """Whether an autoscaler may add nodes."""
     return bool(ray._private.state.state.get_max_resources_from_cluster_config())
+
+
+def holds(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
+    """Whether nodes with these total resources can hold bundles of different sizes; the largest are placed first."""
+    left = [dict(node) for node in nodes]
+    for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), sum(b.values())), reverse=True):
+        node = next((n for n in left if all(n.get(k, 0) + 1e-9 >= v for k, v in bundle.items())), None)
+        if node is None:
+            return False
+        for name, amount in bundle.items():
+            node[name] -= amount
+    return True
+
+
+def room(scaling_config) -> float:
+    """How many workers the cluster can hold at once; no end where an autoscaler may add nodes, or none is asked for."""
+    each = per_worker(scaling_config)
+    if not each or grows():
+        return math.inf
+    return fits([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
 
 
 def check_cluster(scaling_config) -> None:
@@ -60,21 +103,46 @@ def check_cluster(scaling_config) -> None:
     Args:
         scaling_config: a `ray.train.ScalingConfig`.
     """
-    workers = scaling_config.num_workers
-    wanted = workers if isinstance(workers, int) else workers[0]
-    per_worker = {k: v for k, v in scaling_config._resources_per_worker_not_none.items() if v > 0}
-    if not per_worker or wanted < 1:
-        return
-    if can_grow():
-        return
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    holds = fits(nodes, per_worker)
+    wanted = fewest_workers(scaling_config)
+    holds = room(scaling_config)
     if holds < wanted:
-        need = ", ".join(f"{v:g} {k}" for k, v in per_worker.items())
-        total = ray.cluster_resources()
-        has = ", ".join(f"{total.get(k, 0):g} {k}" for k in per_worker)
+        each, total = per_worker(scaling_config), ray.cluster_resources()
+        need, has = shown(each), shown({name: total.get(name, 0) for name in each})
+        nodes = [node for node in ray.nodes() if node["Alive"]]
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
             "Use fewer workers, ask for less in resources_per_worker, or add nodes",
         )
+
+
+def check_servers(scaling_config, plan, extra: dict[str, float] | None = None) -> None:
+    """Raises ResourceError if the cluster can never hold a run with what stands beside Ray Train's workers.
+
+    Args:
+        scaling_config: of Ray Train's workers.
+        plan: `servers.Plan`, or None.
+        extra: resources of one more task.
+    """
+    if plan is None and not extra:
+        return
+    bundles = [per_worker(scaling_config)] * fewest_workers(scaling_config)
+    bundles += [plan.bundle(task) for task in plan.tasks()] if plan else []
+    check_bundles([*bundles, *([extra] if extra else [])])
+
+
+def check_bundles(bundles: list[dict[str, float]]) -> None:
+    """Raises ResourceError if the cluster can never hold tasks that need these resources."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if grows() or holds(nodes, bundles):
+        return
+    wanted: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            wanted[name] = wanted.get(name, 0) + amount
+    total = ray.cluster_resources()
+    raise ResourceError(
+        f"The cluster must be able to hold {len(bundles)} tasks ({shown(wanted)})",
+        f"{len(nodes)} node(s) with {shown({name: total.get(name, 0) for name in wanted})}",
+        "Ask for fewer tasks, for less for each, or add nodes",
+    )

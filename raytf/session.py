@@ -20,9 +20,14 @@ from ray.train.v2.api.context import LocalTrainContext
 
 
 class RaySession:
-    """A worker of Ray Train."""
+    """A worker of Ray Train.
 
-    def __init__(self):
+    Args:
+        validate: whether checkpoints are to be evaluated beside the training.
+    """
+
+    def __init__(self, validate: bool = False):
+        self._validate = validate
         context = ray.train.get_context()
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
         self.storage = context.get_storage()
@@ -36,17 +41,17 @@ class RaySession:
 
     def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
         """Reports metrics and, from the chief, a checkpoint; every worker calls it."""
-        report(metrics, write)
+        report(metrics, write, self._validate)
 
 
-def report(metrics: dict, write: Callable[[str], None] | None) -> None:
+def report(metrics: dict, write: Callable[[str], None] | None, validate: bool = False) -> None:
     """`ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
     if write is None or ray.train.get_context().get_world_rank() != 0:
         ray.train.report(metrics)
         return
     with tempfile.TemporaryDirectory(prefix="raytf_") as folder:
         write(folder)
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder), validation=validate)
 
 
 class TrialStopped(BaseException):

@@ -49,7 +49,7 @@ def values(value: Any, name: str) -> list:
     Raises:
         ConfigError: they cannot be known before the trials.
     """
-    if isinstance(value, Mapping) and set(value) == {"grid_search"}:
+    if _is_grid(value):
         return list(value["grid_search"])
     if isinstance(value, Categorical):
         return list(value.categories)
@@ -64,9 +64,13 @@ def values(value: Any, name: str) -> list:
     return [value]
 
 
+def _is_grid(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"grid_search"}
+
+
 def count(space: Mapping[str, Any], num_samples: int) -> int | None:
     """Trials of a sweep: every point of the grid `num_samples` times; None where there is no end."""
-    grids = [v["grid_search"] for v in space.values() if isinstance(v, Mapping) and set(v) == {"grid_search"}]
+    grids = [value["grid_search"] for value in space.values() if _is_grid(value)]
     return None if num_samples < 0 or not space else num_samples * math.prod(len(grid) for grid in grids)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,6 +197,13 @@ def open_stream(pieces: Pieces, columns: list[str], sample: pa.Table, workers: i
         num_cpus: see `Server`.
     """
     return Stream(pieces.rows, columns, sample, _server(pieces, num_cpus, workers))
+
+
+def close(datasets: Mapping[str, Any]) -> None:
+    """Ends the servers of those of a run's datasets that are streams."""
+    for dataset in datasets.values():
+        if isinstance(dataset, Stream):
+            ray.kill(dataset.server)
 
 
 def _server(pieces: Pieces, num_cpus: float | None, workers: int):

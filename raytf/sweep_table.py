@@ -12,6 +12,7 @@ from ray import tune
 from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
+from raytf.errors import first_line
 from raytf.trial import UnknownMetricError
 
 # Names that follow from a trial's config, in the order in which they are shown.
@@ -73,8 +74,7 @@ class Table(tune.Callback):
         cause = _cause(trial)
         if isinstance(cause, UnknownMetricError):
             self.fatal = cause
-        lines = [line for line in str(cause).splitlines() if line.strip()]
-        self._ended(trial, f"failed: {lines[0] if lines else type(cause).__name__}")
+        self._ended(trial, f"failed: {first_line(cause) or type(cause).__name__}")
 
     def _ended(self, trial, outcome: str) -> None:
         self._spent.append(time.monotonic() - self._began.get(trial.trial_id, time.monotonic()))

@@ -23,10 +23,9 @@ from ray.train._internal.storage import get_fs_and_path
 from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 
-from raytf import blocks, rates, reads, report, resources, space, storage
+from raytf import blocks, rates, reads, report, resources, space, storage, streams
 from raytf.errors import ConfigError, ResourceError
 from raytf.launching import Launch, worker_environment
-from raytf.streams import Stream
 from raytf.sweep_table import Stopper, Table
 from raytf.trainer import KerasTrainer, TensorflowTrainer
 from raytf.trial import Plan, Trial
@@ -93,7 +92,7 @@ def sweep(
     known = {"metric": metric, "mode": mode, "rule": scale_learning_rate, "base_batch_size": base_batch_size}
     known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
-        known = report.settings(os.fspath(resume))
+        known = report.settings(resume)
     metric, mode = known["metric"], known["mode"]
     scaling = rates.Scaling(**{name: known[name] for name in ("rule", "base_batch_size", "warmup_steps")})
     given = dict(param_space or {})
@@ -145,9 +144,7 @@ def sweep(
         table.conclude(grid)
         return grid
     finally:
-        for stream in found.values():
-            if isinstance(stream, Stream):
-                ray.kill(stream.server)
+        streams.close(found)
 
 
 @contextlib.contextmanager
@@ -170,9 +167,15 @@ def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every
             f"an object of type {type(trainer).__name__}",
             "Pass the trainer itself, not its result",
         )
+    if trainer.num_ps or getattr(trainer, "evaluator", False):
+        raise ConfigError(
+            "A sweep's trials train in step, and validate themselves",
+            "strategy='parameter_server'" if trainer.num_ps else "evaluator=True",
+            "Sweep without it",
+        )
     if resume is None:
         space.check(param_space)
-    elif not os.path.exists(os.path.expanduser(os.fspath(resume))) and "://" not in os.fspath(resume):
+    elif "://" not in (path := report.located(resume)) and not os.path.exists(path):
         raise ConfigError("A sweep is resumed from a path that exists", repr(resume), "Check the path")
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or (num_samples < 1 and num_samples != -1):
         raise ConfigError("num_samples must be at least 1, or -1", repr(num_samples), "Choose how many trials to run")
@@ -194,12 +197,9 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "num_workers of a trial must be an integer of at least 1", counts, "Put numbers of workers into the space"
         )
-    each = {k: v for k, v in scaling_config._resources_per_worker_not_none.items() if v > 0}
-    if not each or resources.can_grow():
-        return
-    holds = resources.fits([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+    holds = resources.room(scaling_config)
     if holds < max(counts):
-        need = ", ".join(f"{v:g} {k}" for k, v in each.items())
+        need = resources.shown(resources.per_worker(scaling_config))
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({max(counts)} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
@@ -234,7 +234,11 @@ def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[P
     launch = Launch(trainer.scaling_config, trainer.run_config)
     try:
         found = storage.read_all(trainer.datasets, trainer.storage, trainer.scaling_config)
-        trainer.try_model(launch, found, config | space.sample(given))
+        try:
+            trainer.try_model(launch, found, config | space.sample(given))
+        except BaseException:
+            streams.close(found)
+            raise
     finally:
         launch.cancel()
     steps = None if every is None else (every, metric)
@@ -277,7 +281,7 @@ class _KerasLoop:
 
     def apart(self) -> _KerasLoop:
         """The same for a lane: streams of its own, as lanes do not stand at the same row."""
-        datasets = {n: d.another() if isinstance(d, Stream) else d for n, d in self.task.datasets.items()}
+        datasets = {n: d.another() if isinstance(d, streams.Stream) else d for n, d in self.task.datasets.items()}
         return _KerasLoop(dataclasses.replace(self.task, datasets=datasets))
 
 
@@ -312,7 +316,7 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
             name=_new_name() if _unnamed(trainers) else trainers.name,
             storage_path=trainers.storage_path,
             storage_filesystem=trainers.storage_filesystem,
-            failure_config=tune.FailureConfig(max_failures=max(0, getattr(failure, "max_failures", 0) or 0)),
+            failure_config=tune.FailureConfig(max_failures=getattr(failure, "max_failures", 0)),
             checkpoint_config=tune.CheckpointConfig(num_to_keep=getattr(checkpoint, "num_to_keep", None) or keep),
         )
     checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
@@ -361,9 +365,8 @@ def _users_stopper(stop):
 def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
     if resume is None:
         return tune.Tuner(trainable, param_space=given, tune_config=tune_config, run_config=run_config)
-    path = os.fspath(resume)
     tuner = tune.Tuner.restore(
-        path if "://" in path else os.path.abspath(os.path.expanduser(path)),
+        report.located(resume),
         trainable,
         param_space=given or None,
         resume_unfinished=True,

@@ -50,13 +50,14 @@ class Shape:
     map: Callable | None
 
     @property
-    def _computes(self) -> bool:
+    def computes(self) -> bool:
+        """Whether a batch is worked on, with the user's `map` or by decoding images."""
         return self.map is not None or any(not c.stacked and c.parts[0].image for c in self.columns)
 
     @property
     def heavy(self) -> bool:
         """Whether a batch is more than cut out of a superblock."""
-        return self._computes or any(isinstance(source, Lists) for source in self.sources)
+        return self.computes or any(isinstance(source, Lists) for source in self.sources)
 
     @property
     def row_bytes(self) -> float:
@@ -74,60 +75,91 @@ class Shape:
                 specs.append(tf.TensorSpec((None, *source.shape), _tf_dtype(source.dtype)))
         return (*specs, *([tf.TensorSpec((None, 2), tf.int32)] if self.map else []))
 
-    def batch(self, dataset: tf.data.Dataset, rows: int) -> tf.data.Dataset:
-        """Superblocks to batches of this worker's rows of a step."""
-        if any(isinstance(source, Lists) for source in self.sources):
-            dataset = dataset.map(self._lists)
-        if any(isinstance(spec, tf.RaggedTensorSpec) for spec in dataset.element_spec):
-            return dataset.flat_map(lambda *flat: self._cut(flat, rows))
-        return dataset.rebatch(rows)
+    def batches(
+        self, dataset: tf.data.Dataset, rows: int, *, static: bool = False, empty: bool = False
+    ) -> tf.data.Dataset:
+        """Superblocks to what the model takes: images decoded, the user's `map` applied, in the user's structure.
 
-    def _lists(self, *flat):
+        Args:
+            dataset: of superblocks, as `signature` has them, each of whole batches but for the last.
+            rows: of a batch.
+            static: all batches have as many.
+            empty: one batch without rows at the end.
+        """
+        if self._ragged:
+            dataset = dataset.flat_map(lambda *flat: self._cut(self._split(flat), rows, static))
+        else:
+            if any(isinstance(source, Lists) for source in self.sources):
+                dataset = dataset.map(lambda *flat: tuple(self._split(flat)))
+            dataset = dataset.rebatch(rows, drop_remainder=static)
+        if empty:
+            nothing = tuple(tf.zeros([n or 0 for n in spec.shape], spec.dtype) for spec in self.signature)
+            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(nothing).map(self._nothing))
+        if self.computes:
+            return dataset.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        plain = len(self.structure) > 1 and not any(isinstance(spec, dict) for spec in self.structure)
+        return dataset if self._ragged or plain else dataset.map(self._finish)
+
+    def _nothing(self, *flat):
+        split, zero = self._split(flat), tf.zeros([1], tf.int64)
+        return self._part(split, [cut[0] for cut in self._cuts(split, zero, zero)])
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether a batch's lists are cut out, and filled up, one batch at a time."""
+        lists = zip(self.columns, self.sources, strict=True)
+        return any(isinstance(source, Lists) and not isinstance(c.parts[0].pad, int) for c, source in lists)
+
+    def _split(self, flat) -> list:
+        """For each column a tensor of all rows, or for lists of different lengths (values, row splits)."""
         flat, out = iter(flat), []
         for columns, source in zip(self.columns, self.sources, strict=True):
             if not isinstance(source, Lists):
                 out.append(next(flat))
                 continue
-            ragged = tf.RaggedTensor.from_row_lengths(next(flat), next(flat), validate=False)
+            values, splits = next(flat), tf.concat([[0], tf.cumsum(next(flat))], 0)
             (column,) = columns.parts
             whole = isinstance(column.pad, int)
-            out.append(_pad(ragged, column, column.pad) if whole else ragged)
-        return (*out, *flat)
+            out.append(_pad(_lists(values, splits), column, column.pad) if whole else (values, splits))
+        return [*out, *flat]
 
-    def _cut(self, flat, rows):
+    def _cut(self, split, rows: int, static: bool) -> tf.data.Dataset:
         """Batches of a superblock that holds lists."""
-        first = flat[0]
-        total = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first, tf.int64)[0]
+        first = split[0]
+        total = tf.size(first[1], tf.int64) - 1 if isinstance(first, tuple) else tf.shape(first, tf.int64)[0]
+        begins = tf.range(0, total // rows * rows if static else total, rows, tf.int64)
+        # worked out for all batches at once: an operation on a batch costs more than what it computes here
+        cuts = self._cuts(split, begins, tf.minimum(begins + rows, total))
 
-        def one(step):
-            return self._padded(part[step * rows : (step + 1) * rows] for part in flat)
+        def one(*cut):
+            part = self._part(split, cut)
+            return _of_rows(part, rows) if static else part
 
-        return tf.data.Dataset.range((total + rows - 1) // rows).map(one)
+        return tf.data.Dataset.from_tensor_slices(cuts).map(one)
 
-    def empty(self) -> tf.data.Dataset:
-        """One batch without rows, as `batch` gives them."""
-        dataset = tf.data.Dataset.from_tensors(
-            tuple(tf.zeros([n or 0 for n in spec.shape], spec.dtype) for spec in self.signature)
-        )
-        if any(isinstance(source, Lists) for source in self.sources):
-            dataset = dataset.map(self._lists)
-        if any(isinstance(spec, tf.RaggedTensorSpec) for spec in dataset.element_spec):
-            return dataset.flat_map(lambda *flat: tf.data.Dataset.from_tensors(self._padded(flat)))
-        return dataset
+    def _cuts(self, split, begins, ends) -> tuple:
+        """Where batches lie: (begin, rows, rows + 1) and for each column of lists (begin, number) of the values; each
+        int64, (batches, 1)."""
+        cuts = [begins, ends - begins, ends - begins + 1]
+        for one in split:
+            if isinstance(one, tuple):
+                first = tf.gather(one[1], begins)
+                cuts += [first, tf.gather(one[1], ends) - first]
+        return tuple(cut[:, None] for cut in cuts)
 
-    def _padded(self, parts) -> tuple:
-        """Lists filled up to the longest of the batch where that is asked for."""
-        parts = list(parts)
-        for i, columns in enumerate(self.columns):
-            if not columns.stacked and columns.parts[0].pad == "batch":
-                parts[i] = _pad(parts[i], columns.parts[0], None)
-        return tuple(parts)
-
-    def finish(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Batches to what the model takes: images decoded, the user's `map` applied, in the user's structure."""
-        if self._computes:
-            return dataset.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        return dataset.map(self._finish)
+    def _part(self, split, cut):
+        """One batch, also finished where that is only a matter of structure."""
+        begin, rows, more, *lists = cut
+        lists, parts = iter(lists), []
+        for i, one in enumerate(split):
+            if not isinstance(one, tuple):
+                parts.append(tf.slice(one, begin, rows) if one.shape.rank == 1 else one[begin[0] : begin[0] + rows[0]])
+                continue
+            first, size = next(lists), next(lists)
+            ragged = _lists(tf.slice(one[0], first, size), tf.slice(one[1], begin, more) - first)
+            (column,) = self.columns[i].parts
+            parts.append(_pad(ragged, column, None) if column.pad == "batch" else ragged)
+        return tuple(parts) if self.computes or not self._ragged else self._finish(*parts)
 
     def _finish(self, *flat):
         flat = list(flat)
@@ -141,6 +173,17 @@ class Shape:
             mapped = self.map(*parts, seeds)
             parts = mapped if isinstance(mapped, tuple) else (mapped,)
         return parts if len(parts) > 1 else parts[0]
+
+
+def _of_rows(batch, rows: int):
+    def sized(tensor):
+        return tf.ensure_shape(tensor, [rows, *tensor.shape[1:]]) if isinstance(tensor, tf.Tensor) else tensor
+
+    return tf.nest.map_structure(sized, batch)
+
+
+def _lists(values: tf.Tensor, splits: tf.Tensor) -> tf.RaggedTensor:
+    return tf.RaggedTensor.from_row_splits(values, splits, validate=False)
 
 
 def _pad(ragged: tf.RaggedTensor, column, length: int | None) -> tf.Tensor:

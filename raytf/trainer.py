@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,13 +13,12 @@ import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig
 
-from raytf import columns, failures, order, progress, resources, storage
+from raytf import checks, columns, evaluator, failures, order, progress, resources, storage, streams
 from raytf.backend import TensorflowConfig
 from raytf.errors import ConfigError
-from raytf.inspection import inspect
-from raytf.launching import Launch, PromptTrainer
-from raytf.streams import Stream
-from raytf.topology import per_replica_batch, pick_strategy
+from raytf.inspection import Facts, inspect
+from raytf.launching import Launch, PromptTrainer, worker_environment
+from raytf.topology import per_replica_batch
 from raytf.worker import Task, train
 
 DEFAULTS = {"batch_size": 32, "epochs": 1}
@@ -43,7 +40,15 @@ class KerasTrainer:
             batches of training rows after the shuffle, in TensorFlow operations; seeds are int32, (rows, 2), a function
             of seed, epoch and row, for `tf.random.stateless_...`: a resumed or resized run augments the same.
         callbacks: callbacks(config) -> list of Keras callbacks, built on every worker; files are written by the chief.
-        strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage" or "tpu".
+        strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
+            "tpu". With parameter servers each step is made by one worker, on a whole batch, and the others do not wait
+            for it.
+        evaluator: evaluate every checkpoint on the dataset "validation" beside the training, in one more process with
+            a worker's resources, in the place of validation within it: metrics are called `eval_...` and come late, so
+            that callbacks do not see them.
+        num_ps: parameter servers; they come beside the workers, as a coordinator does.
+        variable_partitioner: partitioner(shape, dtype) -> parts along each axis, such as those of
+            `tf.distribute.experimental.partitioners`: spreads large variables over the servers, by rows.
         scaling_config: `ray.train.ScalingConfig`; one worker by default.
         run_config: `ray.train.RunConfig`. A run whose name and storage path exist already goes on from its last
             checkpoint.
@@ -76,6 +81,9 @@ class KerasTrainer:
         map: Callable | None = None,
         callbacks: Callable | None = None,
         strategy: str = "auto",
+        evaluator: bool = False,
+        num_ps: int = 0,
+        variable_partitioner: Callable | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         tensorflow_config: TensorflowConfig | None = None,
@@ -98,22 +106,30 @@ class KerasTrainer:
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
         self.map, self.window, self.storage = map, window, storage
         self.steps_per_execution = steps_per_execution
+        self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        check_pickles(self.build_model, "build_model")
+        checks.check_pickles(self.build_model, "build_model")
         if self.callbacks is not None:
-            check_pickles(self.callbacks, "callbacks")
+            checks.check_pickles(self.callbacks, "callbacks")
         if self.map is not None:
-            check_pickles(self.map, "map", "batches")
-        check_config(self.config)
-        workers = smallest_workers(self.scaling_config)
-        check_strategy(self.strategy, self.scaling_config)
+            checks.check_pickles(self.map, "map", "batches")
+        if self.variable_partitioner is not None:
+            checks.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
+        checks.check_servers(self.strategy, self.num_ps, self.scaling_config)
+        checks.check_config(self.config)
+        workers = checks.check_workers(self.scaling_config)
+        checks.check_strategy(self.strategy, self.scaling_config)
         devices = max(1, int(self.scaling_config._resources_per_worker_not_none.get("GPU", 0)))
-        per_replica_batch(self.config["batch_size"], workers * devices)
+        per_replica_batch(self.config["batch_size"], 1 if self.num_ps else workers * devices)
         if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:
             raise ConfigError(
                 "datasets must hold 'train' and may hold 'validation'", sorted(self.datasets), "Rename the datasets"
+            )
+        if self.evaluator and "validation" not in self.datasets:
+            raise ConfigError(
+                "evaluator=True needs rows to evaluate", sorted(self.datasets), "Pass datasets['validation']"
             )
         for name, dataset in self.datasets.items():
             if not isinstance(dataset, ray.data.Dataset):
@@ -157,8 +173,11 @@ class KerasTrainer:
         """
         if not ray.is_initialized():
             ray.init()
+        inner, plan = self.servers()
         resources.check_cluster(self.scaling_config)
-        launch = Launch(self.scaling_config, self.run_config)
+        beside = resources.per_worker(self.scaling_config) if self.evaluator else None
+        resources.check_servers(inner, plan, extra=beside)
+        launch = Launch(inner, self.run_config)
         found = {}
         try:
             found = storage.read_all(self.datasets, self.storage, self.scaling_config)
@@ -166,9 +185,7 @@ class KerasTrainer:
             return self._train(launch, found)
         finally:
             launch.cancel()
-            for stream in found.values():
-                if isinstance(stream, Stream):
-                    ray.kill(stream.server)
+            streams.close(found)
 
     def task(self, blocks: dict) -> Task:
         """What the workers are told, for data that was read; without a progress line.
@@ -176,7 +193,7 @@ class KerasTrainer:
         Raises:
             ConfigError: the data is streamed and the shuffle is one over all rows.
         """
-        streamed = isinstance(blocks["train"], Stream)
+        streamed = isinstance(blocks["train"], streams.Stream)
         shuffle = self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
         if streamed and shuffle == "full":
             raise ConfigError(
@@ -198,11 +215,25 @@ class KerasTrainer:
             steps_per_execution=self.steps_per_execution,
             map=self.map,
             board=None,
+            variable_partitioner=self.variable_partitioner,
+            evaluator=self.evaluator,
         )
+
+    def servers(self):
+        """(the ScalingConfig of what Ray Train runs, the `servers.Plan` or None)."""
+        environment = worker_environment(self.run_config, self.scaling_config)
+        return checks.servers(self.num_ps, self.scaling_config, environment)
 
     def worker_config(self) -> TensorflowConfig:
         """The workers' TensorflowConfig."""
-        return dataclasses.replace(self.tensorflow_config, strategy=self.strategy, seed=self.seed % 2**31)
+        seed, plan = self.seed % 2**31, self.servers()[1]
+        return dataclasses.replace(
+            self.tensorflow_config,
+            strategy=self.strategy,
+            seed=seed,
+            servers=plan,
+            tpu=bool(self.scaling_config.use_tpu),
+        )
 
     def _train(self, launch: Launch, blocks: dict) -> ray.train.Result:
         task = self.task(blocks)
@@ -217,28 +248,45 @@ class KerasTrainer:
             board.clear()
 
     def _run(self, task: Task, launch: Launch) -> ray.train.Result:
+        if not self.evaluator:
+            return _with_history(self._fit(task, launch, None))
+        environment = worker_environment(self.run_config, self.scaling_config)
+        each = self.scaling_config._resources_per_worker_not_none
+        actor = evaluator.start(dataclasses.replace(task, board=None), each, environment)
+        try:
+            result = self._fit(task, launch, evaluator.validation(actor))
+            return _with_history(result, ray.get(actor.found.remote()))
+        finally:
+            ray.kill(actor)
+
+    def _fit(self, task: Task, launch: Launch, validation) -> ray.train.Result:
         def keras_training():
             train(task)
 
         inner = PromptTrainer(
             keras_training,
             backend_config=self.worker_config(),
-            scaling_config=self.scaling_config,
+            scaling_config=self.servers()[0],
             run_config=self.run_config,
             launch=launch,
+            validation_config=validation,
         )
         with failures.first_cause():
             if task.board is None:
-                result = inner.fit()
-            else:
-                from rich.console import Console
+                return inner.fit()
+            from rich.console import Console
 
-                with progress.Line(task.board, Console()):
-                    result = inner.fit()
-        return _with_history(result)
+            with progress.Line(task.board, Console()):
+                return inner.fit()
 
-    def check_data(self, blocks: dict) -> None:
-        """Raises ConfigError if a dataset is empty or lacks a column."""
+    def try_model(
+        self, launch: Launch, blocks: dict, config: Mapping[str, Any], rows: int | None = None
+    ) -> Facts | None:
+        """Raises ConfigError if the columns or the model of a config do not fit the data.
+
+        Returns:
+            Figures of the model in steps of so many rows, where they are asked for.
+        """
         for name, found in blocks.items():
             if not found.rows:
                 raise ConfigError(
@@ -246,24 +294,22 @@ class KerasTrainer:
                 )
             for role in ("features", "labels", "sample_weights"):
                 columns.check_names(getattr(self, role), found.columns, role)
-
-    def try_model(self, launch: Launch, blocks: dict, config: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the columns or the model of a config do not fit the data."""
-        self.check_data(blocks)
         specs = (self.features, self.labels, self.sample_weights)
         pickled = cloudpickle.dumps((self.build_model, dict(config), *specs, self.map))
-        error = launch.ask(inspect, pickled, blocks["train"].first())
-        if error is not None:
-            raise error
+        found = launch.ask(inspect, pickled, blocks["train"].first(), rows)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
 
-def _with_history(result: ray.train.Result) -> ray.train.Result:
-    """A row for each epoch, however many checkpoints are kept."""
+def _with_history(result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
+    """A row for each epoch, however many checkpoints are kept, with what an evaluator found by epoch."""
     from raytf import checkpoint
 
     if result.checkpoint is not None:
         with result.checkpoint.as_directory() as folder:
-            result.metrics_dataframe = pd.DataFrame(checkpoint.read_state(folder).history)
+            history = checkpoint.read_state(folder).history
+        result.metrics_dataframe = pd.DataFrame([row | (found or {}).get(row["epoch"], {}) for row in history])
     return result
 
 
@@ -277,7 +323,9 @@ class TensorflowTrainer(PromptTrainer):
         tensorflow_config: `raytf.TensorflowConfig`; Ray's own, which has no options, is taken for the default.
         scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train.
         metadata, resume_from_checkpoint: refused by Ray Train 2.60.
-        strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`.
+        strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`. With "parameter_server" the loop runs once, on
+            the coordinator.
+        num_ps: parameter servers.
     """
 
     def __init__(
@@ -294,8 +342,14 @@ class TensorflowTrainer(PromptTrainer):
         metadata: dict[str, Any] | None = None,
         resume_from_checkpoint=None,
         strategy: str = "auto",
+        num_ps: int = 0,
     ):
-        check_strategy(strategy, scaling_config or ScalingConfig())
+        scaling_config = scaling_config or ScalingConfig()
+        checks.check_strategy(strategy, scaling_config)
+        checks.check_servers(strategy, num_ps, scaling_config)
+        self._workers, self.num_ps = scaling_config, num_ps
+        environment = worker_environment(run_config or RunConfig(), scaling_config)
+        scaling_config, self._servers = checks.servers(num_ps, scaling_config, environment)
         if not isinstance(tensorflow_config, TensorflowConfig):
             kind = type(tensorflow_config)
             if tensorflow_config is not None and kind.__module__ != "ray.train.tensorflow.config":
@@ -306,7 +360,9 @@ class TensorflowTrainer(PromptTrainer):
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
-            backend_config=dataclasses.replace(tensorflow_config, strategy=strategy),
+            backend_config=dataclasses.replace(
+                tensorflow_config, strategy=strategy, servers=self._servers, tpu=bool(self._workers.use_tpu)
+            ),
             scaling_config=scaling_config,
             dataset_config=dataset_config,
             run_config=run_config,
@@ -326,7 +382,8 @@ class TensorflowTrainer(PromptTrainer):
         """
         if not ray.is_initialized():
             ray.init()
-        resources.check_cluster(self.scaling_config)
+        resources.check_cluster(self._workers)
+        resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
         self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
@@ -335,47 +392,3 @@ class TensorflowTrainer(PromptTrainer):
                 return super().fit()
         finally:
             self.backend_config = config
-
-
-# ------------------------------------------------------------------------------------------------------ checks
-
-
-def check_pickles(function, name: str, of: str = "config") -> None:
-    """Raises ConfigError unless `function` can be called and sent to a worker."""
-    if not callable(function):
-        raise ConfigError(f"{name} must be a function of {of}", repr(function), "Pass a function")
-    try:
-        cloudpickle.dumps(function)
-    except Exception as error:
-        raise ConfigError(
-            f"{name} must be a function that pickles, as it is sent to the workers",
-            f"{getattr(function, '__name__', function)!r}: {error}",
-            "Create what does not pickle (models, locks, files, connections) inside the function",
-        ) from error
-
-
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for values of `config` that the trainer itself reads."""
-    for name in ("batch_size", "epochs"):
-        value = config[name]
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-            raise ConfigError(f"config[{name!r}] must be an integer of at least 1", repr(value), "Change it")
-    rate = config.get("learning_rate")
-    if isinstance(rate, numbers.Real) and not (math.isfinite(rate) and rate > 0):
-        raise ConfigError("config['learning_rate'] must be a finite number above 0", repr(rate), "Change it")
-
-
-def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
-    """Raises ConfigError if the strategy does not fit the workers."""
-    workers = smallest_workers(scaling_config)
-    devices = int(scaling_config._resources_per_worker_not_none.get("GPU", 0))
-    pick_strategy(name, workers=workers, devices=devices, tpu=bool(scaling_config.use_tpu))
-
-
-def smallest_workers(scaling_config: ScalingConfig) -> int:
-    """The number of workers, or the smallest where it is elastic."""
-    workers = scaling_config.num_workers
-    workers = workers if isinstance(workers, int) else workers[0]
-    if workers < 1:
-        raise ConfigError("num_workers must be at least 1", workers, "Use ScalingConfig(num_workers=1) or more")
-    return workers

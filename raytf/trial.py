@@ -13,12 +13,14 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from ray.tune.utils import flatten_dict
 
 from raytf import rates
-from raytf.errors import ConfigError, RaytfError
+from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.lane import Job, Lane, LaneLostError, TrialError
 from raytf.session import read_files, write_files
 
 # A trial that lasts is saved this often, so that one whose worker dies does not start anew.
 _SAVE_SECONDS = 30.0
+# In the errors of TensorFlow, of Python, and of Ray where its monitor ended a worker.
+_NO_MEMORY = ("ResourceExhausted", "OutOfMemory", "MemoryError", "OUT_OF_MEMORY")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,9 @@ class Trial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         try:
             metrics = self._next()
-        except LaneLostError:
+        except LaneLostError as error:
             self._close()
-            raise
+            raise _explained(error, self._config) from None
         except TrialError as error:
             self._close()  # Tune ends the actor of a trial that failed
             raise _explained(error, self._config) from None
@@ -152,10 +154,10 @@ def _first_bundle() -> int:
     return 0 if all(group.bundle_specs) else 1
 
 
-def _explained(error: TrialError, config: Mapping[str, Any]) -> RaytfError:
-    if "ResourceExhausted" in error.cause or "OutOfMemory" in error.cause or "MemoryError" in error.cause:
-        return TrialError(
-            f"config['batch_size']={config.get('batch_size')} does not fit into a worker's memory ({error.cause})",
-            error.details,
-        )
-    return error
+def _explained(error: TrialError | LaneLostError, config: Mapping[str, Any]) -> RaytfError:
+    """The error, with what a lack of memory means; a worker that the kernel or Ray ended for it is a lost lane."""
+    cause, details = (error.cause, error.details) if isinstance(error, TrialError) else (str(error), "")
+    if not any(sign in cause for sign in _NO_MEMORY):
+        return error
+    text = f"config['batch_size']={config.get('batch_size')} does not fit into a worker's memory ({first_line(cause)})"
+    return TrialError(text, details) if isinstance(error, TrialError) else LaneLostError(f"{text}\n{cause}")

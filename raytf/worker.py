@@ -27,6 +27,8 @@ class Task:
         board: the `progress.Board`, or None for no progress line.
         warmup_steps: in which the learning rate rises from 0.
         report_steps: (every how many steps, metric that a report needs) of reports within epochs, or None.
+        variable_partitioner: see `remote_model.RemoteModel`.
+        evaluator: checkpoints are evaluated beside the training, which does not validate.
     """
 
     build_model: Callable
@@ -44,6 +46,26 @@ class Task:
     board: Board | None
     warmup_steps: int = 0
     report_steps: tuple[int, str] | None = None
+    variable_partitioner: Callable | None = None
+    evaluator: bool = False
+
+    def used(self) -> list[str]:
+        """The datasets of the training itself."""
+        return [name for name in self.datasets if not (self.evaluator and name == "validation")]
+
+    def feed(self, name: str) -> dict[str, Any]:
+        """The arguments of a `feed.Feed` of a dataset, without those that say who reads."""
+        return {
+            "blocks": self.datasets[name],
+            "features": self.features,
+            "labels": self.labels,
+            "sample_weights": self.sample_weights,
+            "global_batch": self.config["batch_size"],
+            "seed": self.seed,
+            "shuffle": self.shuffle if name == "train" else "none",
+            "window": self.window,
+            "map": self.map if name == "train" else None,
+        }
 
 
 def train(task: Task, session=None) -> None:
@@ -55,47 +77,53 @@ def train(task: Task, session=None) -> None:
     """
     import keras
 
-    from raytf import callbacks, checkpoint, execution, strategy, waiting
+    from raytf import callbacks, checkpoint, execution, strategy, tpu, waiting
     from raytf.session import RaySession
 
-    session = session or RaySession()
+    session = session or RaySession(validate=task.evaluator)
+    if strategy.uses_tpu() and session.size > 1:
+        with tpu.led(session) as session:
+            if session is not None:
+                train(task, session)
+        return
     distribution = strategy.get_strategy()
+    if strategy.servers() is not None:
+        from raytf import parameter_server
+
+        parameter_server.train(task, session, distribution, strategy.servers())
+        return
     with session.checkpoint() as folder, waiting.measured() as waited:
         state = checkpoint.read_state(folder) if folder else None
-        if state is not None and (state.stopped or state.epoch >= task.config["epochs"]):
+        if ended(state, task):
             return
         keras.utils.set_random_seed(task.seed % 2**32)
         with distribution.scope():
             model = task.build_model(dict(task.config))
-        feeds = {name: _feed(task, name, session) for name in task.datasets}
+        static = strategy.uses_tpu()
+        feeds = {name: _feed(task, name, session, static and name == "train") for name in task.used()}
+        if static:
+            tpu.check_batch(task.config["batch_size"], feeds["train"].rows, distribution.num_replicas_in_sync)
+            if task.steps_per_execution == "auto" and model.steps_per_execution == 1:
+                model.steps_per_execution = min(tpu.STEPS_PER_EXECUTION, feeds["train"].steps)
         datasets = {name: feed.dataset() for name, feed in feeds.items()}
         with distribution.scope():
             build_from_data(model, datasets["train"])
         if task.steps_per_execution != "auto":
             model.steps_per_execution = task.steps_per_execution
-        users = list(task.callbacks(dict(task.config))) if task.callbacks else []
-        users += callbacks.tensorboard(session.storage, users)
+        users = users_callbacks(task, session)
         around = [callbacks.FeedCallback(feeds["train"]), *users]
-        if task.steps_per_execution == "auto":
+        if task.steps_per_execution == "auto" and not static:
             around.insert(0, execution.ExecutionCallback(users))
         if task.warmup_steps:
             around.append(callbacks.WarmupCallback(task.warmup_steps, model))
-        if state is not None:
-            checkpoint.restore(folder, model, task.config)
-            around.append(callbacks.RestoreCallback(folder, users))
+        around += restored(folder, model, task, users)
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
         to = session.report
         if task.report_steps is not None:
             to = functools.partial(session.report, keep=True)
             around.append(callbacks.StepReportCallback(task.report_steps[0], session.report, task.report_steps[1]))
-        report = callbacks.ReportCallback(
-            seed=task.seed,
-            build=(task.build_model, task.config, _inputs(datasets["train"])),
-            callbacks=users,
-            history=state.history if state else (),
-            report=to,
-        )
+        report = report_callback(task, datasets["train"], users, state, to)
         model.fit(
             datasets["train"],
             validation_data=datasets.get("validation"),
@@ -107,22 +135,10 @@ def train(task: Task, session=None) -> None:
         )
 
 
-def _feed(task: Task, name: str, session):
+def _feed(task: Task, name: str, session, static: bool):
     from raytf.feed import Feed
 
-    return Feed(
-        task.datasets[name],
-        features=task.features,
-        labels=task.labels,
-        sample_weights=task.sample_weights,
-        global_batch=task.config["batch_size"],
-        worker=session.rank,
-        workers=session.size,
-        seed=task.seed,
-        shuffle=task.shuffle if name == "train" else "none",
-        window=task.window,
-        map=task.map if name == "train" else None,
-    )
+    return Feed(**task.feed(name), worker=session.rank, workers=session.size, drop_remainder=static, static=static)
 
 
 def build_from_data(model, dataset) -> None:
@@ -140,6 +156,42 @@ def build_from_data(model, dataset) -> None:
     model._symbolic_build(data_batch=tf.nest.map_structure(example, dataset.element_spec))
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def ended(state, task: Task) -> bool:
+    """Whether a run that goes on from a `checkpoint.State` (None: from nothing) has nothing left to do."""
+    return state is not None and (state.stopped or state.epoch >= task.config["epochs"])
+
+
+def users_callbacks(task: Task, session) -> list:
+    """The user's callbacks, and one that writes events beside the run unless they do."""
+    from raytf import callbacks
+
+    users = list(task.callbacks(dict(task.config))) if task.callbacks else []
+    return users + callbacks.tensorboard(session.storage, users)
+
+
+def restored(folder: str | None, model, task: Task, users: list) -> list:
+    """Gives a built model the state of a checkpoint, if there is one; callbacks that do so with the user's."""
+    from raytf import callbacks, checkpoint
+
+    if folder is None:
+        return []
+    checkpoint.restore(folder, model, task.config)
+    return [callbacks.RestoreCallback(folder, users)]
+
+
+def report_callback(task: Task, dataset, users: list, state, to: Callable):
+    """The callback that reports each epoch with `to(metrics, write)`; put it last."""
+    from raytf import callbacks
+
+    return callbacks.ReportCallback(
+        seed=task.seed,
+        build=(task.build_model, task.config, _inputs(dataset)),
+        callbacks=users,
+        history=state.history if state else (),
+        report=to,
+    )
 
 
 def _inputs(dataset):
