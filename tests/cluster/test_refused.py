@@ -66,6 +66,13 @@ def does_not_pickle():
 
 
 CASES = {
+    "servers without their strategy": (lambda: {"num_ps": 2}, "num_ps=2 with strategy='auto'"),
+    "no servers": (lambda: {"strategy": "parameter_server"}, "strategy 'parameter_server' needs a parameter server"),
+    "servers that do not fit": (
+        lambda: {"strategy": "parameter_server", "num_ps": 9},
+        "The cluster must be able to hold 11 tasks .11 CPU",
+    ),
+    "an evaluator without rows": (lambda: {"evaluator": True}, "evaluator=True needs rows to evaluate"),
     "not pickled": (lambda: {"build_model": does_not_pickle()}, "build_model must be a function that pickles"),
     "not a function": (lambda: {"build_model": 3}, "build_model must be a function of config; received: 3"),
     "not compiled": (lambda: {"build_model": not_compiled}, "not compiled with an optimizer"),

@@ -332,7 +332,7 @@ def test_rates_that_follow_the_batch(tmp_path):
 
 def test_wrong_sweeps_say_why(tmp_path):
     space = {"learning_rate": tune.loguniform(1e-4, 1e-1)}
-    good = trainer(tmp_path)
+    good = trainer(tmp_path, workers=1)
     for arguments, message in [
         ({"param_space": space, "num_samples": 0}, "num_samples must be at least 1"),
         ({"param_space": {}}, "param_space must be a dict of config keys"),

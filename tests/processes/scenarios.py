@@ -49,7 +49,9 @@ class Place:
         steps = rows // batch if drop else -(-rows // batch)
         spec = tf.nest.map_structure(lambda a: tf.TensorSpec((None, *a.shape[1:]), a.dtype), arrays)
         parts = [part(s) for s in range(steps)]
-        dataset = tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec)
+        # TensorFlow takes NumPy's memory as it is, and operations on a batch may write into it
+        fresh = lambda: (tf.nest.map_structure(np.copy, one) for one in parts)
+        dataset = tf.data.Dataset.from_generator(fresh, output_signature=spec)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
         return multiworker_input.mark_worker_part(dataset) if self.world > 1 else dataset
 
@@ -464,6 +466,62 @@ def gradient_accumulation(p):
 def accumulation_in_long_executions(p):
     make = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3)
     return p.fit(mlp(make, steps_per_execution=4), vectors(), epochs=3, batch=16)[1]
+
+
+@contextlib.contextmanager
+def _averaging(p, every):
+    from raytf import multiworker_averaging
+
+    multiworker_averaging.attach(p.strategy, every)
+    try:
+        yield
+    finally:
+        multiworker_averaging._every.clear()
+
+
+@scenario
+def local_steps(p):
+    """Three steps of each worker by itself, then the mean of their parameters; with one process, that by hand."""
+    every, arrays, build = 3, vectors(), mlp(lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    if p.world > 1:
+        with _averaging(p, every):
+            return results(p.fit(build, arrays)[0])
+    two = []
+    for _ in range(2):
+        keras.utils.set_random_seed(7)
+        two.append(build())
+    done = 0
+    for _ in range(2):
+        for start in range(0, ROWS, BATCH):
+            for rank, model in enumerate(two):
+                rows = slice(start + rank * BATCH // 2, start + (rank + 1) * BATCH // 2)
+                model.train_on_batch(*[a[rows] for a in arrays])
+            done += 1
+            if done % every == 0:
+                _average([model.trainable_variables for model in two])
+        _average([[*m.trainable_variables, *m.optimizer.variables[2:]] for m in two])
+    return results(two[0])
+
+
+def _average(many):
+    for same in zip(*many, strict=True):
+        mean = np.mean([np.asarray(v) for v in same], 0)
+        for variable in same:
+            variable.assign(mean)
+
+
+@scenario
+def local_steps_that_cannot_work(p):
+    """Workers must count alike when they average."""
+    from raytf.errors import ConfigError
+
+    if p.world == 1:
+        return {"refused": np.asarray(True)}
+    with _averaging(p, 2):
+        try:
+            p.fit(mlp(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), vectors())
+        except ConfigError as error:
+            return {"refused": np.asarray("gradient_accumulation_steps with sync_every=2" in str(error))}
 
 
 @scenario

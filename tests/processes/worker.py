@@ -16,6 +16,7 @@ def main():
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--communication", default="auto")
+    parser.add_argument("--place", required=True, help="a number of processes, or a strategy of two devices in one")
     options = parser.parse_args()
     task = json.loads(os.environ.get("TF_CONFIG", "{}"))
     rank = task.get("task", {}).get("index", 0)
@@ -28,6 +29,9 @@ def main():
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
+    if not options.place.isdigit():
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     import keras
 
     from raytf import strategy
@@ -35,7 +39,13 @@ def main():
     from tests.processes.scenarios import SCENARIOS, Place
 
     with strategy.prepared(TensorflowConfig(communication=options.communication)):
-        distribution = tf.distribute.MultiWorkerMirroredStrategy() if world > 1 else tf.distribute.get_strategy()
+        distribution = tf.distribute.get_strategy()
+        if world > 1:
+            distribution = tf.distribute.MultiWorkerMirroredStrategy()
+        elif options.place == "mirrored":
+            distribution = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        elif options.place == "central_storage":
+            distribution = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
         keras.config.set_floatx(options.dtype)
         place = Place(distribution, rank, world, options.folder)
         run(options, place, SCENARIOS, keras)
@@ -43,7 +53,7 @@ def main():
 
 def run(options, place, scenarios, keras):
     for name in options.only or scenarios:
-        path = os.path.join(options.folder, f"{name}.{options.dtype}.{place.world}.{place.rank}.pkl")
+        path = os.path.join(options.folder, f"{name}.{options.dtype}.{options.place}.{place.rank}.pkl")
         try:
             result = scenarios[name](place)
         except Exception:

@@ -15,15 +15,15 @@ from raytf.errors import ConfigError
 CHILD = """
 import ray.util
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
-from raytf import backend
+from raytf import ports
 import random, sys
-backend._PORTS = range(int(sys.argv[1]), int(sys.argv[2]))
+ports._PORTS = range(int(sys.argv[1]), int(sys.argv[2]))
 try:
-    print(backend.reserve_address(), flush=True)
+    print(ports.reserve_address(), flush=True)
 except Exception as error:
     print(error, flush=True)
 input()
-backend.release_port()
+ports.release_port()
 print("released", flush=True)
 input()
 """

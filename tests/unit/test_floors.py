@@ -7,9 +7,9 @@ import raytf
 
 FLOORS = [
     {"errors"},
-    {"topology", "reads"},
-    {"order", "rates"},
-    {"columns", "ring", "space"},
+    {"topology", "reads", "allocator", "settings"},
+    {"order", "rates", "roles"},
+    {"columns", "ring", "space", "ports", "keras_import"},
     {
         "sources",
         "waiting",
@@ -20,20 +20,23 @@ FLOORS = [
         "failures",
         "summary",
         "backend",
-        "keras_import",
         "pieces",
         "session",
         "report",
+        "script",
+        "tpu",
     },
-    {"streams", "multiworker_callbacks", "multiworker_step", "checkpoint", "gradient_ring"},
+    {"streams", "multiworker_callbacks", "multiworker_step", "checkpoint", "gradient_ring", "tasks", "servers"},
+    {"multiworker_averaging"},
     {"multiworker_losses", "multiworker_gradients", "multiworker_metrics", "multiworker_input"},
     {"keras_multiworker", "callbacks", "execution"},
     {"strategy", "tensors", "readers"},
     {"feed"},
-    {"worker", "inspection", "lane"},
-    {"launching", "storage", "trial"},
-    {"trainer", "sweep_table"},
-    {"sweeping"},
+    {"worker_rows", "remote_model"},
+    {"worker", "inspection", "lane", "checks"},
+    {"launching", "storage", "trial", "evaluator", "parameter_server"},
+    {"trainer", "sweep_table", "run"},
+    {"sweeping", "planning"},
     {"cli", "__init__"},
 ]
 FOLDER = pathlib.Path(raytf.__file__).parent
@@ -63,6 +66,14 @@ DRIVER = (
     "reads",
     "report",
     "ring",
+    "roles",
+    "script",
+    "tasks",
+    "run",
+    "servers",
+    "checks",
+    "planning",
+    "evaluator",
 )
 
 

@@ -77,7 +77,6 @@ def test_auto(workers, devices, tpu, picked):
         ("one_device", 2, "trains in one process"),
         ("central_storage", 3, "trains in one process"),
         ("tpu", 1, "needs workers that hold TPUs"),
-        ("parameter_server", 2, "parameter servers"),
         ("miror", 1, "must be one of"),
     ],
 )

@@ -1,0 +1,163 @@
+"""Parameter servers on a real Ray cluster: what they compute, where rows lie, and what a death does."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+import raytf
+from tests.cluster import models
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+
+
+def table_model(config):
+    """A float64 classifier of six numbers and a token."""
+    import keras
+    from keras import layers
+
+    keras.config.set_floatx("float64")
+    numbers, token = keras.Input((6,), name="numbers"), keras.Input((), dtype="int64", name="token")
+    x = layers.Concatenate()([layers.Dense(8, "relu")(numbers), layers.Embedding(301, 4)(token)])
+    model = keras.Model(
+        {"numbers": numbers, "token": token}, layers.Dense(4, "softmax")(layers.BatchNormalization()(x))
+    )
+    optimizer = keras.optimizers.Adam(config.get("learning_rate", 0.01))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy", "sparse_categorical_accuracy"])
+    return model
+
+
+def thirds(shape, dtype):
+    return [3 if shape[0] == 301 else 1, *[1] * (len(shape) - 1)]
+
+
+def trainer(tmp_path, name, *, workers=2, failures=0, build=table_model, **options):
+    import pyarrow as pa
+    import ray
+
+    def dataset(count, seed):
+        table = pa.table(models.rows(count, seed))
+        token = np.random.default_rng(seed).integers(0, 301, count)
+        return ray.data.from_arrow(table.append_column("token", pa.array(token)))
+
+    options.setdefault("config", {"batch_size": 10, "epochs": 3})
+    return raytf.KerasTrainer(
+        build,
+        datasets={"train": dataset(97, 0), "validation": dataset(33, 1)},
+        features={"numbers": models.FEATURES, "token": "token"},
+        labels="label",
+        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(
+            name=name, storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=failures)
+        ),
+        progress=False,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(ray_cluster, tmp_path_factory):
+    """The result of one process without parameter servers."""
+    return trainer(tmp_path_factory.mktemp("alone"), "alone", workers=1).fit()
+
+
+def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
+    """Without others there is nothing asynchronous: weights, slots, statistics and metrics are those of `fit`."""
+    served = trainer(
+        tmp_path, "served", workers=1, strategy="parameter_server", num_ps=3, variable_partitioner=thirds
+    ).fit()
+    one, other = raytf.load_model(alone), raytf.load_model(served)
+    for mine, its in zip(other.variables, one.variables, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9, err_msg=its.path)
+    for mine, its in zip(other.optimizer.variables, one.optimizer.variables, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9, err_msg=its.path)
+    assert list(served.metrics_dataframe) == list(alone.metrics_dataframe)
+    np.testing.assert_allclose(served.metrics_dataframe, alone.metrics_dataframe, rtol=0, atol=1e-9)
+
+
+def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
+    """Every step is made, and the last epoch's work is done by the one that came for the dead."""
+
+    def callbacks(config):
+        import keras
+
+        from raytf import strategy
+        from raytf.roles import Task
+
+        class Kill(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                if epoch in (1, 2):
+                    strategy.servers().kill(Task("worker", epoch - 1))
+
+        return [Kill()]
+
+    options = {"strategy": "parameter_server", "num_ps": 1, "config": {"batch_size": 4, "epochs": 4}}
+    result = trainer(tmp_path, "killed", callbacks=callbacks, **options).fit()
+    history = result.metrics_dataframe
+    assert list(history["epoch"]) == [1, 2, 3, 4] and history["loss"].iloc[-1] < history["loss"].iloc[0]
+    # a step that a worker had made when it died, but not told of, is made again
+    steps = int(raytf.load_model(result).optimizer.iterations)
+    assert 4 * 25 <= steps <= 4 * 25 + 2 * 3
+
+
+def test_a_dead_server_ends_in_a_restore(tmp_path, alone):
+    marker = str(tmp_path / "killed")
+
+    def callbacks(config):
+        import keras
+
+        from raytf import strategy
+        from raytf.roles import Task
+
+        class Kill(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                if epoch == 2 and not os.path.exists(marker):
+                    open(marker, "w").close()
+                    strategy.servers().kill(Task("ps", 0))
+
+        return [Kill()]
+
+    options = {"strategy": "parameter_server", "num_ps": 1, "callbacks": callbacks}
+    result = trainer(tmp_path, "lost", workers=1, failures=1, **options).fit()
+    for mine, its in zip(raytf.load_model(result).weights, raytf.load_model(alone).weights, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+
+    os.remove(marker)
+    with pytest.raises(raytf.errors.TrainingError, match="ps 0 died, and with it the variables that it held"):
+        trainer(tmp_path, "ended", workers=1, **options).fit()
+
+
+def _where(config):
+    """A loop of a TensorflowTrainer, on the coordinator."""
+    import tensorflow as tf
+
+    from raytf.remote_model import RemoteModel
+
+    strategy = raytf.get_strategy()
+    partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=4 << 10, max_shards=3)
+    model = table_model({})
+    remote = RemoteModel(model, strategy, partitioner)
+    table = next(v for v in model.trainable_variables if v.shape == (301, 4))
+    found = {f"part{i}": f"{p.value.device} {p.shape[0]}" for i, p in enumerate(remote.parts[id(table)])}
+    with open(config["file"], "w") as file:
+        json.dump(found, file)
+
+
+def test_a_table_lies_on_three_servers(tmp_path):
+    file = tmp_path / "parts.json"
+    raytf.TensorflowTrainer(
+        _where,
+        train_loop_config={"file": str(file)},
+        strategy="parameter_server",
+        num_ps=3,
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    ).fit()
+    parts = list(json.loads(file.read_text()).values())
+    assert {part.partition("/replica")[2].split("/")[1] for part in parts} == {"task:0", "task:1", "task:2"}, parts
+    assert sorted(part.split()[-1] for part in parts) == ["100", "100", "101"]
+    assert all("/job:ps" in part for part in parts)

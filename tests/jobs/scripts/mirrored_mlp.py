@@ -1,0 +1,31 @@
+"""An MLP under MirroredStrategy."""
+
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+cpus = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpus[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+print("replicas:", strategy.num_replicas_in_sync)
+
+digits = load_digits()
+images, labels = (digits.data / 16).astype("float32")[:1792], digits.target[:1792]
+train = tf.data.Dataset.from_tensor_slices((images[:1536], labels[:1536])).shuffle(1536, seed=1).batch(64)
+test = tf.data.Dataset.from_tensor_slices((images[1536:], labels[1536:])).batch(64)
+
+with strategy.scope():
+    model = tf.keras.Sequential(
+        [
+            tf.keras.layers.Input(shape=(64,)),
+            tf.keras.layers.Dense(64, activation="relu"),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        optimizer="adam",
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+model.fit(train, epochs=6, verbose=2)
+loss, accuracy = model.evaluate(test, verbose=0)
+print(f"accuracy: {accuracy:.3f}")

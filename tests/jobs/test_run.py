@@ -1,0 +1,205 @@
+"""`raytf run`: scripts as their users wrote them, each on real processes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import ray
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+SCRIPTS = pathlib.Path(__file__).parent / "scripts"
+
+
+def start(*arguments, cwd=SCRIPTS):
+    """Starts `raytf run` on the test session's cluster."""
+    command = [sys.executable, "-m", "raytf.cli", "run", "--address", ray.get_runtime_context().gcs_address]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(*arguments, code=0, cwd=SCRIPTS):
+    """`start`, to its end: what it printed."""
+    process = start(*arguments, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-5000:]}"
+    assert not left(), "processes outlive the command"
+    return out, err
+
+
+def left():
+    """Processes of scripts that still run."""
+    return [p for p in psutil.process_iter(["cmdline"]) if "raytf.script" in (p.info["cmdline"] or [])]
+
+
+def test_mirrored_devices():
+    out, _ = run("mirrored_mlp.py")
+    assert "[worker 0] replicas: 2" in out
+    assert float(re.search(r"\] accuracy: ([\d.]+)", out)[1]) > 0.8
+
+
+def test_fit_with_callbacks(tmp_path):
+    """Prefixes, the same weights on all workers, files by the chief, options of the script behind it."""
+    out, _ = run("--num-workers", 2, "--chief", "multi_worker_cnn.py", "--epochs", 5, "--output", tmp_path)
+    ends = re.findall(r"^\[(chief 0|worker 0)\] +epochs: (\d) weights: (\S+)", out, re.MULTILINE)
+    # nothing gets better by 10, so that EarlyStopping ends the run after epoch 3
+    assert len(ends) == 2 and ends[0][1] == "3" and ends[0][1:] == ends[1][1:]
+    rates = re.findall(r"\[chief 0\] +learning rate of epoch \d: (\S+)", out)
+    assert rates == ["0.010000", "0.005000", "0.002500"]
+    assert (tmp_path / "best.keras").exists() and os.listdir(tmp_path / "logs" / "train")
+
+
+def test_sequences_of_varying_length():
+    out, _ = run("--num-workers", 2, "--quiet", "lstm_lengths.py")
+    assert "[worker 0] loss fell: True" in out and "worker 1" not in out
+
+
+def test_a_loop_of_its_own():
+    out, _ = run("--num-workers", 2, "custom_loop.py")
+    found = dict(re.findall(r"\[(worker \d)\] weights: (.*)", out))
+    assert found["worker 0"] == found["worker 1"] and found["worker 0"].endswith("converged: True")
+
+
+def test_mixed_precision():
+    out, _ = run("--num-workers", 2, "mixed_precision.py")
+    assert "policy: float16 scaled: LossScaleOptimizer" in out and "loss fell: True" in out
+
+
+def test_frozen_and_unfrozen_layers():
+    out, _ = run("--num-workers", 2, "--module", "transfer")
+    assert out.count("frozen stayed: True") == out.count("unfrozen changed: True") == 2
+
+
+def test_a_restart_goes_on_from_the_scripts_checkpoint(tmp_path):
+    arguments = ("checkpoint_manager.py", "--output", tmp_path, "--fail-at", 2)
+    out, err = run("--num-workers", 2, "--max-restarts", 1, *arguments)
+    assert "failed first: exit code 7" in err and "restart 1 of 1: all tasks" in err
+    assert "[worker 1] restored epoch 2 iterations 8" in out
+    assert re.findall(r"\[worker 0\] epoch (\d)", out) == ["1", "2", "3", "4"]
+
+
+def test_parameter_servers_end_with_the_chief():
+    out, _ = run("--num-workers", 2, "--num-ps", 1, "parameter_server.py")
+    assert re.search(r"\[ps 0\] +serving", out) and "[worker 1] serving" in out
+    losses = [float(x) for x in re.findall(r"\[chief 0\] +epoch \d: loss (\S+)", out)]
+    assert len(losses) == 3 and losses[-1] < losses[0] / 10
+    assert "/job:ps" in out
+
+
+def test_one_worker_fails_and_is_named():
+    began = time.monotonic()
+    _, err = run("--num-workers", 2, "one_fails.py", code=1)
+    says = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    assert len(says) == 1 and "worker 1 failed first: exit code 1" in says[0]
+    assert "batch is too large on this worker" in err and time.monotonic() - began < 120
+
+
+ENDS_EARLY = """
+import json, os, sys
+import numpy as np, tensorflow as tf
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+@tf.function
+def step():
+    def replica():
+        return tf.distribute.get_replica_context().all_reduce("sum", tf.ones([]))
+    return strategy.run(replica)
+
+for i in range(10):
+    step()
+    if i == 4 and rank == 1:
+        print("enough")
+        sys.exit(0)
+print("done")
+"""
+
+
+def test_a_worker_that_ends_while_others_wait(tmp_path):
+    (tmp_path / "early.py").write_text(ENDS_EARLY)
+    out, err = run("--num-workers", 2, "early.py", code=1, cwd=tmp_path)
+    assert "[worker 1] enough" in out and "done" not in out
+    assert "worker 1 ended while others went on; every worker must make the same number of steps" in err
+
+
+def test_an_interrupt_ends_every_process(tmp_path):
+    (tmp_path / "forever.py").write_text(
+        "import subprocess, sys, threading\n"
+        "subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()', 'raytf.script'])\n"
+        "print('waiting')\nthreading.Event().wait()\n"
+    )
+    process = start("--num-workers", 2, "forever.py", cwd=tmp_path)
+    seen = [process.stdout.readline() for _ in range(2)]
+    assert all("waiting" in line for line in seen) and len(left()) == 4
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped by SIGINT" in err
+    assert not left()
+
+
+def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
+    (tmp_path / "forever.py").write_text("import threading\nprint('waiting')\nthreading.Event().wait()\n")
+    process = start("forever.py", cwd=tmp_path)
+    assert "waiting" in process.stdout.readline() and left()
+    process.kill()
+    process.communicate()
+    psutil.wait_procs(left(), timeout=60)
+    assert not left()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a folder that other processes do not see needs root")
+def test_the_folder_travels(tmp_path):
+    """Processes that do not see the current folder run in a copy, with the modules beside the script."""
+    (tmp_path / "beside.py").write_text("NAME = 'beside the script'\n")
+    (tmp_path / "main.py").write_text("import os, beside\nprint(beside.NAME, 'in', os.getcwd())\n")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    address = ray.get_runtime_context().gcs_address
+    shell = f"mount -t tmpfs none {hidden} && cp {tmp_path}/*.py {hidden} && cd {hidden} && "
+    shell += f"exec {sys.executable} -m raytf.cli run --address {address} main.py"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", shell], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(r"\[worker 0\] beside the script in (\S+)", done.stdout)[1]
+    assert found != str(hidden) and "working_dir" in found
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["nowhere.py"], "The script must be a file that exists; received: 'nowhere.py'"),
+        (["--module", "nowhere"], "a module that can be imported from the current folder"),
+        (["--num-workers", 0, "one_fails.py"], "num_workers must be at least 1"),
+        (["--num-workers", 2, "--num-ps", 1, "--chief", "one_fails.py"], "Leave the chief out"),
+        (["--num-workers", 40, "one_fails.py"], "The cluster must be able to hold 40 tasks (40 CPU)"),
+        (["--env", "RAYTF_NOT_SET", "one_fails.py"], "the NAME of a variable that is set"),
+        (["--max-restarts", -1, "one_fails.py"], "max_restarts must be at least 0"),
+    ],
+)
+def test_wrong_calls_say_why(arguments, says):
+    _, err = run(*arguments, code=1)
+    assert says in err and "Traceback" not in err
+
+
+def test_variables_arguments_and_exit_code(tmp_path):
+    """What a script sees around it; --legacy-keras gives Keras 2."""
+    (tmp_path / "look.py").write_text(
+        "import os, sys\nimport tensorflow as tf\n"
+        "print(tf.keras.layers.Dense.__module__, os.environ['COLOR'], sys.argv[1:])\n"
+        "print(os.getcwd())\nsys.exit(5)\n"
+    )
+    command = ["--legacy-keras", "--env", "COLOR=green", "look.py", "--num-workers", "-x"]
+    out, err = run(*command, code=5, cwd=tmp_path)
+    assert re.search(r"tf_keras\S* green \['--num-workers', '-x'\]", out) and str(tmp_path) in out
+    assert "worker 0 failed first: exit code 5" in err
