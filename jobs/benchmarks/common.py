@@ -61,13 +61,58 @@ def ray_cluster(cpus: int = 4, store_bytes: int | None = None):
         ray.shutdown()
 
 
+def connect(address: str) -> None:
+    """Connects this process to a Ray that runs; nothing but errors is printed."""
+    import logging
+
+    import ray
+    from ray.data import DataContext
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+def small_cnn(keras) -> list:
+    """Layers of a convolutional network of 0.12 million parameters for images of 28 x 28."""
+    layers = keras.layers
+    return [
+        keras.Input((28, 28, 1)),
+        layers.Conv2D(16, 3, activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(32, 3, activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Flatten(),
+        layers.Dense(128, activation="relu"),
+        layers.Dense(10),
+    ]
+
+
+def vectors(rows: int, width: int):
+    """A Ray Dataset of float32 vectors "x" and labels "y" from 0 to 9."""
+    import numpy as np
+    import pyarrow as pa
+    import ray
+
+    rng = np.random.default_rng(0)
+    x = pa.FixedShapeTensorArray.from_numpy_ndarray(rng.normal(size=(rows, width)).astype("float32"))
+    return ray.data.from_arrow(pa.table({"x": x, "y": pa.array(rng.integers(0, 10, rows))}))
+
+
+def count_rows(dataset) -> int:
+    """Rows of a `tf.data` dataset of (features, labels), counted in TensorFlow's graph, as `fit` takes them."""
+    import tensorflow as tf
+
+    return int(dataset.reduce(tf.constant(0, tf.int64), lambda n, batch: n + tf.shape(batch[1], tf.int64)[0]))
+
+
 def measure(script: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout: int = 600) -> Any:
     """Runs `script` with `arguments` in a new process, and gives back what it hands to `give`.
 
     Raises:
         RuntimeError: the process failed; says the end of what it printed.
     """
-    return _together([[script, *arguments]], [dict(environment or {})], timeout)[0]
+    return run_together([[sys.executable, script, *arguments]], [dict(environment or {})], timeout)[0]
 
 
 def measure_group(script: str, *arguments: str, workers: int, environment: Mapping[str, str] | None = None) -> Any:
@@ -82,16 +127,17 @@ def measure_group(script: str, *arguments: str, workers: int, environment: Mappi
     if workers > 1:
         for rank, own in enumerate(environments):
             own["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
-    return _together([[script, *arguments]] * workers, environments, 600)[0]
+    return run_together([[sys.executable, script, *arguments]] * workers, environments, 600)[0]
 
 
-def _together(commands: list[list[str]], environments: list[dict[str, str]], timeout: int) -> list:
+def run_together(commands: list[list[str]], environments: list[dict[str, str]], timeout: int) -> list:
+    """Runs commands at the same time; what each hands to `give`."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     variables = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
     processes = [
         subprocess.Popen(
-            [sys.executable, *command],
+            command,
             env={**os.environ, **variables, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,9 +2,10 @@
 
 python jobs/benchmarks/feed.py             # data in the object store; every way in turn, medians
 
-"to_tf" is `Dataset.to_tf` as a Ray Train loop calls it, and with its shuffle buffer. "pyarrow" cuts the same blocks
-into batches of NumPy arrays without TensorFlow, each copied, as its memory is not TensorFlow's to keep. Each way's
-batches end in the same counting `tf.data` reduction, in TensorFlow's graph, as `fit` takes them.
+"to_tf" is `Dataset.to_tf` as a Ray Train loop calls it, and with its shuffle buffer. Both end, as raytf does, in the
+same counting `tf.data` reduction in TensorFlow's graph, as `fit` takes batches. "pyarrow" hands out the same batches as
+NumPy arrays and does nothing with them: out of Parquet in the page cache, with images as binary of a fixed size, which
+it reads fastest; or cut from the blocks in memory, each copied, as its memory is not TensorFlow's to keep.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ SIZES = {"columns": 1_000_000, "images": 200_000, "tokens": 200_000}
 TO_TF_ROWS = {("columns", 64): 50_000, ("columns", 1024): 500_000, ("images", 32): 50_000, ("images", 128): 100_000}
 TO_TF_ROWS[("tokens", 128)] = 10_000
 CASES = [("columns", 64), ("columns", 1024), ("images", 32), ("images", 128), ("tokens", 128)]
-WAYS = ("pyarrow", "to_tf", "to_tf shuffled", "raytf unshuffled", "raytf")
+WAYS = ("pyarrow, memory", "pyarrow, Parquet", "to_tf", "to_tf shuffled", "raytf unshuffled", "raytf")
 BARS = {("columns", 64): 10, ("columns", 1024): 15, ("images", 32): 12, ("images", 128): 7, ("tokens", 128): 50}
+RATIOS = [("raytf", "to_tf"), ("raytf", "to_tf shuffled"), ("raytf unshuffled", "to_tf")]
+RATIOS += [("raytf unshuffled", "pyarrow, Parquet"), ("raytf unshuffled", "pyarrow, memory")]
 BLOCK_ROWS = 50_000
 
 
@@ -75,6 +78,39 @@ def _pyarrow(dataset, kind: str, batch: int):
     return count
 
 
+def _write(path: str, tables: list, kind: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "images":
+        fixed = [table["image"].combine_chunks().storage.flatten() for table in tables]
+        fixed = [
+            pa.FixedSizeBinaryArray.from_buffers(pa.binary(784), len(a) // 784, [None, a.buffers()[1]]) for a in fixed
+        ]
+        tables = [pa.table({"image": a, "label": t["label"]}) for a, t in zip(fixed, tables, strict=True)]
+    with pq.ParquetWriter(path, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+
+
+def _parquet(path: str, batch: int) -> int:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count = 0
+    for part in pq.ParquetFile(path).iter_batches(batch_size=batch):
+        for column in part.columns:
+            if isinstance(column, pa.ListArray):
+                column.flatten().to_numpy(), column.offsets.to_numpy()
+            elif isinstance(column, pa.FixedSizeBinaryArray):
+                np.frombuffer(column.buffers()[1], np.uint8)
+            else:
+                column.to_numpy()
+        count += part.num_rows
+    return count
+
+
 def _to_tf(dataset, kind: str, batch: int, shuffled: bool):
     import tensorflow as tf
 
@@ -85,7 +121,7 @@ def _to_tf(dataset, kind: str, batch: int, shuffled: bool):
         options["label_type_spec"] = tf.TensorSpec((None,), tf.int64)
     if shuffled:
         options |= {"local_shuffle_buffer_size": 16_384, "local_shuffle_seed": 0}
-    return _count(dataset.to_tf(features, "label", batch_size=batch, **options))
+    return common.count_rows(dataset.to_tf(features, "label", batch_size=batch, **options))
 
 
 def _raytf(blocks, kind: str, batch: int, shuffle: str):
@@ -102,41 +138,38 @@ def _raytf(blocks, kind: str, batch: int, shuffle: str):
     return feed.dataset
 
 
-def _count(dataset) -> int:
-    import tensorflow as tf
-
-    return int(dataset.reduce(tf.constant(0, tf.int64), lambda n, batch: n + tf.shape(batch[1], tf.int64)[0]))
-
-
-def once(kind: str, batch: str, repeats: str, scale: str, address: str) -> None:
-    """All ways on one kind of data, in a process of its own."""
-    import logging
+def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: str) -> None:
+    """Some ways on one kind of data, in a process of its own."""
+    import os
+    import tempfile
 
     import ray
-    from ray.data import DataContext
 
     from raytf import blocks as blocks_module
 
     batch, repeats = int(batch), int(repeats)
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    common.connect(address)
     rows = int(SIZES[kind] * float(scale))
     made = tables(kind, rows)
     whole = ray.data.from_arrow(made).materialize()
     few = ray.data.from_arrow(tables(kind, int(TO_TF_ROWS[kind, batch] * float(scale)))).materialize()
+    folder = tempfile.TemporaryDirectory(prefix="raytf_feed_")
+    path = os.path.join(folder.name, "rows.parquet")
+    _write(path, made, kind)
     del made
     blocks = blocks_module.read(whole)
     ready = {
         way: _raytf(blocks, kind, batch, shuffle) for way, shuffle in (("raytf unshuffled", "none"), ("raytf", "full"))
     }
     runs = {
-        "pyarrow": lambda: _pyarrow(whole, kind, batch),
+        "pyarrow, memory": lambda: _pyarrow(whole, kind, batch),
+        "pyarrow, Parquet": lambda: _parquet(path, batch),
         "to_tf": lambda: _to_tf(few, kind, batch, False),
         "to_tf shuffled": lambda: _to_tf(few, kind, batch, True),
-        "raytf unshuffled": lambda: _count(ready["raytf unshuffled"]()),
-        "raytf": lambda: _count(ready["raytf"]()),
+        "raytf unshuffled": lambda: common.count_rows(ready["raytf unshuffled"]()),
+        "raytf": lambda: common.count_rows(ready["raytf"]()),
     }
+    runs = {way: run for way, run in runs.items() if way in ways.split(";")}
     found = {way: [] for way in runs}
     for repeat in range(repeats + 1):
         for way, run in runs.items():
@@ -145,18 +178,25 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str) -> None:
             print(f"{kind} {batch} {way}: {count} rows in {time.perf_counter() - began:.2f} s", file=sys.stderr)
             if repeat:  # the first warms up
                 found[way].append(count / (time.perf_counter() - began))
+    folder.cleanup()
     common.give(found)
 
 
-def main(arguments=None):
-    from raytf.launching import allocator
+def _ratio(middle: dict, way: str, other: str) -> str:
+    return f"{middle[way] / middle[other]:.2f}x" if way in middle and other in middle else ""
 
-    options = common.parser(__doc__).parse_args(arguments)
+
+def main(arguments=None):
+    from raytf.allocator import allocator
+
+    parser = common.parser(__doc__)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    options = parser.parse_args(arguments)
     repeats, scale = (1, 0.05) if options.smoke else (options.repeats, 1)
     figures, rows = {}, []
     with common.ray_cluster(store_bytes=3 << 30) as address:
         for kind, batch in CASES:
-            arguments = (kind, str(batch), str(repeats), str(scale), address)
+            arguments = (kind, str(batch), str(repeats), str(scale), address, ";".join(options.ways))
             # the allocator as on raytf's workers, for all ways
             found = common.measure(__file__, "--once", *arguments, environment=allocator(1))
             figures[f"{kind} {batch}"] = found
@@ -164,15 +204,12 @@ def main(arguments=None):
             rows.append(
                 [
                     f"{kind}, {batch}",
-                    *(f"{middle[way] / 1000:,.0f}" for way in WAYS),
-                    f"{middle['raytf unshuffled'] / middle['to_tf']:.1f}x",
-                    f"{middle['raytf'] / middle['to_tf']:.1f}x",
-                    f"{middle['raytf'] / middle['to_tf shuffled']:.1f}x",
+                    *(f"{middle[way] / 1000:,.0f}" if way in middle else "" for way in WAYS),
+                    *(_ratio(middle, *pair) for pair in RATIOS),
                     f"{BARS[kind, batch]}x",
-                    f"{middle['raytf unshuffled'] / middle['pyarrow']:.2f}",
                 ]
             )
-    ratios = ["unshuffled / to_tf", "raytf / to_tf", "raytf / to_tf shuffled", "bar", "unshuffled / pyarrow"]
+    ratios = [*(f"{way} / {other}" for way, other in RATIOS), "bar of to_tf"]
     title = f"Feed: 1000 rows/s into the step, median of {repeats}"
     shown = common.table(title, ["rows, batch", *WAYS, *ratios], rows)
     common.finish(options, "feed", shown, figures)
@@ -180,6 +217,6 @@ def main(arguments=None):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--once"]:
-        once(*sys.argv[2:7])
+        once(*sys.argv[2:8])
     else:
         main()

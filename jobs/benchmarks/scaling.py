@@ -12,6 +12,7 @@ computes more slowly.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -41,22 +42,10 @@ def _loop(config):
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {cores[ray.train.get_context().get_world_rank() % len(cores)]})
     strategy = raytf.get_strategy()
-    layers = keras.layers
     with waiting.measured() as waited:
         dataset = raytf.get_dataset("train", batch_size=config["batch"], features="image", labels="label")
         with strategy.scope():
-            model = keras.Sequential(
-                [
-                    keras.Input((28, 28, 1)),
-                    layers.Conv2D(16, 3, activation="relu"),
-                    layers.MaxPooling2D(),
-                    layers.Conv2D(32, 3, activation="relu"),
-                    layers.MaxPooling2D(),
-                    layers.Flatten(),
-                    layers.Dense(128, activation="relu"),
-                    layers.Dense(10),
-                ]
-            )
+            model = keras.Sequential(common.small_cnn(keras))
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
             # a KerasTrainer chooses such a number itself; here it must be the same in all runs
@@ -88,8 +77,6 @@ def _loop(config):
 
 def once(address: str, workers: str, batch: str, steps: str) -> None:
     """One measurement, in a driver of its own."""
-    import logging
-
     import numpy as np
     import pyarrow as pa
     import ray
@@ -98,7 +85,7 @@ def once(address: str, workers: str, batch: str, steps: str) -> None:
     import raytf
 
     workers, batch, steps = int(workers), int(batch), int(steps)
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    common.connect(address)
     rng = np.random.default_rng(0)
     rows = batch * steps
     images = pa.FixedShapeTensorArray.from_numpy_ndarray(rng.integers(0, 256, (rows, 28, 28, 1)).astype("uint8"))
@@ -133,21 +120,16 @@ def _measure_all(options, steps: int) -> dict:
     return found
 
 
+@contextlib.contextmanager
 def _cluster(name: str):
-    import contextlib
+    if name == "one node":
+        with common.ray_cluster(cpus=2 * len(WORKERS)) as address:
+            yield address, {}
+    else:
+        from cluster.local import local_cluster
 
-    @contextlib.contextmanager
-    def opened():
-        if name == "one node":
-            with common.ray_cluster(cpus=2 * len(WORKERS)) as address:
-                yield address, {}
-        else:
-            from cluster.local import local_cluster
-
-            with local_cluster(nodes=len(WORKERS), cpus=2) as cluster:
-                yield cluster.address, cluster.environment
-
-    return opened()
+        with local_cluster(nodes=len(WORKERS), cpus=2) as cluster:
+            yield cluster.address, cluster.environment
 
 
 def _picture(file: str, summary: dict) -> None:
@@ -170,8 +152,9 @@ def _picture(file: str, summary: dict) -> None:
         place.set_title(f"{kind}, {cluster}", fontsize=10)
         place.spines[["top", "right"]].set_visible(False)
     places[0].set_ylabel("rows/s, by where the time goes")
-    places[0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    names = places[0].get_legend_handles_labels()
+    figure.legend(*names, loc="upper right", ncols=len(colors), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
     figure.savefig(file)
 
 

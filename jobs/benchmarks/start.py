@@ -37,17 +37,6 @@ def _mark(keras, file: str):
     return Mark()
 
 
-def _dataset():
-    import numpy as np
-    import pyarrow as pa
-    import ray
-
-    rng = np.random.default_rng(0)
-    x = pa.FixedShapeTensorArray.from_numpy_ndarray(rng.normal(size=(ROWS, WIDTH)).astype("float32"))
-    table = pa.table({"x": x, "y": pa.array(rng.integers(0, 10, ROWS))})
-    return ray.data.from_arrow(table)
-
-
 def _raytf(file: str, folder: str):
     from ray.train import RunConfig, ScalingConfig
 
@@ -66,7 +55,7 @@ def _raytf(file: str, folder: str):
     return raytf.KerasTrainer(
         build_model,
         config={"batch_size": BATCH, "epochs": 1},
-        datasets={"train": _dataset()},
+        datasets={"train": common.vectors(ROWS, WIDTH)},
         features="x",
         labels="y",
         callbacks=callbacks,
@@ -97,7 +86,7 @@ def _ray(file: str, folder: str):
 
     return TensorflowTrainer(
         loop,
-        datasets={"train": _dataset()},
+        datasets={"train": common.vectors(ROWS, WIDTH)},
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=folder, worker_runtime_env={"env_vars": {"TF_USE_LEGACY_KERAS": "1"}}),
     )
@@ -108,11 +97,7 @@ WAYS = {"raytf": _raytf, "Ray TensorflowTrainer": _ray}
 
 def once(way: str, address: str) -> None:
     """One measurement, in a driver of its own."""
-    import logging
-
-    import ray
-
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    common.connect(address)
     with tempfile.TemporaryDirectory(prefix="raytf_start_") as folder:
         file = os.path.join(folder, "first_step")
         trainer = WAYS[way](file, folder)

@@ -24,19 +24,9 @@ WAYS = ("one process", "tf_keras", "tf_keras 20", "by hand", "raytf grpc", "rayt
 
 
 def _model(keras, kind: str):
-    layers = keras.layers
-    if kind == "cnn":  # 0.12 million parameters
-        parts = [
-            keras.Input((28, 28, 1)),
-            layers.Conv2D(16, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dense(128, activation="relu"),
-            layers.Dense(10),
-        ]
-    else:  # 10 million
+    parts = common.small_cnn(keras)
+    if kind == "mlp":  # 10 million parameters
+        layers = keras.layers
         parts = [
             keras.Input((784,)),
             layers.Dense(2560, activation="relu"),
@@ -139,7 +129,7 @@ def _by_hand(strategy, kind: str, batch):
 
 
 def main(arguments=None):
-    from raytf.launching import allocator
+    from raytf.allocator import allocator
 
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)

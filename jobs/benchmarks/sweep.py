@@ -55,16 +55,6 @@ def _mark(keras, folder: str):
     return Mark()
 
 
-def _dataset():
-    import numpy as np
-    import pyarrow as pa
-    import ray
-
-    rng = np.random.default_rng(0)
-    x = pa.FixedShapeTensorArray.from_numpy_ndarray(rng.normal(size=(ROWS, WIDTH)).astype("float32"))
-    return ray.data.from_arrow(pa.table({"x": x, "y": pa.array(rng.integers(0, 10, ROWS))}))
-
-
 def _space():
     from ray import tune
 
@@ -89,7 +79,7 @@ def _raytf(folder: str, trials: int, warm: bool):
     trainer = raytf.KerasTrainer(
         build_model,
         config={"epochs": EPOCHS},
-        datasets={"train": _dataset()},
+        datasets={"train": common.vectors(ROWS, WIDTH)},
         features="x",
         labels="y",
         callbacks=callbacks,
@@ -126,7 +116,7 @@ def _ray(folder: str, trials: int):
         history = model.fit(dataset, epochs=EPOCHS, callbacks=[_mark(tf_keras, folder)], verbose=0)
         ray.train.report({"loss": history.history["loss"][-1]})
 
-    dataset = _dataset()
+    dataset = common.vectors(ROWS, WIDTH)
 
     def trial(config):
         TensorflowTrainer(
@@ -148,11 +138,7 @@ def _ray(folder: str, trials: int):
 
 def once(way: str, address: str, trials: str) -> None:
     """One sweep, in a driver of its own."""
-    import logging
-
-    import ray
-
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    common.connect(address)
     with tempfile.TemporaryDirectory(prefix="raytf_sweep_") as folder:
         count = int(trials)
         run = _ray(folder, count) if way.startswith("Ray") else _raytf(folder, count, warm=way == "raytf")
