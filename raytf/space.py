@@ -12,6 +12,7 @@ from ray import tune
 from ray.tune.search.sample import Categorical, Domain, Integer
 from ray.tune.search.variant_generator import generate_variants
 
+from raytf import hyperband
 from raytf.errors import ConfigError
 
 SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
@@ -95,12 +96,14 @@ def scheduler(given: Any, space: Mapping[str, Any], epochs: int):
 
     if given is None or given == "fifo":
         return None
+    if isinstance(given, schedulers.HyperBandScheduler):
+        return hyperband.mended(given)
     if isinstance(given, schedulers.TrialScheduler):
         return given
     if given == "asha":
         return schedulers.ASHAScheduler(max_t=max(1, epochs))
     if given == "hyperband":
-        return schedulers.HyperBandScheduler(max_t=max(1, epochs))
+        return hyperband.HyperBand(max_t=max(1, epochs))
     if given == "median":
         return schedulers.MedianStoppingRule()
     if given == "pbt":

@@ -9,8 +9,9 @@ FLOORS = [
     {"errors"},
     {"topology", "reads", "allocator", "settings"},
     {"order", "rates", "roles"},
-    {"columns", "ring", "space", "ports", "keras_import"},
+    {"columns", "ring", "hyperband", "ports", "keras_import"},
     {
+        "space",
         "sources",
         "waiting",
         "collectives",
@@ -62,6 +63,7 @@ DRIVER = (
     "sweeping",
     "sweep_table",
     "space",
+    "hyperband",
     "rates",
     "reads",
     "report",
