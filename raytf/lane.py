@@ -14,6 +14,7 @@ import pickle
 import shutil
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,14 +22,18 @@ from typing import Any
 
 import ray
 import ray.cloudpickle
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf import backend, ports
 from raytf.errors import RaytfError, in_a_line
+from raytf.processes import Process, import_raytf
 from raytf.resources import actor_options
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
+# Between two looks at whether a lane is still there; one that dies in between is seen at the next.
+_LOOKS_SECONDS = 5.0
 
 
 class TrialError(RaytfError, RuntimeError):
@@ -74,22 +79,35 @@ class Lane:
         workers: how many.
         environment: runtime environment of their processes.
         first_bundle: index of the first worker's bundle in the placement group.
+        spares: (node, `LaneWorker`) of each process that started before; those that no lane has taken become workers
+            where they are.
     """
 
-    def __init__(self, tensorflow_config, resources: dict[str, float], workers: int, environment: dict, first_bundle=0):
+    def __init__(
+        self,
+        tensorflow_config,
+        resources: dict[str, float],
+        workers: int,
+        environment: dict,
+        first_bundle: int = 0,
+        spares: list[tuple[str, Any]] = (),
+    ):
         group = ray.util.get_current_placement_group()
+        nodes = placement_group_table(group)["bundles_to_node_id"]
         options = actor_options(resources)
         cpus = max(1, int(options["num_cpus"]))
+        spares = list(spares)
 
-        def place(index):
-            return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=first_bundle + index)
+        def worker(index):
+            taken = _take(spares, nodes[index])
+            if taken is not None:
+                return taken
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            kind = ray.remote(LaneWorker)
+            return kind.options(runtime_env=environment, scheduling_strategy=place, **options).remote()
 
-        kind = ray.remote(LaneWorker)
-        self.workers = [
-            kind.options(runtime_env=environment, scheduling_strategy=place(i), **options).remote()
-            for i in range(workers)
-        ]
-        ready = [worker.import_tensorflow.remote() for worker in self.workers]
+        self.workers = [worker(first_bundle + i) for i in range(workers)]
+        ready = [worker.execute.remote(import_raytf) for worker in self.workers]
         addresses = self._all("reserve_address")
         ray.get(ready)
         self._each("open", [(tensorflow_config, addresses, rank, cpus) for rank in range(workers)])
@@ -151,10 +169,22 @@ class Lane:
             raise LaneLostError(f"a worker of the trial died: {error}") from error
 
 
-class LaneWorker:
+def _take(spares: list[tuple[str, Any]], node: str):
+    """A spare process of a node, for the lane of this actor; None where there is none left."""
+    me = ray.get_runtime_context().current_actor
+    for spare in [spare for spare in spares if spare[0] == node]:
+        spares.remove(spare)
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            if ray.get(spare[1].take.remote(me)):
+                return spare[1]
+    return None
+
+
+class LaneWorker(Process):
     """One worker of a lane; runs in a Ray actor of one thread, which follows `Lane`."""
 
     def __init__(self):
+        self._taken = False
         self._stack = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self._session = None
@@ -162,11 +192,13 @@ class LaneWorker:
     def reserve_address(self) -> str:
         return ports.reserve_address()
 
-    def import_tensorflow(self) -> None:
-        from raytf.keras_import import import_keras
-
-        import_keras()
-        from raytf import callbacks, execution, feed  # noqa: F401
+    def take(self, lane) -> bool:
+        """Whether the lane, an actor, is the first that asks; a process that the driver started then ends with it."""
+        if self._taken:
+            return False
+        self._taken = True
+        threading.Thread(target=_end_with, args=(lane,), daemon=True).start()
+        return True
 
     def open(self, tensorflow_config, addresses: list[str], rank: int, cpus: int) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
@@ -228,6 +260,15 @@ class LaneWorker:
         self._thread = self._session = None
         shutil.rmtree(self._folder, ignore_errors=True)
         _clear(self._defaults)
+
+
+def _end_with(actor) -> None:
+    while True:
+        try:
+            ray.get(actor.__ray_ready__.remote())
+        except ray.exceptions.RayActorError:
+            os._exit(1)
+        time.sleep(_LOOKS_SECONDS)
 
 
 def _broadcast(value: Any) -> Any:

@@ -19,7 +19,7 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
     get_or_create_autoscaling_coordinator,
 )
 from ray.exceptions import RayActorError
-from ray.train import RunConfig, ScalingConfig
+from ray.train import RunConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
@@ -34,29 +34,25 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import resources
-from raytf.allocator import allocator
+from raytf.processes import Processes, worker_environment
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
 _POLL_SECONDS = "0.2"
 # Ray Train's guards against rare events; each is a process that imports Ray Train, when every core imports TensorFlow.
 _GUARDS_START_AFTER_SECONDS = 20.0
-# A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
-_VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
 
 
-class Launch:
-    """The processes of a run that is about to start.
+class Launch(Processes):
+    """The processes of a run that is about to start, by Ray Train's own class of workers.
 
     Args:
         scaling_config, run_config: the run's.
 
     Attributes:
         controller: the actor that becomes Ray Train's controller.
-        processes: (node, actor) of each process that may become a worker.
     """
 
     def __init__(self, scaling_config, run_config):
@@ -64,71 +60,11 @@ class Launch:
         self.controller = (
             ray.remote(_Controller).options(num_cpus=0, label_selector={ray._raylet.RAY_NODE_ID_KEY: here}).remote()
         )
-        self.processes = []
-        self._extra = []
-        # A process must not look for devices before Ray gives it some: then it can only try the model.
-        if resources.only_cpus(scaling_config):
-            # Ray sets it for a process that asks for CPUs
-            variables = {"OMP_NUM_THREADS": str(_cpus(scaling_config))}
-            for node in resources.likely_nodes(scaling_config):
-                self.processes.append((node, _process(run_config, scaling_config, node, variables)))
-        if not self.processes:
-            self._extra.append(_process(run_config, scaling_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
-        self._ready = {actor.execute.remote(_import): actor for actor in (*self._workers_to_be(), *self._extra)}
-
-    def ask(self, function, *arguments):
-        """Calls a function in the first process that is ready."""
-        ready, _ = ray.wait(list(self._ready), timeout=None)
-        ray.get(ready)
-        answer = ray.get(self._ready[ready[0]].execute.remote(function, *arguments))
-        self._end(self._extra)
-        return answer
+        super().__init__(RayTrainWorker, scaling_config, run_config, resources.fewest_workers(scaling_config))
 
     def cancel(self) -> None:
-        """Ends all that is left."""
-        self._end([self.controller, *self._workers_to_be(), *self._extra])
-
-    def _workers_to_be(self) -> list:
-        return [actor for _, actor in self.processes]
-
-    @staticmethod
-    def _end(actors) -> None:
-        for actor in actors:
-            ray.kill(actor)
-
-
-def _cpus(scaling_config) -> int:
-    scaling_config = scaling_config or ScalingConfig()
-    return max(1, int(scaling_config._resources_per_worker_not_none.get("CPU", 1)))
-
-
-def worker_environment(run_config, scaling_config, variables: dict[str, str] | None = None) -> dict:
-    """The runtime environment of a worker's process.
-
-    Args:
-        run_config: whose own variables go before all others.
-        scaling_config: says how many CPUs a worker has.
-        variables: more of them.
-    """
-    environment = dict(run_config.worker_runtime_env or {})
-    ours = _VARIABLES | allocator(_cpus(scaling_config)) | (variables or {})
-    return environment | {"env_vars": ours | dict(environment.get("env_vars", {}))}
-
-
-def _process(run_config, scaling_config, node: str, variables: dict[str, str]):
-    environment = worker_environment(run_config, scaling_config, get_env_vars_to_propagate() | variables)
-    strategy = NodeAffinitySchedulingStrategy(node, soft=True)
-    return (
-        ray.remote(RayTrainWorker).options(num_cpus=0, runtime_env=environment, scheduling_strategy=strategy).remote()
-    )
-
-
-def _import() -> None:
-    """What a worker needs; no TensorFlow operation runs."""
-    from raytf.keras_import import import_keras
-
-    import_keras()
-    from raytf import callbacks, feed, inspection  # noqa: F401
+        ray.kill(self.controller)
+        super().cancel()
 
 
 class PromptTrainer(DataParallelTrainer):
@@ -164,7 +100,7 @@ class PromptTrainer(DataParallelTrainer):
 
     def _initialize_and_run_controller(self, **arguments):
         controller = self._launch.controller
-        ray.get(controller.begin.remote(get_env_vars_to_propagate(), arguments, self._launch.processes))
+        ray.get(controller.begin.remote(get_env_vars_to_propagate(), arguments, self._launch.there))
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())

@@ -10,7 +10,7 @@ import ray
 from raytf import resources, storage, streams
 from raytf.errors import ResourceError
 from raytf.inspection import Facts
-from raytf.launching import Launch
+from raytf.processes import Process, Processes
 from raytf.topology import per_replica_batch, pick_strategy
 
 # Of a worker's memory; the rest is for activations, the feed and TensorFlow itself.
@@ -123,16 +123,16 @@ def plan(trainer) -> Plan:
     inner, servers = trainer.servers()
     resources.check_cluster(scaling)
     resources.check_servers(inner, servers)
-    launch, found = Launch(inner, trainer.run_config), {}
+    processes, found = Processes(Process, inner, trainer.run_config, 1), {}
     try:
         found = storage.read_all(trainer.datasets, trainer.storage, scaling)
         devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))
         workers = resources.fewest_workers(scaling)
         replicas = 1 if servers else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)
-        facts = trainer.try_model(launch, found, trainer.config, batch[0])
+        facts = trainer.try_model(processes, found, trainer.config, batch[0])
     finally:
-        launch.cancel()
+        processes.cancel()
         streams.close(found)
     rows = sum(found["train"].rows)
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))

@@ -48,9 +48,8 @@ def only_cpus(scaling_config) -> bool:
     )
 
 
-def likely_nodes(scaling_config) -> list[str]:
-    """The node of each worker if Ray places them now; shorter where there is no room for all."""
-    workers = fewest_workers(scaling_config)
+def likely_nodes(scaling_config, workers: int) -> list[str]:
+    """The node of each of so many workers if Ray places them now; shorter where there is no room for all."""
     nodes = ray._private.state.available_resources_per_node()
     return placed(nodes, per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy)
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,8 @@ from ray.tune.utils import flatten_dict
 
 from raytf import blocks, rates, reads, report, resources, space, storage, streams
 from raytf.errors import ConfigError, ResourceError
-from raytf.launching import Launch, worker_environment
+from raytf.lane import LaneWorker
+from raytf.processes import Processes, worker_environment
 from raytf.sweep_table import Stopper, Table
 from raytf.trainer import KerasTrainer, TensorflowTrainer
 from raytf.trial import Plan, Trial
@@ -109,10 +111,13 @@ def sweep(
     searched = space.search(search_alg)
     if not ray.is_initialized():
         ray.init()
-    _check_room(trainer.scaling_config, given)
+    largest, room = _check_room(trainer.scaling_config, given)
+    lanes = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
+    spares = largest * (int(lanes) if math.isfinite(lanes) else 1)
+    processes = Processes(LaneWorker, trainer.scaling_config, trainer.run_config, spares)
     found: dict = {}
     try:
-        plan, found = _plan(trainer, given, config, metric, scaling, known["report_every_steps"])
+        plan, found = _plan(trainer, given, config, metric, scaling, known["report_every_steps"], processes)
         # Population Based Training may come back to a checkpoint that its trial has left behind
         keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
         settled = _run_config(run_config, trainer.run_config, keep)
@@ -144,6 +149,7 @@ def sweep(
         table.conclude(grid)
         return grid
     finally:
+        processes.cancel()
         streams.close(found)
 
 
@@ -190,8 +196,12 @@ def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every
         )
 
 
-def _check_room(scaling_config, given: Mapping[str, Any]) -> None:
-    """Raises ResourceError if the cluster can never hold the largest trial."""
+def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
+    """Workers of the largest trial, and how many workers the cluster holds.
+
+    Raises:
+        ResourceError: it can never hold one.
+    """
     counts = space.values(given.get("num_workers", scaling_config.num_workers), "num_workers")
     if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
         raise ConfigError(
@@ -205,9 +215,10 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> None:
             f"room for {holds} such worker(s)",
             "Use fewer workers, ask for less in resources_per_worker, or add nodes",
         )
+    return int(max(counts)), holds
 
 
-def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[Plan, dict]:
+def _plan(trainer, given, config, metric, scaling, every: int | None, processes: Processes) -> tuple[Plan, dict]:
     """Reads the data and tries the model; (the plan, the data that was read)."""
     environment = worker_environment(trainer.run_config, trainer.scaling_config)
     common = {
@@ -215,6 +226,7 @@ def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[P
         "environment": environment,
         "metric": metric,
         "scaling": scaling,
+        "spares": processes.there,
     }
     if isinstance(trainer, TensorflowTrainer):
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
@@ -231,16 +243,12 @@ def _plan(trainer, given, config, metric, scaling, every: int | None) -> tuple[P
             **common,
         )
         return plan, {}
-    launch = Launch(trainer.scaling_config, trainer.run_config)
+    found = storage.read_all(trainer.datasets, trainer.storage, trainer.scaling_config)
     try:
-        found = storage.read_all(trainer.datasets, trainer.storage, trainer.scaling_config)
-        try:
-            trainer.try_model(launch, found, config | space.sample(given))
-        except BaseException:
-            streams.close(found)
-            raise
-    finally:
-        launch.cancel()
+        trainer.try_model(processes, found, config | space.sample(given))
+    except BaseException:
+        streams.close(found)
+        raise
     steps = None if every is None else (every, metric)
     task = dataclasses.replace(trainer.task(found), warmup_steps=scaling.warmup_steps, report_steps=steps)
     plan = Plan(

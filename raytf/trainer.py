@@ -17,7 +17,8 @@ from raytf import checks, columns, evaluator, failures, order, progress, resourc
 from raytf.backend import TensorflowConfig
 from raytf.errors import ConfigError
 from raytf.inspection import Facts, inspect
-from raytf.launching import Launch, PromptTrainer, worker_environment
+from raytf.launching import Launch, PromptTrainer
+from raytf.processes import Processes, worker_environment
 from raytf.topology import per_replica_batch
 from raytf.worker import Task, train
 
@@ -280,7 +281,7 @@ class KerasTrainer:
                 return inner.fit()
 
     def try_model(
-        self, launch: Launch, blocks: dict, config: Mapping[str, Any], rows: int | None = None
+        self, processes: Processes, blocks: dict, config: Mapping[str, Any], rows: int | None = None
     ) -> Facts | None:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
@@ -296,7 +297,7 @@ class KerasTrainer:
                 columns.check_names(getattr(self, role), found.columns, role)
         specs = (self.features, self.labels, self.sample_weights)
         pickled = cloudpickle.dumps((self.build_model, dict(config), *specs, self.map))
-        found = launch.ask(inspect, pickled, blocks["train"].first(), rows)
+        found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
         if isinstance(found, ConfigError):
             raise found
         return found

@@ -36,6 +36,7 @@ class Plan:
         rows: of the training data, where known.
         metric: that every report must hold.
         scaling: of the learning rate.
+        spares: (node, `LaneWorker`) of each process that started before the trials.
     """
 
     train: Callable
@@ -47,6 +48,7 @@ class Plan:
     rows: int | None
     metric: str
     scaling: rates.Scaling
+    spares: list[tuple[str, Any]]
 
     def workers(self, config: Mapping[str, Any]) -> int:
         """Number of workers of a trial."""
@@ -113,7 +115,8 @@ class Trial(tune.Trainable):
             if self._lane is None:
                 each = plan.scaling_config._resources_per_worker_not_none
                 self._train = plan.train.apart()
-                self._lane = Lane(plan.tensorflow_config, each, workers, plan.environment, first_bundle=_first_bundle())
+                places = {"first_bundle": _first_bundle(), "spares": plan.spares}
+                self._lane = Lane(plan.tensorflow_config, each, workers, plan.environment, **places)
             self._lane.begin(
                 Job(train=self._train, config=config, name=self.trial_name, files=self._files, datasets=plan.datasets)
             )

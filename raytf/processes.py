@@ -1,0 +1,103 @@
+"""Processes that start, and import TensorFlow, before it is settled what for. Driver side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ray
+from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
+from ray.train import ScalingConfig
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytf import resources
+from raytf.allocator import allocator
+
+# A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
+_VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
+
+
+class Process:
+    """A process that does what it is told."""
+
+    def execute(self, function: Callable, *arguments):
+        return function(*arguments)
+
+
+class Processes:
+    """Processes that may become workers; they hold no resources of the cluster.
+
+    Args:
+        kind: the workers' class: a `Process`, or Ray Train's, which has an `execute`, too.
+        scaling_config, run_config: the run's.
+        workers: at most so many, on the nodes where Ray would place them now; at least one process starts.
+
+    Attributes:
+        there: (node, actor) of each process that may become a worker.
+    """
+
+    def __init__(self, kind, scaling_config, run_config, workers: int):
+        self.there = []
+        self._extra = []
+        # A process must not look for devices before Ray gives it some: then it can only try the model.
+        if resources.only_cpus(scaling_config):
+            # Ray sets it for a process that asks for CPUs
+            variables = {"OMP_NUM_THREADS": str(_cpus(scaling_config))}
+            for node in resources.likely_nodes(scaling_config, workers):
+                self.there.append((node, _start(kind, run_config, scaling_config, node, variables)))
+        if not self.there:
+            here = ray.get_runtime_context().get_node_id()
+            self._extra.append(_start(kind, run_config, scaling_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
+        self._ready = {actor.execute.remote(import_raytf): actor for actor in self._all()}
+
+    def ask(self, function, *arguments):
+        """Calls a function in the first process that is ready."""
+        ready, _ = ray.wait(list(self._ready), timeout=None)
+        ray.get(ready)
+        answer = ray.get(self._ready[ready[0]].execute.remote(function, *arguments))
+        _end(self._extra)
+        return answer
+
+    def cancel(self) -> None:
+        """Ends all, workers or not."""
+        _end(self._all())
+
+    def _all(self) -> list:
+        return [*(actor for _, actor in self.there), *self._extra]
+
+
+def worker_environment(run_config, scaling_config, variables: dict[str, str] | None = None) -> dict:
+    """The runtime environment of a worker's process.
+
+    Args:
+        run_config: whose own variables go before all others.
+        scaling_config: says how many CPUs a worker has.
+        variables: more of them.
+    """
+    environment = dict(run_config.worker_runtime_env or {})
+    ours = _VARIABLES | allocator(_cpus(scaling_config)) | (variables or {})
+    return environment | {"env_vars": ours | dict(environment.get("env_vars", {}))}
+
+
+def import_raytf() -> None:
+    """What a worker needs; no TensorFlow operation runs."""
+    from raytf.keras_import import import_keras
+
+    import_keras()
+    from raytf import callbacks, execution, feed, inspection  # noqa: F401
+
+
+def _cpus(scaling_config) -> int:
+    scaling_config = scaling_config or ScalingConfig()
+    return max(1, int(scaling_config._resources_per_worker_not_none.get("CPU", 1)))
+
+
+def _start(kind, run_config, scaling_config, node: str, variables: dict[str, str]):
+    environment = worker_environment(run_config, scaling_config, get_env_vars_to_propagate() | variables)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=True)
+    return ray.remote(kind).options(num_cpus=0, runtime_env=environment, scheduling_strategy=strategy).remote()
+
+
+def _end(actors) -> None:
+    for actor in actors:
+        ray.kill(actor)
