@@ -30,6 +30,19 @@ def leaves_nothing_behind():
     assert not threads, f"the test left threads running: {threads}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def parity(request, tmp_path_factory):
+    """What the tests of parity compare; it runs from the start, in what the tests of clusters leave of the machine."""
+    if not any(item.path.name == "test_parity.py" for item in request.session.items):
+        yield None
+        return
+    from tests.processes.groups import Groups
+
+    groups = Groups(tmp_path_factory.mktemp)
+    yield groups
+    groups.end()
+
+
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
     """One local Ray for all tests that need no cluster of their own: four CPUs, so that three workers fit."""

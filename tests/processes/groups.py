@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import pathlib
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.processes.launch import run_group
 from tests.processes.scenarios import SCENARIOS
@@ -45,19 +48,37 @@ def processes(place: str) -> int:
     return int(place) if place.isdigit() else 1
 
 
-def start(pool: ThreadPoolExecutor, new_folder) -> dict[tuple[str, str], tuple[str, Future]]:
-    """Starts a group of processes for each entry of `WANTED`; each runs all its scenarios once.
+class Groups:
+    """A group of processes for each entry of `WANTED`, two at a time, behind all else on the machine.
 
-    Returns:
-        (dtype, place) -> (the folder of the results, a future that is done when they are there).
+    Args:
+        new_folder: new_folder(name) makes a folder for results.
     """
 
-    def run(key, folder):
+    def __init__(self, new_folder):
+        self._pool = ThreadPoolExecutor(2)
+        self._running = set()
+        folders = {key: str(new_folder(f"{key[0]}_{key[1]}")) for key in WANTED}
+        self._groups = {key: (folder, self._pool.submit(self._run, key, folder)) for key, folder in folders.items()}
+
+    def _run(self, key, folder):
         dtype, place = key
         # raytf's ring of sockets in float64, TensorFlow's collectives in float32: both have to be right
         way = "auto" if dtype == "float64" else "ring"
         names = ["--dtype", dtype, "--place", place, "--communication", way, "--only", *WANTED[key]]
-        run_group(processes(place), ["-m", "tests.processes.worker", "--folder", folder, *names], folder, timeout=1500)
+        command = ["-m", "tests.processes.worker", "--folder", folder, *names]
+        run_group(processes(place), command, folder, timeout=2400, behind=True, running=self._running)
 
-    folders = {key: str(new_folder(f"{key[0]}_{key[1]}")) for key in WANTED}
-    return {key: (folder, pool.submit(run, key, folder)) for key, folder in folders.items()}
+    def result(self, dtype, place, name):
+        """What each rank of a group returned for a scenario; waits for the group."""
+        folder, done = self._groups[dtype, place]
+        done.result()
+        paths = [os.path.join(folder, f"{name}.{dtype}.{place}.{rank}.pkl") for rank in range(processes(place))]
+        return [pickle.loads(pathlib.Path(path).read_bytes()) for path in paths]
+
+    def end(self):
+        """Ends what still runs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(self._running):
+            process.kill()
+        self._pool.shutdown()

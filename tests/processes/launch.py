@@ -27,8 +27,11 @@ def free_ports(count):
     raise AssertionError(f"fewer than {count} ports of {_PORTS} are free")
 
 
-def run_group(world, command, folder, timeout=600, env=None):
-    """Runs `python *command` once for each of `world` workers; returns their logs, and raises if one failed."""
+def run_group(world, command, folder, timeout=600, env=None, behind=False, running=None):
+    """Runs `python *command` once for each of `world` workers; returns their logs, and raises if one failed.
+
+    With `behind`, all else on the machine goes before it. The processes are in the set `running` as long as they run.
+    """
     addresses = [f"127.0.0.1:{port}" for port in free_ports(world)]
     processes, logs = [], []
     for rank in range(world):
@@ -39,12 +42,17 @@ def run_group(world, command, folder, timeout=600, env=None):
         logs.append(os.path.join(folder, f"log.{world}.{rank}"))
         with open(logs[-1], "a") as log:
             processes.append(subprocess.Popen([sys.executable, *command], env=own, stdout=log, stderr=log))
+        if behind:
+            os.setpriority(os.PRIO_PROCESS, processes[-1].pid, 10)
+    running = set() if running is None else running
+    running.update(processes)
     try:
         codes = [process.wait(timeout) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
+        running.difference_update(processes)
     texts = [pathlib.Path(log).read_text() for log in logs]
     if any(codes):
         raise AssertionError(f"exit codes {codes}\n" + "\n".join(text[-4000:] for text in texts))

@@ -448,7 +448,7 @@ def steps_per_execution_goes_back_where_it_does_not_help(p):
 
 def _late(tensor):
     def wait(value):
-        time.sleep(0.05)
+        time.sleep(0.2)
         return value
 
     late = tf.numpy_function(wait, [tensor], tensor.dtype)

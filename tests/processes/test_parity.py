@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
-from tests.processes import groups
 from tests.processes.groups import WANTED
 
 CASES = [(dtype, place, name) for (dtype, place), names in WANTED.items() if place != "1" for name in names]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    """(dtype, place, name) -> what each rank returned; two groups of processes run at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        running = groups.start(pool, tmp_path_factory.mktemp)
-
-        def load(dtype, place, name):
-            folder, done = running[dtype, place]
-            done.result()
-            ranks = range(groups.processes(place))
-            paths = [os.path.join(folder, f"{name}.{dtype}.{place}.{rank}.pkl") for rank in ranks]
-            return [pickle.load(open(path, "rb")) for path in paths]
-
-        yield load
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("dtype", "place", "name"), CASES, ids=[f"{n}-{p}-{d}" for d, p, n in CASES])
-def test_equals_one_process(results, dtype, place, name):
+def test_equals_one_process(parity, dtype, place, name):
     """`bits:` results must be equal between workers alone, `chief:` ones are the chief's, others equal everywhere."""
-    (one,), many = results(dtype, "1", name), results(dtype, place, name)
+    (one,), many = parity.result(dtype, "1", name), parity.result(dtype, place, name)
     for outcome in (one, *many):
         assert not isinstance(outcome, str), outcome
     for rank, other in enumerate(many[1:], 1):
