@@ -43,7 +43,8 @@ def run_group(world, command, folder, timeout=600, env=None, behind=False, runni
         with open(logs[-1], "a") as log:
             processes.append(subprocess.Popen([sys.executable, *command], env=own, stdout=log, stderr=log))
         if behind:
-            os.setpriority(os.PRIO_PROCESS, processes[-1].pid, 10)
+            # Ray lowers the priority of its workers, so that a nice value would hardly be behind them
+            os.sched_setscheduler(processes[-1].pid, os.SCHED_IDLE, os.sched_param(0))
     running = set() if running is None else running
     running.update(processes)
     try:
