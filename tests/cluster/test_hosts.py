@@ -24,9 +24,9 @@ def test_a_worker_whose_host_vanishes_is_replaced_on_another(tmp_path, monkeypat
     monkeypatch.setenv("RAY_health_check_period_ms", "1000")
     monkeypatch.setenv("RAY_health_check_timeout_ms", "3000")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-    # wherever Ray puts the coordinator: a worker has a host for itself, and there is a host left
-    place = '--resources={"place": 1}'
-    options = [[place], *[[place, "--num-cpus=1"]] * 3]
+    # Each worker has a host without a parameter server. As Ray may put the coordinator anywhere, one of the two has its
+    # host for itself. A third host is left.
+    options = [[], *[['--resources={"place": 1}', "--num-cpus=1"]] * 3]
     with (
         namespaces.hosts(4) as hosts,
         local.local_cluster(nodes=4, cpus=3, options=options, hosts=hosts) as cluster,
