@@ -55,8 +55,13 @@ class Processes:
         ready, _ = ray.wait(list(self._ready), timeout=None)
         ray.get(ready)
         answer = ray.get(self._ready[ready[0]].execute.remote(function, *arguments))
-        _end(self._extra)
+        self.settle()
         return answer
+
+    def settle(self) -> None:
+        """Ends what cannot become a worker, as nothing is asked any more."""
+        _end(self._extra)
+        self._extra = []
 
     def cancel(self) -> None:
         """Ends all, workers or not."""

@@ -118,6 +118,7 @@ def sweep(
     found: dict = {}
     try:
         plan, found = _plan(trainer, given, config, metric, scaling, known["report_every_steps"], processes)
+        processes.settle()
         # Population Based Training may come back to a checkpoint that its trial has left behind
         keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
         settled = _run_config(run_config, trainer.run_config, keep)
