@@ -16,24 +16,26 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.cloudpickle
+from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf import backend, ports
 from raytf.errors import RaytfError, in_a_line
 from raytf.processes import Process, import_raytf
-from raytf.resources import actor_options
+from raytf.resources import placed_actor
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
 # Between two looks at whether a lane is still there; one that dies in between is seen at the next.
 _LOOKS_SECONDS = 5.0
+# In Ray's key-value store, where the spare processes that have become a lane's workers are noted.
+_TAKEN = b"raytf_taken"
 
 
 class TrialError(RaytfError, RuntimeError):
@@ -90,23 +92,15 @@ class Lane:
         workers: int,
         environment: dict,
         first_bundle: int = 0,
-        spares: list[tuple[str, Any]] = (),
+        spares: Sequence[tuple[str, Any]] = (),
     ):
         group = ray.util.get_current_placement_group()
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        options = actor_options(resources)
-        cpus = max(1, int(options["num_cpus"]))
-        spares = list(spares)
-
-        def worker(index):
-            taken = _take(spares, nodes[index])
-            if taken is not None:
-                return taken
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            kind = ray.remote(LaneWorker)
-            return kind.options(runtime_env=environment, scheduling_strategy=place, **options).remote()
-
-        self.workers = [worker(first_bundle + i) for i in range(workers)]
+        cpus = max(1, int(resources.get("CPU", 0)))
+        self.workers = [
+            _take(spares, nodes[i]) or placed_actor(LaneWorker, group, i, resources, runtime_env=environment)
+            for i in range(first_bundle, first_bundle + workers)
+        ]
         ready = [worker.execute.remote(import_raytf) for worker in self.workers]
         addresses = self._all("reserve_address")
         ray.get(ready)
@@ -169,14 +163,18 @@ class Lane:
             raise LaneLostError(f"a worker of the trial died: {error}") from error
 
 
-def _take(spares: list[tuple[str, Any]], node: str):
-    """A spare process of a node, for the lane of this actor; None where there is none left."""
+def _take(spares: Sequence[tuple[str, Any]], node: str):
+    """A spare process of a node, for the lane of this actor; None where there is none left.
+
+    Ray's key-value store says which are taken: a worker of another lane would answer only at the end of its step.
+    """
     me = ray.get_runtime_context().current_actor
-    for spare in [spare for spare in spares if spare[0] == node]:
-        spares.remove(spare)
+    for there, actor in spares:
+        if there != node or _internal_kv_put(actor._actor_id.binary(), b"taken", overwrite=False, namespace=_TAKEN):
+            continue
         with contextlib.suppress(ray.exceptions.RayActorError):
-            if ray.get(spare[1].take.remote(me)):
-                return spare[1]
+            ray.get(actor.end_with.remote(me))
+            return actor
     return None
 
 
@@ -184,7 +182,6 @@ class LaneWorker(Process):
     """One worker of a lane; runs in a Ray actor of one thread, which follows `Lane`."""
 
     def __init__(self):
-        self._taken = False
         self._stack = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self._session = None
@@ -192,13 +189,9 @@ class LaneWorker(Process):
     def reserve_address(self) -> str:
         return ports.reserve_address()
 
-    def take(self, lane) -> bool:
-        """Whether the lane, an actor, is the first that asks; a process that the driver started then ends with it."""
-        if self._taken:
-            return False
-        self._taken = True
+    def end_with(self, lane) -> None:
+        """Ends this process, which the driver started, when the lane's actor has ended."""
         threading.Thread(target=_end_with, args=(lane,), daemon=True).start()
-        return True
 
     def open(self, tensorflow_config, addresses: list[str], rank: int, cpus: int) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""

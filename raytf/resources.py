@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf.errors import ResourceError
 
@@ -34,6 +35,12 @@ def actor_options(amounts: dict[str, float]) -> dict:
     """What `options` of a Ray actor takes, for resources by name."""
     others = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
     return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": others}
+
+
+def placed_actor(kind, group, bundle: int, amounts: dict[str, float], **options):
+    """An actor of a class, with these resources by name, in a bundle of a placement group."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=place, **options).remote()
 
 
 def shown(amounts: dict[str, float]) -> str:

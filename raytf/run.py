@@ -18,7 +18,6 @@ import ray
 from ray._private import services
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf import resources, roles, servers, settings
 from raytf.allocator import allocator
@@ -223,13 +222,8 @@ class _Cluster:
         if not self._group.wait(10):
             _say("waiting for the cluster's resources: other work holds them")
             ray.get(self._group.ready())
-        kind = ray.remote(Runner)
         for i, (task, bundle) in enumerate(zip(self._tasks, bundles, strict=True)):
-            self._runners[task] = kind.options(
-                **resources.actor_options(bundle),
-                max_concurrency=4,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i),
-            ).remote()
+            self._runners[task] = resources.placed_actor(Runner, self._group, i, bundle, max_concurrency=4)
 
     def _start(self, tasks: Sequence[Task]) -> None:
         """Starts tasks: all with new addresses, or one where it stood."""
@@ -242,7 +236,7 @@ class _Cluster:
         ray.get(
             [
                 self._runners[task].start.remote(
-                    command, script.module, {}, {"TF_CONFIG": self._configs[task]} | script.variables(task)
+                    command, script.module, {"TF_CONFIG": self._configs[task]} | script.variables(task)
                 )
                 for task in tasks
             ]

@@ -30,12 +30,10 @@ class Order:
     Args:
         alive: file descriptor of a pipe that its starter holds open; when it ends, so does this process.
         module: the script is the name of a module.
-        config: the keywords of `settings.Settings`.
     """
 
     alive: int
     module: bool
-    config: dict
 
     def text(self) -> str:
         """For the command line."""
@@ -48,7 +46,7 @@ def main(arguments: list[str]) -> None:
     order = Order(**json.loads(order))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() not in ("1", "true"):
-        sys.meta_path.insert(0, _AfterImport(lambda: _prepare(order.config)))
+        sys.meta_path.insert(0, _AfterImport(_prepare))
     sys.argv = [script, *rest]
     sys.excepthook = _show
     if order.module:
@@ -103,10 +101,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _prepare(config: dict) -> None:
+def _prepare() -> None:
     from raytf import settings, strategy
 
-    _prepared.enter_context(strategy.prepared(settings.Settings(**config)))
+    _prepared.enter_context(strategy.prepared(settings.Settings()))
 
 
 def _show(kind, error, traceback) -> None:

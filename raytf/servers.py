@@ -13,11 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf import ports, roles, settings
 from raytf.errors import RaytfError
-from raytf.resources import actor_options
+from raytf.resources import placed_actor
 from raytf.roles import Task
 from raytf.topology import tf_config
 
@@ -132,17 +131,8 @@ class Servers:
         self._watcher.start()
 
     def _actor(self, task: Task):
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._tasks.index(task))
-        return (
-            ray.remote(Server)
-            .options(
-                **actor_options(self.plan.bundle(task)),
-                runtime_env=self.plan.environment,
-                scheduling_strategy=place,
-                max_concurrency=3,
-            )
-            .remote()
-        )
+        place, options = self._tasks.index(task), {"runtime_env": self.plan.environment, "max_concurrency": 3}
+        return placed_actor(Server, self._group, place, self.plan.bundle(task), **options)
 
     def _serve(self, task: Task):
         cpus = max(1, int(self.plan.bundle(task).get("CPU", 1)))

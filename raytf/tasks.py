@@ -38,13 +38,12 @@ class Runner:
         self._folder = folder[0] if _seen(folder) else None
         return ports.reserve_address()
 
-    def start(self, command: list[str], module: bool, config: dict, environment: dict[str, str]) -> None:
+    def start(self, command: list[str], module: bool, environment: dict[str, str]) -> None:
         """Starts the script.
 
         Args:
             command: the script or module and its arguments.
             module: whether it is a module.
-            config: keywords of `settings.Settings`.
             environment: laid over this process's.
         """
         self._lines: queue.Queue = queue.Queue(_LINES)
@@ -52,7 +51,7 @@ class Runner:
         self._end_pipe()
         alive, self._pipe = os.pipe()
         ports.release_port()
-        order = Order(alive=alive, module=module, config=config)
+        order = Order(alive=alive, module=module)
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "raytf.script", order.text(), *command],
             env={**os.environ, **environment},
