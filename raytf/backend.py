@@ -8,12 +8,16 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 
-from raytf import ports, settings
+from raytf import ports, ring, settings
+from raytf.answers import NoAnswerError, collect
 from raytf.settings import Settings
 from raytf.topology import tf_config
+
+# The workers' processes are there; this is for one that stands still.
+_ANSWER_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +41,22 @@ class TensorflowBackend(Backend):
     """Gives every worker an address of its own and tells it those of all."""
 
     def on_start(self, worker_group, backend_config: TensorflowConfig):
-        addresses = worker_group.execute(ports.reserve_address)
+        count = len(worker_group)
+        addresses = _from_all(worker_group, "its address", ports.reserve_address, [(backend_config.ports,)] * count)
+        token = ring.new_token()
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
-        ray.get(
-            [
-                worker_group.execute_single_async(i, set_environment, backend_config, addresses, i, cpus)
-                for i in range(len(addresses))
-            ]
-        )
+        told = [(backend_config, addresses, rank, cpus, token) for rank in range(count)]
+        _from_all(worker_group, "its environment", set_environment, told)
+
+
+def _from_all(worker_group, what: str, function, arguments: list[tuple]) -> list:
+    """What a function gives on each worker; a worker that died ends the wait at once, for Ray Train to start anew."""
+    refs = [worker_group.execute_single_async(rank, function, *its) for rank, its in enumerate(arguments)]
+    try:
+        return collect(refs, _ANSWER_SECONDS, what)
+    except NoAnswerError as error:
+        raise WorkerGroupStartupFailedError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -62,8 +73,17 @@ def _worker_context(config: TensorflowConfig):
 # ------------------------------------------------------------------------------------------ on the worker
 
 
-def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int) -> None:
-    """Writes what TensorFlow reads from the environment; runs before TensorFlow is imported."""
+def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:
+    """Writes what TensorFlow reads from the environment; runs before TensorFlow is imported.
+
+    Args:
+        config: the run's.
+        addresses: "host:port" of all workers, by rank.
+        rank: this worker's.
+        cpus: that Ray gave it.
+        token: of the workers' ring, the same for all; it is kept in memory, where no other user's process reads it.
+    """
+    ring.keep_token(token)
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     intra_op, inter_op = config.intra_op_threads or cpus, config.inter_op_threads or max(2, cpus)
     os.environ.update(settings.variables(intra_op, inter_op, config.memory_growth))

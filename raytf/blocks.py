@@ -6,11 +6,21 @@ Driver side: nothing here imports TensorFlow.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 import ray
+from ray.data._internal.logical.operators import AbstractFrom, InputData
+from ray.data._internal.pandas_block import PandasBlockSchema
+
+from raytf import columns as columns_module
+from raytf import sources
+from raytf.errors import ConfigError
+
+_FIRST_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -45,21 +55,147 @@ def as_table(block) -> pa.Table:
     return block if isinstance(block, pa.Table) else pa.Table.from_pandas(block, preserve_index=False)
 
 
-def read(dataset) -> Blocks:
+def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None) -> Blocks:
     """Executes a `ray.data.Dataset` into the object store.
 
     The order of its rows is the same in every execution, as the order of training is counted in rows.
+
+    Args:
+        dataset: of the columns that are needed, see `projected`.
+        specs: parsed columns by role. What becomes one vector is stored as such, once for all workers; None leaves all
+            columns as they are.
+        prepare: prepare(dataset) -> the one that is executed in its place, such as `pieces.unbound`.
+
+    Raises:
+        ConfigError: columns that cannot be stacked, see `sources.stack`.
     """
     with quiet():
+        known = dataset.columns(fetch_if_missing=False)
+        dataset = _stacked(dataset, specs or {})
+        dataset = dataset if prepare is None else prepare(dataset)
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
         limit_footer_readers(dataset)
-        materialized = dataset.materialize()
+        with _refused_here(dataset.context):
+            materialized = dataset.materialize()
         found = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
         found = [block for block in found if block.metadata.num_rows]
         schema = materialized.schema()
-        columns = [] if schema is None else list(schema.names)
-        return Blocks([block.ref for block in found], [block.metadata.num_rows for block in found], columns)
+        columns = known or _names(specs or {}) or ([] if schema is None else list(schema.names))
+        return Blocks([block.ref for block in found], [block.metadata.num_rows for block in found], list(columns))
+
+
+def first(dataset, specs: Mapping, prepare: Callable | None = None) -> Blocks:
+    """The first rows of a dataset, for shapes and dtypes; of files no more is read than holds these.
+
+    Args:
+        dataset: a `ray.data.Dataset`.
+        specs: parsed columns by role.
+        prepare: see `read`.
+
+    Raises:
+        ConfigError: see `projected`.
+    """
+    with quiet():
+        limit_footer_readers(dataset)
+        needed = projected(dataset, specs)
+        return read(needed if _in_memory(needed) else needed.limit(_FIRST_ROWS), prepare=prepare).first()
+
+
+def projected(dataset, specs: Mapping):
+    """The dataset with the columns that tensors are made of alone: of Parquet files no others are read.
+
+    What lies in memory is left as it is: it would take up more, not less.
+
+    Args:
+        dataset: a `ray.data.Dataset`.
+        specs: parsed columns (`columns.parse`) by role; none leaves all.
+
+    Raises:
+        ConfigError: a column that the dataset does not have; where only its execution shows what it has, then.
+    """
+    if not specs:
+        return dataset
+    known = dataset.columns(fetch_if_missing=False)
+    if known is None:
+        return _mapped(dataset, functools.partial(_kept, specs))
+    for role, spec in specs.items():
+        columns_module.check_names(spec, known, role)
+    names = _names(specs)
+    return dataset if _in_memory(dataset) or set(names) == set(known) else dataset.select_columns(names)
+
+
+def _names(specs: Mapping) -> list[str]:
+    return list(
+        dict.fromkeys(name for spec in specs.values() for part in columns_module.flat(spec) for name in part.names)
+    )
+
+
+def _in_memory(dataset) -> bool:
+    return isinstance(dataset._logical_plan.dag, InputData | AbstractFrom)
+
+
+def _stacked(dataset, specs: Mapping):
+    """With a column of vectors for those that are stacked, and each block's columns in one piece.
+
+    Small data in memory stays as it is: workers then have their own copy, and no task has to start.
+    """
+    if not specs:
+        return dataset
+    if _in_memory(dataset):
+        bundles = dataset._logical_plan.dag.output_data()
+        stacked = any(part.stacked for spec in specs.values() for part in columns_module.flat(spec))
+        pandas = any(isinstance(bundle.schema, PandasBlockSchema) for bundle in bundles)
+        large = sum(bundle.size_bytes() for bundle in bundles) > sources.COPIED_BYTES
+        if not large or not (stacked or pandas):
+            return dataset
+    return _mapped(dataset, functools.partial(_prepared, specs))
+
+
+def _mapped(dataset, function):
+    return dataset.map_batches(
+        function, batch_format="pyarrow", batch_size=None, zero_copy_batch=True, udf_modifying_row_count=False
+    )
+
+
+def _kept(specs: Mapping, table: pa.Table) -> pa.Table:
+    if not table.num_rows:  # may have no columns either
+        return table
+    for role, spec in specs.items():
+        columns_module.check_names(spec, table.column_names, role)
+    return table.select(_names(specs))
+
+
+def _prepared(specs: Mapping, table: pa.Table) -> pa.Table:
+    if not table.num_rows:
+        return table
+    parts = [part for spec in specs.values() for part in columns_module.flat(spec)]
+    single: dict[str, set] = {}
+    for part in parts:
+        if not part.stacked:
+            single.setdefault(part.names[0], set()).add(part.parts[0])
+    # nulls are refused, or filled, here, where no worker has started; unless a column is used in two ways
+    found = {
+        name: sources.filled(table, *ways) if len(ways) == 1 else table.column(name) for name, ways in single.items()
+    }
+    made = pa.table(found).combine_chunks() if found else table.select([])
+    for part in dict.fromkeys(part for part in parts if part.stacked):
+        made = made.append_column(part.stored, sources.stack(table, part))
+    return made
+
+
+@contextlib.contextmanager
+def _refused_here(context):
+    """A ConfigError of a task as such."""
+    before, context.raise_original_map_exception = context.raise_original_map_exception, True
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            raise error.cause from None
+        raise
+    finally:
+        context.raise_original_map_exception = before
 
 
 @contextlib.contextmanager

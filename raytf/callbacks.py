@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 
 import keras
 import numpy as np
 
 from raytf import checkpoint as checkpoints
-from raytf import multiworker_callbacks, session
+from raytf import multiworker_callbacks, optimizers, session
+from raytf.callback_state import CallbackStates
 from raytf.errors import ConfigError
 
 
@@ -37,22 +39,37 @@ class ReportCallback(keras.callbacks.Callback):
         checkpoint: write a checkpoint with each report; without one Ray keeps no metrics in the Result.
         seed: the run's seed, stored with the checkpoint.
         build: (build_model, config, inputs), stored for `raytf.load_model`; see `checkpoint.save`.
-        callbacks: the callbacks whose state belongs to the checkpoint, in order.
+        callbacks: the callbacks whose state belongs to the checkpoint, in order; or their
+            `callback_state.CallbackStates`.
         history: metrics of the epochs before, when a run goes on.
         report: report(metrics, write) in the place of Ray's; write(folder) writes the checkpoint.
+        identity: what tells this run from another, kept in each checkpoint.
     """
 
     raytf_local_batches = True
     raytf_after_agreement = True
 
     def __init__(
-        self, checkpoint: bool = True, *, seed: int = 0, build=None, callbacks=(), history=(), report=session.report
+        self,
+        checkpoint: bool = True,
+        *,
+        seed: int = 0,
+        build=None,
+        callbacks=(),
+        history=(),
+        report=session.report,
+        identity=None,
     ):
         super().__init__()
+        self._identity = dict(identity or {})
         self._to = report
-        self._checkpoint, self._seed, self._build, self._callbacks = checkpoint, seed, build, list(callbacks)
+        self._checkpoint, self._seed, self._build = checkpoint, seed, build
+        self._states = callbacks if isinstance(callbacks, CallbackStates) else CallbackStates(callbacks)
         self._history = list(history)
         self._reported = None
+
+    def on_train_begin(self, logs=None):
+        self._states.begin()
 
     def on_epoch_end(self, epoch, logs=None):
         self._history.append({"epoch": epoch + 1, **_numbers(logs)})
@@ -62,17 +79,23 @@ class ReportCallback(keras.callbacks.Callback):
         # EarlyStopping and averaged weights may have put other weights in place after the last epoch
         if self._history and self._reported is not None and self._fingerprint() != self._reported:
             self._report(stopped=bool(self.model.stop_training))
+        self._states.end()
 
     def _fingerprint(self):
         return [float(np.sum(np.asarray(v, np.float64))) for v in self.model.trainable_variables]
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
-        step = int(self.model.optimizer.iterations)
-        state = checkpoints.State(len(self._history), step, self._seed, stopped, list(self._history))
+        # an optimizer that waits for others, or steps more than once, counts otherwise
+        counts = [int(optimizer.iterations) for optimizer in optimizers.of(self.model).values()]
+        step = min((count for count in counts if count), default=0)
+        rate = checkpoints.rate_of(self._build[1]) if self._build else None
+        state = checkpoints.State(
+            len(self._history), step, self._seed, stopped, list(self._history), self._identity, rate
+        )
 
         def write(folder):
-            checkpoints.save(folder, self.model, state, self._callbacks, self._build)
+            checkpoints.save(folder, self.model, state, self._states, self._build)
 
         self._to(dict(self._history[-1]), write if self._checkpoint else None)
 
@@ -118,13 +141,20 @@ class WarmupCallback(keras.callbacks.Callback):
         model: just built; its learning rate is the one to reach.
 
     Raises:
-        ConfigError: the optimizer follows a schedule of its own.
+        ConfigError: the optimizer follows a schedule of its own, or is not the only one.
     """
 
     raytf_local_batches = True
 
     def __init__(self, steps: int, model):
         super().__init__()
+        others = [name for name in optimizers.of(model) if name != "optimizer"]
+        if others:
+            raise ConfigError(
+                "warmup_steps raises the learning rate of model.optimizer",
+                f"a model that has other optimizers ({', '.join(others)})",
+                "Put the warm-up into their schedules",
+            )
         rate = multiworker_callbacks.settable_rate(model.optimizer)
         if rate is None:
             optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
@@ -151,14 +181,41 @@ class WarmupCallback(keras.callbacks.Callback):
 
 
 class RestoreCallback(keras.callbacks.Callback):
-    """Gives callbacks back their state when a run goes on; put it after them."""
+    """Gives callbacks back their state when a run goes on; put it after them.
 
-    def __init__(self, folder: str, callbacks):
+    Args:
+        folder: of the checkpoint.
+        states: a `callback_state.CallbackStates`.
+        chief: whether this worker writes the files.
+    """
+
+    def __init__(self, folder: str, states, chief: bool = True):
         super().__init__()
-        self._folder, self._callbacks = folder, list(callbacks)
+        self._folder, self._states, self._chief = folder, states, chief
 
     def on_train_begin(self, logs=None):
-        checkpoints.restore_callbacks(self._folder, self._callbacks)
+        checkpoints.restore_callbacks(self._folder, self._states, self._chief)
+
+
+def continue_logs(callbacks, epoch: int) -> None:
+    """Lets CSV files go on at an epoch, where `CSVLogger` would begin anew, or write an epoch again; on the chief.
+
+    Args:
+        callbacks: the user's, before the training begins.
+        epoch: the next one, from 0.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger) and os.path.isfile(callback.filename):
+            with open(callback.filename, newline="") as file:
+                lines = file.readlines()
+            kept = len(lines)
+            # those of a run before this one, which `append` keeps, end with a lower epoch or with a header
+            while kept and (found := re.match(r"\d+", lines[kept - 1])) and int(found[0]) >= epoch:
+                kept -= 1
+            if kept < len(lines):
+                with open(callback.filename, "w", newline="") as file:
+                    file.writelines(lines[:kept])
+            callback.append = True
 
 
 class ProgressCallback(keras.callbacks.Callback):

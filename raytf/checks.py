@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Mapping
-from typing import Any
-
 import cloudpickle
 from ray.train import ScalingConfig
 
+from raytf import validation
 from raytf.errors import ConfigError
 from raytf.resources import fewest_workers
 from raytf.servers import Plan
@@ -30,17 +26,6 @@ def check_pickles(function, name: str, of: str = "config") -> None:
         ) from error
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for values of `config` that the trainer itself reads."""
-    for name in ("batch_size", "epochs"):
-        value = config[name]
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-            raise ConfigError(f"config[{name!r}] must be an integer of at least 1", repr(value), "Change it")
-    rate = config.get("learning_rate")
-    if isinstance(rate, numbers.Real) and not (math.isfinite(rate) and rate > 0):
-        raise ConfigError("config['learning_rate'] must be a finite number above 0", repr(rate), "Change it")
-
-
 def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if the strategy does not fit the workers."""
     workers = check_workers(scaling_config)
@@ -58,16 +43,7 @@ def check_workers(scaling_config: ScalingConfig) -> int:
 
 def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if parameter servers are asked for without their strategy, or the other way round."""
-    if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 0:
-        raise ConfigError("num_ps must be an integer of at least 0", repr(num_ps), "Change it")
-    if num_ps and strategy != "parameter_server":
-        raise ConfigError(
-            "Parameter servers belong to strategy 'parameter_server'",
-            f"num_ps={num_ps} with strategy={strategy!r}",
-            "Use strategy='parameter_server', or leave num_ps out",
-        )
-    if strategy == "parameter_server" and not num_ps:
-        raise ConfigError("strategy 'parameter_server' needs a parameter server", "num_ps=0", "Use num_ps=1 or more")
+    validation.check_num_ps(strategy, num_ps)
     if strategy == "parameter_server" and not isinstance(scaling_config.num_workers, int):
         raise ConfigError(
             "A cluster with parameter servers has a fixed number of workers", scaling_config.num_workers, "Choose one"

@@ -46,7 +46,7 @@ _TRAINING = _options(
     click.option("--sample-weights", help="A column of weights for each row."),
     click.option("--num-workers", default=1, show_default=True, help="Number of workers."),
     click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker."),
-    click.option("--cpus-per-worker", default=1, show_default=True, help="CPUs of each worker."),
+    click.option("--cpus-per-worker", default=1.0, show_default=True, help="CPUs of each worker; may be below 1."),
     click.option("--batch-size", default=32, show_default=True, help="Rows of the global batch, over all workers."),
     click.option("--epochs", default=1, show_default=True),
     click.option("--learning-rate", type=float, help="config['learning_rate'] for the model function."),
@@ -64,14 +64,21 @@ _TRAINING = _options(
 @main.command()
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
-@click.option("--name", help="Name of the run; one that exists goes on from its last checkpoint.")
+@click.option("--name", help="Name of the run; one that exists goes on as --resume says.  [default: a new one]")
+@click.option(
+    "--resume",
+    type=click.Choice(["auto", "true", "false"]),
+    default="auto",
+    show_default=True,
+    help="Where the run exists: auto goes on if it is the same run, true with what has changed, false starts anew.",
+)
 def train(model, **options):
     """Train the model that FUNCTION(config) of MODULE builds, on Parquet files.
 
     MODULE is imported from the current folder. FUNCTION takes the config, a dict with batch_size, epochs,
     learning_rate and what --set gives, and returns a compiled keras.Model.
     """
-    trainer = _trainer(model, options)
+    trainer = _trainer(model, options, resume={"true": True, "false": False}.get(options["resume"], "auto"))
     from raytf.summary import show_result
 
     show_result(trainer.fit())
@@ -118,6 +125,9 @@ def sweep(model, domains, **options):
 
     raytf sweep mymodels:build_model 'learning_rate=loguniform(1e-4,1e-1)' 'batch_size=[64,128]' --data DIR ...
     """
+    from raytf.options import check_sweep
+
+    check_sweep(options, domains)
     written = {}
     if options["space"]:
         import yaml
@@ -162,12 +172,19 @@ def sweep(model, domains, **options):
 @click.option("--cpus-per-worker", default=1, show_default=True, help="CPUs of each process.")
 @click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker; servers get none.")
 @click.option("--max-restarts", default=0, show_default=True, help="How often failed processes are started anew.")
+@click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where processes listen.")
+@click.option(
+    "--frozen-after",
+    default=10.0,
+    show_default=True,
+    help="Give up a process that is stopped (SIGSTOP, a debugger) for so many seconds; 0 never does.",
+)
 @click.option("--address", help="Of the Ray cluster.  [default: RAY_ADDRESS, the job's, or a Ray on this machine]")
 @click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the processes; without a value ours.")
 @click.option("--legacy-keras", is_flag=True, help="Keras 2 in the place of Keras 3; needs tf_keras.")
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.option("--quiet", "-q", is_flag=True, help="Show what the chief prints only.")
-def run(script, arguments, address, env, **options):
+def run(script, arguments, address, env, ports, **options):
     """Run any TensorFlow SCRIPT on many workers, unmodified: with TF_CONFIG set, a process for each task.
 
     Options of raytf stand before SCRIPT, those of the script behind it:
@@ -180,7 +197,9 @@ def run(script, arguments, address, env, **options):
     from raytf.run import Script
     from raytf.run import run as run_script
 
-    made = Script(script=script, arguments=arguments, environment=parse_variables(env), **options)
+    made = Script(
+        script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
+    )
     raise SystemExit(run_script(made, address))
 
 
@@ -198,37 +217,42 @@ def report(path, output):
     click.echo(output)
 
 
-def _trainer(model: str, options: dict):
+def _trainer(model: str, options: dict, resume: str | bool = "auto"):
     """A KerasTrainer from the options of a command; starts or finds Ray."""
-    build_model = load_function(model)
+    from raytf import options as options_module
+
+    module, function = options_module.split_function(model)
     config = {"batch_size": options["batch_size"], "epochs": options["epochs"]}
     config |= {"learning_rate": options["learning_rate"]} if options["learning_rate"] is not None else {}
     config |= parse_settings(options["settings"])
-    columns = options["features"].split(",")
+    options_module.check_training(options, config)
+    build_model = load_function(module, function)
 
     import logging
     import os
 
-    import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+    from raytf.connection import connect
     from raytf.trainer import KerasTrainer
 
     # the workers import the model function from where the command runs
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
-    paths = {"train": options["data"], "validation": options["validation"]}
+    processes = options["num_workers"] + (options["num_ps"] + 1 if options["num_ps"] else 0)
+    bundles = [{"CPU": options["cpus_per_worker"]}] * processes
+    connect(bundles, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
     storage = options["storage"]
     return KerasTrainer(
         build_model,
         config=config,
-        datasets={name: read_parquet(name, path) for name, path in paths.items() if path},
-        features=columns if len(columns) > 1 else options["features"],
-        labels=options["labels"],
+        datasets={name: read_parquet(path) for name, path in options_module.data_paths(options).items()},
+        features=options_module.columns(options["features"]),
+        labels=options_module.columns(options["labels"]),
         sample_weights=options["sample_weights"],
         strategy=options["strategy"],
         num_ps=options["num_ps"],
         seed=options["seed"],
+        resume=resume,
         scaling_config=ScalingConfig(
             num_workers=options["num_workers"],
             use_gpu=options["gpus_per_worker"] > 0,
@@ -236,30 +260,23 @@ def _trainer(model: str, options: dict):
             | ({"GPU": options["gpus_per_worker"]} if options["gpus_per_worker"] else {}),
         ),
         run_config=RunConfig(
-            name=options["name"],
+            name=options.get("name"),
             storage_path=os.path.abspath(storage) if storage and "://" not in storage else storage,
             failure_config=FailureConfig(max_failures=options["max_failures"]),
         ),
     )
 
 
-def load_function(name: str):
-    """The function that "MODULE:FUNCTION" names, imported from the current folder.
+def load_function(module: str, function: str):
+    """A function of a module that is imported from the current folder.
 
     Raises:
         ConfigError: no such module or function.
     """
     import importlib
-    import os
-    import sys
 
     from raytf.errors import ConfigError
 
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ConfigError("A model is named as MODULE:FUNCTION", repr(name), "For example mymodels:build_model")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -269,7 +286,7 @@ def load_function(name: str):
             "Run the command where the module lies, and name it without .py",
         ) from error
     if not callable(getattr(found, function, None)):
-        raise ConfigError("FUNCTION must be a function of MODULE", repr(name), "Check its name")
+        raise ConfigError("FUNCTION must be a function of MODULE", f"{module}:{function}", "Check its name")
     return getattr(found, function)
 
 
@@ -312,23 +329,28 @@ def parse_variables(given) -> dict[str, str]:
     return found
 
 
-def read_parquet(name: str, path: str):
-    """A `ray.data.Dataset` of Parquet files.
+def parse_ports(given: str) -> tuple[int, int]:
+    """(20000, 31999) from "20000-31999"; whether that is a range is for `settings.check_ports`.
 
     Raises:
-        ConfigError: there is nothing at `path`.
+        ConfigError: no two numbers.
     """
+    from raytf.errors import ConfigError
+
+    first, _, last = given.partition("-")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise ConfigError("--ports takes FIRST-LAST", repr(given), "For example 20000-31999")
+    return int(first), int(last)
+
+
+def read_parquet(path: str):
+    """A `ray.data.Dataset` of Parquet files."""
     import os
 
     import ray.data
 
-    from raytf.errors import ConfigError
-
-    if "://" in path:
-        return ray.data.read_parquet(path)
-    if not os.path.exists(path):
-        raise ConfigError(f"The {name} data must be a folder or file that exists", repr(path), "Check the path")
-    return ray.data.read_parquet(os.path.abspath(path))  # Ray's workers run in another folder
+    # Ray's workers run in another folder
+    return ray.data.read_parquet(path if "://" in path else os.path.abspath(path))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,11 @@ def all_sum(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return result
 
 
+def wide(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, in float32 where it has floats of 16 bits: what is to be summed may exceed float16's 65504."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+
+
 def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Sums NumPy arrays over the processes; called outside any replica context, on every worker at once.
 
@@ -103,6 +108,55 @@ def _sum_function(strategy):
 
 
 def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The chief's values on every worker; the others' are only read for their shapes and dtypes."""
+    """The chief's values on every worker; the others' are only read for their shapes and dtypes.
+
+    They travel in pieces of `PIECE_BYTES`, each of which TensorFlow holds about seven times: however many there are, a
+    worker needs room for the values that come, and 30 MiB.
+    """
     chief = is_chief(strategy)
-    return sum_over_workers(strategy, [np.asarray(v) if chief else np.zeros_like(v) for v in values])
+    values = [np.asarray(v) for v in values]
+    found = [np.empty(v.shape, v.dtype) for v in values]
+    for dtype in dict.fromkeys(v.dtype for v in values):
+        given = [v.reshape(-1) for v in values if v.dtype == dtype]
+        taken = [v.reshape(-1) for v in found if v.dtype == dtype]
+        total, most = sum(v.size for v in given), PIECE_BYTES // dtype.itemsize
+        for start in range(0, total, most):
+            size = min(most, total - start)
+            # few different sizes: TensorFlow traces a function for each
+            piece = np.zeros(1 << (size - 1).bit_length() if size < most else most, dtype)
+            if chief:
+                _copy(given, start, piece[:size], out=False)
+            (summed,) = sum_over_workers(strategy, [piece])
+            _copy(taken, start, summed[:size], out=True)
+    return found
+
+
+# Large enough that the network works at its rate.
+PIECE_BYTES = 4 << 20
+
+
+def _copy(arrays: list[np.ndarray], start: int, piece: np.ndarray, out: bool) -> None:
+    """Between a piece and what stands from `start` on in flat arrays, one after the other; `out`: into the arrays."""
+    stop, begin = start + piece.size, 0
+    for array in arrays:
+        first, last = max(start, begin), min(stop, begin + array.size)
+        if first < last:
+            mine, its = array[first - begin : last - begin], piece[first - start : last - start]
+            if out:
+                mine[:] = its
+            else:
+                its[:] = mine
+        begin += array.size
+
+
+def groups(variables: Sequence, most_bytes: int = 4 * PIECE_BYTES) -> list[list]:
+    """Variables in their order, put together up to `most_bytes`; a larger one stands alone."""
+    made, size = [], 0
+    for variable in variables:
+        its = int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+        if not made or size + its > most_bytes:
+            made.append([])
+            size = 0
+        made[-1].append(variable)
+        size += its
+    return made

@@ -85,6 +85,11 @@ class Columns:
     def names(self) -> tuple[str, ...]:
         return tuple(part.name for part in self.parts)
 
+    @property
+    def stored(self) -> str:
+        """Name of the column in which the vectors lie where `sources.stack` has made them; no dataset has such."""
+        return f"raytf: {self.parts!r}"
+
     @staticmethod
     def of(spec, role: str) -> Columns:
         """From "column", Column("column"), or a list of them."""

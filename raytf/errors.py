@@ -87,3 +87,7 @@ class TrainingError(RaytfError, RuntimeError):
 
     def __reduce__(self):
         return type(self), (self.rank, self.cause, self.details)
+
+
+class StreamError(RaytfError, RuntimeError):
+    """A dataset that is streamed can be read no more."""

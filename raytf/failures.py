@@ -6,9 +6,10 @@ import contextlib
 import traceback
 
 from ray.train import TrainingFailedError
+from ray.train.v2._internal.exceptions import CollectiveTimeoutError
 
-from raytf.errors import TrainingError, in_a_line
-from raytf.roles import CONSEQUENCES
+from raytf.errors import PeerLostError, RaytfError, TrainingError, in_a_line
+from raytf.roles import is_consequence_of_tensorflow
 
 
 class WorkerFailedError(TrainingError, TrainingFailedError):
@@ -22,6 +23,10 @@ class WorkerFailedError(TrainingError, TrainingFailedError):
 
     def __reduce__(self):
         return type(self), (self.rank, self.cause, self.details, self.worker_failures)
+
+
+class WorkerFrozenError(RaytfError, RuntimeError):
+    """A worker stood still, and was ended; says where and how."""
 
 
 @contextlib.contextmanager
@@ -40,14 +45,21 @@ def first_cause():
 
 
 def first_rank(failures: dict[int, BaseException]) -> int:
-    """The rank whose error is a cause, not the consequence of another's."""
-    causes = [rank for rank, error in sorted(failures.items()) if not _is_consequence(error)]
+    """The rank whose error is a cause, not the consequence of another's; one that stood still is one in any case."""
+    frozen = [rank for rank, error in sorted(failures.items()) if isinstance(error, WorkerFrozenError)]
+    if frozen:
+        return frozen[0]
+    causes = [rank for rank, error in sorted(failures.items()) if not is_consequence(error)]
     return causes[0] if causes else min(failures)
 
 
-def _is_consequence(error: BaseException) -> bool:
-    text = f"{type(error).__name__}: {type(_cause(error)).__name__}: {error}"
-    return any(sign in text for sign in CONSEQUENCES)
+def is_consequence(error: BaseException) -> bool:
+    """Whether a worker failed because another had gone: told by the type of its error, and the text of TensorFlow's."""
+    cause = _cause(error)
+    kind = type(cause)
+    return isinstance(cause, (PeerLostError, CollectiveTimeoutError)) or is_consequence_of_tensorflow(
+        f"{kind.__module__}.{kind.__name__}", str(cause)
+    )
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -6,15 +6,14 @@ into batches in C++, so that Python is called seldom.
 
 from __future__ import annotations
 
-import ray
 import tensorflow as tf
 
 from raytf import blocks as blocks_module
 from raytf import columns as columns_module
-from raytf import multiworker_input, order, pieces, strategy, tensors
+from raytf import multiworker_input, order, strategy, streams, tensors
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
-from raytf.readers import Reader, open_reader
+from raytf.readers import Reader, StreamReader, open_reader
 from raytf.topology import per_replica_batch, share
 
 # Bytes that are gathered at once: large enough that Python is called seldom, small enough to stay in the allocator.
@@ -42,6 +41,7 @@ class Feed:
             TensorFlow operations on a batch; seeds are int32, (rows, 2), a function of seed, epoch and row.
         static: batches of one fixed shape, as TPUs need; with `drop_remainder`.
         reader: (index, number) of the processes that read, where that is not (worker, workers).
+        shapes_only: other processes read; this one needs steps, shapes and dtypes, and looks at the first rows.
 
     Attributes:
         rows, steps: of an epoch.
@@ -69,6 +69,7 @@ class Feed:
         map=None,
         static: bool = False,
         reader: tuple[int, int] | None = None,
+        shapes_only: bool = False,
     ):
         if shuffle not in order.SHUFFLES:
             raise ConfigError(f"shuffle must be one of {', '.join(order.SHUFFLES)}", repr(shuffle), "Choose one")
@@ -78,7 +79,10 @@ class Feed:
         )
         structure = tuple(spec for spec in (features, labels, sample_weights) if spec is not None)
         self._tensors = tensors.Tensors(structure, map)
-        self._reader: Reader = open_reader(blocks, self._tensors.columns, self._order, *(reader or (worker, workers)))
+        seen = blocks.first() if shapes_only and blocks.rows else blocks
+        self._reader: Reader = open_reader(seen, self._tensors.columns, self._order, *(reader or (worker, workers)))
+        if isinstance(self._reader, StreamReader) and reader is None:
+            self._reader.prepare = self._prepare
         self.shape = self._tensors.of(self._reader.sources)
         self.global_batch, self.chunk_steps = global_batch, self._order.chunk_steps
         self._chunk: tuple = (None, None)
@@ -120,20 +124,28 @@ class Feed:
         epoch, size = self._order.epoch(number), FIRST_SUPERBLOCK
         part = -(-self._place["global_batch"] // self._place["workers"])
         for chunk, rows in self._reader.chunks(epoch, number, first // self._order.chunk_steps):
-            positions = self._positions(epoch, chunk, rows)
+            whole = self._positions(epoch, chunk, rows)
             begin = chunk * self._order.chunk_steps
             step, end = max(first, begin), min(self.steps, begin + self._order.chunk_steps)
             while step < end:
                 count = max(1, int(size // max(1, rows.row_bytes * part)))
                 steps = slice(step - begin, min(end, step + count) - begin)
-                yield self._arrays(epoch, number, rows, positions, steps)
+                yield self._arrays(epoch, number, chunk, rows, whole, steps)
                 step, size = begin + steps.stop, SUPERBLOCK
 
     def _positions(self, epoch, chunk, rows):
-        return epoch.positions(chunk, rows.lengths if self._tensors.bucket is not None else None)
+        """Those of a whole chunk, where this worker's alone cannot be worked out."""
+        if self._tensors.bucket is not None:
+            return epoch.positions(chunk, rows.lengths)
+        return epoch.positions(chunk) if epoch.by_chunk else None
 
-    def _arrays(self, epoch, number, rows, positions, steps: slice) -> tuple:
-        mine = order.worker_part(positions, steps=steps, **self._place)
+    def _prepare(self, epoch, number: int, chunk: int, rows) -> None:
+        """Fetches this worker's rows of a chunk of a stream, before they are due."""
+        whole, steps = self._positions(epoch, chunk, rows), slice(0, self._order.chunk_steps)
+        rows.fetch(epoch.part(chunk, steps, self._place["worker"], self._place["workers"], whole))
+
+    def _arrays(self, epoch, number, chunk, rows, whole, steps: slice) -> tuple:
+        mine = epoch.part(chunk, steps, self._place["worker"], self._place["workers"], whole)
         seeds = (order.row_seeds(self._order.seed, number, epoch.row_numbers(mine)),) if self._tensors.seeded else ()
         return (*rows.gather(mine), *seeds)
 
@@ -150,8 +162,8 @@ class Feed:
             epoch = self._chunk[1][0] if same else self._order.epoch(number)
             rows = self._reader.rows(epoch, number, chunk)
             self._chunk = (number, chunk), (epoch, rows, self._positions(epoch, chunk, rows))
-        epoch, rows, positions = self._chunk[1]
-        return self._arrays(epoch, number, rows, positions, slice(first - begin, first - begin + count))
+        epoch, rows, whole = self._chunk[1]
+        return self._arrays(epoch, number, chunk, rows, whole, slice(first - begin, first - begin + count))
 
 
 def _check_static(spec) -> None:
@@ -166,28 +178,30 @@ def _check_static(spec) -> None:
             )
 
 
-_read: dict[str, Blocks] = {}
+# what was read of each dataset, and which columns; None: all
+_read: dict[str, tuple[frozenset | None, Blocks]] = {}
 
 
-def _read_once(name: str, dataset, context) -> Blocks:
+def _read_once(name: str, dataset, specs, context) -> Blocks:
     """Rank 0 reads a dataset at the first call, and tells the others where it lies; all must ask for it.
 
-    A sweep has read it for all its trials.
+    The columns that the call names; all of them if a later call names others. A sweep has read all for all its trials.
     """
     if isinstance(dataset, Blocks):
         return dataset
     from ray.train.collective import broadcast_from_rank_zero
 
-    if name not in _read:
+    known = name in _read
+    wanted = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
+    if not known or not (_read[name][0] is None or wanted <= _read[name][0]):
         found = None
         if context.get_world_rank() == 0:
             found = dataset() if callable(dataset) else dataset
-            # workers that hold every CPU would wait for ever for rows that no CPU is left to read
-            if ray.available_resources().get("CPU", 0) < 1:
-                found = pieces.with_cpus(found, 0)
-            found = blocks_module.read(found)
-        _read[name] = broadcast_from_rank_zero(found)
-    return _read[name]
+            if not known:
+                found = blocks_module.projected(found, specs)
+            found = streams.materialized(name, found, None if known else specs)
+        _read[name] = None if known else wanted, broadcast_from_rank_zero(found)
+    return _read[name][1]
 
 
 def get_dataset(
@@ -236,11 +250,11 @@ def get_dataset(
     if name not in config.feed:
         known = ", ".join(repr(key) for key in config.feed)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
-    blocks = _read_once(name, config.feed[name], context)
     parsed = {
         role: columns_module.parse(spec, role)
         for role, spec in {"features": features, "labels": labels, "sample_weights": sample_weights}.items()
     }
+    blocks = _read_once(name, config.feed[name], parsed, context)
     for role, spec in parsed.items():
         columns_module.check_names(spec, blocks.columns, role)
     per_replica_batch(batch_size, context.get_world_size())

@@ -12,6 +12,7 @@ import traceback
 
 import cloudpickle
 
+from raytf import fingerprint, optimizers
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
 
@@ -22,8 +23,8 @@ _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
 
 
-def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigError | Facts | None:
-    """What is wrong with the model or the columns, for the driver to raise; else figures if they are asked for.
+def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigError | Tried:
+    """What is wrong with the model or the columns, for the driver to raise; else what the model is.
 
     Args:
         pickled: (build_model, config, features, labels, sample_weights, map), by cloudpickle.
@@ -32,7 +33,7 @@ def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigErr
     """
     block = block.here()
 
-    def answer() -> ConfigError | Facts | None:
+    def answer() -> ConfigError | Tried:
         # no Ray from here on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
         build_model, config, *columns = cloudpickle.loads(pickled)
@@ -40,9 +41,23 @@ def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigErr
             model = check(build_model, config, block, *columns)
         except ConfigError as error:
             return error
-        return None if rows is None else _facts(model, _feed(block, *columns, rows))
+        identity = fingerprint.of_model(model) | {"types": fingerprint.types_of(block.refs[0], *columns[:3])}
+        return Tried(None if rows is None else _facts(model, _feed(block, *columns, rows)), identity)
 
     return _in_a_copy(answer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What was found out about a model and columns that fit each other.
+
+    Args:
+        facts: figures, where they were asked for.
+        identity: what the model and the columns' types are, see `fingerprint.of_model`.
+    """
+
+    facts: Facts | None
+    identity: dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +68,7 @@ class Facts:
         parameters: numbers that are trained.
         weight_bytes, optimizer_bytes, gradient_bytes: of all variables, of the optimizer's, of the gradients of a step
             as far as they are dense.
+        largest_bytes: of the largest variable.
         sparse_bytes: of the rows of tables for which a step has gradients.
         wide_gradients: whether gradients are wider than 16 bits.
         row_bytes: of a row of the data.
@@ -61,6 +77,7 @@ class Facts:
 
     parameters: int
     weight_bytes: int
+    largest_bytes: int
     optimizer_bytes: int
     gradient_bytes: int
     sparse_bytes: int
@@ -83,11 +100,12 @@ def _facts(model, feed) -> Facts:
         began = time.perf_counter()
         tf.nest.map_structure(lambda t: t.numpy() if isinstance(t, tf.Tensor) else t, step(batch))
         seconds.append(time.perf_counter() - began)
-    dense, sparse = _gradients(model, batch)
+    dense, sparse = _bytes_of(_gradients(model, batch))
     return Facts(
         parameters=int(sum(np.prod(v.shape) for v in model.trainable_variables)),
+        largest_bytes=max((size([v]) for v in model.variables), default=0),
         weight_bytes=size(model.trainable_variables + model.non_trainable_variables),
-        optimizer_bytes=size(model.optimizer.variables),
+        optimizer_bytes=size(optimizers.variables(model)),
         gradient_bytes=dense,
         sparse_bytes=sparse,
         wide_gradients=any(tf.as_dtype(v.dtype).size > 2 for v in model.trainable_variables),
@@ -96,17 +114,38 @@ def _facts(model, feed) -> Facts:
     )
 
 
-def _gradients(model, batch) -> tuple[int, int]:
-    """Bytes of a step's dense gradients, and of its sparse ones with their indices."""
+def _gradients(model, batch) -> list:
+    """The gradients of a step; of all calls of optimizers in a `train_step` of the model's own."""
     import keras
     import tensorflow as tf
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    with tf.GradientTape() as tape:
-        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-        loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+    if type(model).train_step is keras.Model.train_step:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+        return tape.gradient(loss, [v.value for v in model.trainable_variables])
+    found, original = [], BaseOptimizer.apply
+
+    def noted(self, grads, trainable_variables=None):
+        found.extend(grads)
+        return original(self, grads, trainable_variables)
+
+    BaseOptimizer.apply = noted
+    try:
+        model.train_step(batch)
+    finally:
+        BaseOptimizer.apply = original
+    return found
+
+
+def _bytes_of(gradients) -> tuple[int, int]:
+    """Bytes of dense gradients, and of sparse ones with their indices."""
+    import tensorflow as tf
+
     dense = sparse = 0
-    for gradient in tape.gradient(loss, [v.value for v in model.trainable_variables]):
+    for gradient in gradients:
         if isinstance(gradient, tf.IndexedSlices):
             sparse += int(tf.size(gradient.values)) * gradient.values.dtype.size
             sparse += int(tf.size(gradient.indices)) * gradient.indices.dtype.size
@@ -160,6 +199,7 @@ def _feed(block, features, labels, sample_weights, map, rows: int):
 def check(build_model, config, first, features, labels, sample_weights, map):
     """The model, built for the columns; raises ConfigError unless it can train on them."""
     import keras
+    import tensorflow as tf
 
     from raytf.worker import build_from_data
 
@@ -176,7 +216,7 @@ def check(build_model, config, first, features, labels, sample_weights, map):
             f"{type(model).__module__}.{type(model).__name__}",
             "Return the model, of Keras 3",
         )
-    if not model.compiled or model.optimizer is None:
+    if not model.compiled or not optimizers.of(model):
         raise ConfigError(
             "build_model(config) must return a compiled keras.Model",
             f"{model.name!r}, which is not compiled with an optimizer",
@@ -195,6 +235,8 @@ def check(build_model, config, first, features, labels, sample_weights, map):
     _check_numeric(model, dataset)
     try:
         build_from_data(model, dataset)
+        if not optimizers.has_call(model):
+            tf.function(model.train_step).get_concrete_function(dataset.element_spec)
     except Exception as error:
         parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
         shown = ", ".join(
@@ -232,6 +274,8 @@ def _shape(spec) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith(("Exception encountered", "Arguments received"))]
+    if useful and useful[0] == "in user code:":  # of AutoGraph; what the code raised is the last line, with its type
+        return useful[-1].rstrip(".")
     return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")
 
 

@@ -48,6 +48,7 @@ from raytf import (
     multiworker_losses,
     multiworker_metrics,
     multiworker_step,
+    optimizers,
 )
 from raytf.collectives import local_replicas, many_replicas
 from raytf.errors import ConfigError, UnsupportedVersionError
@@ -130,13 +131,12 @@ def _refuse_what_cannot_work(model, strategy):
             "jit_compile=True",
             "Compile the model with jit_compile=False, or give each worker a GPU",
         )
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    options = {
-        "gradient_accumulation_steps": getattr(optimizer, "gradient_accumulation_steps", None),
-        "ema_overwrite_frequency": getattr(optimizer, "ema_overwrite_frequency", None),
-        "LossScaleOptimizer": isinstance(model.optimizer, LossScaleOptimizer) or None,
-    }
-    used = [name for name, value in options.items() if value]
+    used = []
+    for optimizer in optimizers.of(model).values():
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        used += [n for n in ("gradient_accumulation_steps", "ema_overwrite_frequency") if getattr(inner, n, None)]
+        used += ["LossScaleOptimizer"] if isinstance(optimizer, LossScaleOptimizer) else []
+    used = sorted(set(used))
     if used and multiworker_averaging.every(strategy) > 1:
         raise ConfigError(
             "With sync_every each worker makes whole steps by itself",
@@ -267,14 +267,21 @@ def install(allow_untested: bool = False) -> None:
             loss_module, name, functools.partial(multiworker_losses.scale_for_distribution, getattr(loss_module, name))
         )
     replace(Mean, "update_state", multiworker_losses.mean_update_state, "Mean.update_state")
-    for optimizer in (BaseOptimizer, LossScaleOptimizer):
-        original = optimizer.apply
-        optimizer.apply = functools.wraps(original)(
+    for kind in (BaseOptimizer, LossScaleOptimizer):
+        original = kind.apply
+        kind.apply = functools.wraps(original)(
             lambda self, grads, trainable_variables=None, original=original: multiworker_gradients.apply(
                 original, self, grads, trainable_variables
             )
         )
     replace(tf_core.Variable, "_direct_assign", multiworker_metrics.direct_assign, "Variable._direct_assign")
+    replace(
+        tf_core.Variable,
+        "_initialize_with_initializer",
+        multiworker_step.initialize,
+        "Variable._initialize_with_initializer",
+    )
+    replace(LossScaleOptimizer, "_tf_apply", multiworker_gradients.loss_scale_apply)
     replace(TFOptimizer, "_all_reduce_sum_gradients", multiworker_gradients.all_reduce_sum_gradients)
     replace(mirrored_run._MirroredReplicaContext, "_merge_call", multiworker_gradients.merge_call)
     replace(tf_nn, "_compute_moments_sync", multiworker_gradients.moments_sync)

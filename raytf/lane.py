@@ -11,8 +11,6 @@ import contextlib
 import gc
 import os
 import pickle
-import shutil
-import tempfile
 import threading
 import time
 import traceback
@@ -25,13 +23,25 @@ import ray.cloudpickle
 from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
 
-from raytf import backend, ports
+from raytf import backend, guard, ports, ring, scratch
+from raytf.answers import NoAnswerError, as_they_come, collect
 from raytf.errors import RaytfError, in_a_line
+from raytf.guard import FrozenError, Guard, Place
 from raytf.processes import Process, import_raytf
 from raytf.resources import placed_actor
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
+# A worker's process starts in a minute where no runtime environment has to be set up first, and TensorFlow finds its
+# peers in another; a step takes what it takes, as long as its process is not stopped.
+_OPEN_SECONDS = 900.0
+# To begin or to end a trial: a checkpoint is read, graphs are dropped.
+_ANSWER_SECONDS = 600.0
+_SAVE_SECONDS = 3600.0
+# A spare process answers when it has imported TensorFlow.
+_SPARE_SECONDS = 300.0
+# For workers that are well to clear up when they are ended.
+_PARTING_SECONDS = 5.0
 # Between two looks at whether a lane is still there; one that dies in between is seen at the next.
 _LOOKS_SECONDS = 5.0
 # In Ray's key-value store, where the spare processes that have become a lane's workers are noted.
@@ -101,14 +111,27 @@ class Lane:
             _take(spares, nodes[i]) or placed_actor(LaneWorker, group, i, resources, runtime_env=environment)
             for i in range(first_bundle, first_bundle + workers)
         ]
-        ready = [worker.execute.remote(import_raytf) for worker in self.workers]
-        addresses = self._all("reserve_address")
-        ray.get(ready)
-        self._each("open", [(tensorflow_config, addresses, rank, cpus) for rank in range(workers)])
+        self._guard: Guard | None = None
+        try:
+            self._open(tensorflow_config, cpus)
+        except BaseException:
+            self.close(well=False)
+            raise
+
+    def _open(self, tensorflow_config, cpus: int) -> None:
+        found = self._all(
+            "reserve_address", tensorflow_config.ports, seconds=_OPEN_SECONDS, what="the start of its process"
+        )
+        addresses = [address for address, _ in found]
+        self._guard = Guard({f"worker {rank}": place for rank, (_, place) in enumerate(found)})
+        self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
+        token = ring.new_token()
+        arguments = [(tensorflow_config, addresses, rank, cpus, token) for rank in range(len(addresses))]
+        self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
     def begin(self, job: Job) -> None:
         """Starts a trial; it waits to be told to go on."""
-        self._all("begin", ray.put(job))
+        self._all("begin", ray.put(job), what="the begin of a trial")
 
     def go_on(self) -> dict | None:
         """Lets the trial run to its next report: the chief's metrics, or None when the loop has ended.
@@ -117,18 +140,20 @@ class Lane:
             TrialError: the loop failed; the lane is ready for another trial.
             LaneLostError: it is not.
         """
-        pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
+        calls = [worker.go_on.remote() for worker in self.workers]
         events: dict[int, tuple] = {}
-        failed = False
-        while pending:
-            done, _ = ray.wait(list(pending), timeout=_TOGETHER_SECONDS if failed else None)
-            if not done:
-                rank, error = next((r, e[1]) for r, e in events.items() if e[0] == "error")
-                raise LaneLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
-            for ref in done:
-                rank = pending.pop(ref)
-                events[rank] = self._get(ref)
-                failed = failed or events[rank][0] == "error"
+        failed = None  # when the first did
+
+        def look():
+            self._look()
+            if failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
+                raise self._alone(events)
+
+        self._begin_wait()
+        for rank, ref in as_they_come(calls, None, "the next report", look=look):
+            events[rank] = self._get(f"worker {rank}", ref)
+            if events[rank][0] == "error" and failed is None:
+                failed = time.monotonic()
         kinds = {event[0] for event in events.values()}
         if "error" in kinds:
             raise next(event[1] for _, event in sorted(events.items()) if event[0] == "error")
@@ -136,31 +161,74 @@ class Lane:
             raise LaneLostError("the workers of a train loop must report equally often; one ended before another")
         return events[0][1] if kinds == {"report"} else None
 
+    def _alone(self, events: dict[int, tuple]) -> LaneLostError:
+        """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
+        standing = self._guard.standing()
+        if standing is not None:
+            return LaneLostError(str(standing))
+        rank, error = next((r, e[1]) for r, e in events.items() if e[0] == "error")
+        return LaneLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
+
     def save(self) -> dict[str, bytes] | None:
         """The files of a checkpoint of the chief, as it stands at its report."""
-        return self._get(self.workers[0].save.remote())
+        return self._answers([self.workers[0].save.remote()], _SAVE_SECONDS, "a checkpoint")[0]
 
     def stop(self) -> None:
         """Ends the trial on all workers, and clears what it left."""
-        self._all("stop")
+        self._all("stop", what="the end of a trial")
 
-    def close(self) -> None:
-        """Ends the workers."""
+    def close(self, well: bool = True) -> None:
+        """Ends the workers.
+
+        Args:
+            well: whether they answer, and so can clear up behind themselves.
+        """
+        if well:
+            with contextlib.suppress(NoAnswerError):
+                for _ in as_they_come([w.stop.remote() for w in self.workers], _PARTING_SECONDS, "their ends"):
+                    pass
         for worker in self.workers:
             ray.kill(worker)
+        if self._guard is not None:
+            self._guard.close()
 
-    def _all(self, method: str, *arguments):
-        return self._each(method, [arguments] * len(self.workers))
+    def _all(self, method: str, *arguments, **how) -> list:
+        return self._each(method, [arguments] * len(self.workers), **how)
 
-    def _each(self, method: str, arguments: list[tuple]):
+    def _each(self, method: str, arguments: list[tuple], *, what: str, seconds: float = _ANSWER_SECONDS) -> list:
         calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, arguments, strict=True)]
-        return [self._get(call) for call in calls]
+        return self._answers(calls, seconds, what)
 
-    def _get(self, ref):
+    def _answers(self, calls: list, seconds: float, what: str) -> list:
+        """Raises LaneLostError as soon as a worker dies, is stopped, or is late."""
+        self._begin_wait()
+        try:
+            return collect(calls, seconds, what, look=self._look, failure=_lost)
+        except NoAnswerError as error:
+            raise LaneLostError(str(error)) from None
+
+    def _begin_wait(self) -> None:
+        if self._guard is not None:
+            self._guard.begin()
+
+    def _look(self) -> None:
+        try:
+            if self._guard is not None:
+                self._guard.look()
+        except FrozenError as error:
+            raise LaneLostError(str(error)) from None
+
+    def _get(self, name: str, ref):
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            raise LaneLostError(f"a worker of the trial died: {error}") from error
+            raise _lost(name, error) from error
+
+
+def _lost(name: str, error: Exception) -> Exception:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return LaneLostError(f"{name} of the trial died: {error}")
+    return error
 
 
 def _take(spares: Sequence[tuple[str, Any]], node: str):
@@ -172,8 +240,8 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     for there, actor in spares:
         if there != node or _internal_kv_put(actor._actor_id.binary(), b"taken", overwrite=False, namespace=_TAKEN):
             continue
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(actor.end_with.remote(me))
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(actor.end_with.remote(me), timeout=_SPARE_SECONDS)
             return actor
     return None
 
@@ -186,16 +254,17 @@ class LaneWorker(Process):
         self._thread: threading.Thread | None = None
         self._session = None
 
-    def reserve_address(self) -> str:
-        return ports.reserve_address()
+    def reserve_address(self, allowed: tuple[int, int]) -> tuple[str, Place]:
+        """Its "host:port", and its process."""
+        return ports.reserve_address(allowed), guard.here()
 
     def end_with(self, lane) -> None:
         """Ends this process, which the driver started, when the lane's actor has ended."""
         threading.Thread(target=_end_with, args=(lane,), daemon=True).start()
 
-    def open(self, tensorflow_config, addresses: list[str], rank: int, cpus: int) -> None:
+    def open(self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
-        backend.set_environment(tensorflow_config, addresses, rank, cpus)
+        backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
         from raytf import strategy
 
         self._rank, self._size = rank, len(addresses)
@@ -206,7 +275,7 @@ class LaneWorker(Process):
     def begin(self, job: Job) -> None:
         from raytf import session
 
-        self._folder = tempfile.mkdtemp(prefix="raytf_trial_")
+        self._folder = scratch.make()
         checkpoint = None
         if job.files is not None:
             checkpoint = os.path.join(self._folder, "checkpoint")
@@ -251,7 +320,7 @@ class LaneWorker(Process):
         self._session.commands.put("stop")
         self._thread.join()
         self._thread = self._session = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        scratch.remove(self._folder)
         _clear(self._defaults)
 
 

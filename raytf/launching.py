@@ -9,6 +9,7 @@ reserves the resources, and the processes that are on the right hosts become its
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import threading
 import time
@@ -31,16 +32,31 @@ from ray.train.v2._internal.constants import (
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    DefaultPlacementGroupHandle,
+    PlacementGroupHandle,
+)
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.util import time_monotonic
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
-from raytf import resources
+from raytf import answers, reservation, resources
+from raytf.failures import WorkerFrozenError, is_consequence
+from raytf.guard import Place
 from raytf.processes import Processes, worker_environment
+from raytf.reservation import Reservation
+from raytf.watchdog import Watchdog
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
 _POLL_SECONDS = "0.2"
+# Where workers fail only because another has gone, and one gives no sign of life, it is the one: after so long.
+_SILENT_SECONDS, _SILENT_AT_MOST_SECONDS = 3.0, 15.0
+# A process that has to set up a runtime environment first may need minutes.
+_START_SECONDS = 600.0
 # Ray Train's guards against rare events; each is a process that imports Ray Train, when every core imports TensorFlow.
 _GUARDS_START_AFTER_SECONDS = 20.0
 
@@ -53,9 +69,11 @@ class Launch(Processes):
 
     Attributes:
         controller: the actor that becomes Ray Train's controller.
+        run_config: the run's.
     """
 
     def __init__(self, scaling_config, run_config):
+        self.run_config = run_config
         here = ray.get_runtime_context().get_node_id()
         self.controller = (
             ray.remote(_Controller).options(num_cpus=0, label_selector={ray._raylet.RAY_NODE_ID_KEY: here}).remote()
@@ -68,23 +86,58 @@ class Launch(Processes):
 
 
 class PromptTrainer(DataParallelTrainer):
-    """A DataParallelTrainer on a `Launch`, its own unless it is given one."""
+    """A DataParallelTrainer on a `Launch`, its own unless it is given one.
 
-    def __init__(self, *args, run_config=None, launch: Launch | None = None, **kwargs):
-        self._launch = launch
+    Args:
+        launch: the processes that are to become its own.
+        beside: what runs beside the workers: an `evaluator.Beside`, or None.
+    """
+
+    def __init__(self, *args, run_config=None, launch: Launch | None = None, beside=None, **kwargs):
+        self._launch, self._beside = launch, beside
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
         super().__init__(*args, run_config=run_config, **kwargs)
 
     def fit(self):
-        given = self._launch
+        given, config = self._launch, self.backend_config
         self._launch = given or Launch(self.scaling_config, self.run_config)
+        self._reservation = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config))
         try:
+            self._reserve()
             return super().fit()
         finally:
+            self.backend_config = config
             if given is None:
                 self._launch.cancel()
             self._launch = given
+            self._reservation.release()
+
+    def _tasks_beside(self) -> dict[str, dict[str, float]]:
+        """Resources of each task beside Ray Train's workers, by name."""
+        plan = getattr(self.backend_config, "servers", None)
+        tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}
+        return tasks | ({self._beside.name: self._beside.resources} if self._beside else {})
+
+    def _reserve(self) -> None:
+        """Takes all that the run needs. How many workers an elastic run has is known to Ray Train's controller only."""
+        scaling = self.scaling_config
+        if not isinstance(scaling.num_workers, int) or scaling.num_workers < 1 or _is_slice(scaling):
+            return
+        each, selectors = (
+            scaling._resources_per_worker_not_none,
+            scaling._label_selector_per_worker(scaling.num_workers),
+        )
+        self._reservation.take(scaling.num_workers, each, scaling.placement_strategy, selectors)
+        plan = getattr(self.backend_config, "servers", None)
+        if plan:
+            plan = dataclasses.replace(plan, group=self._reservation.group, places=self._reservation.places)
+            self.backend_config = dataclasses.replace(self.backend_config, servers=plan)
+
+    def _cancel(self) -> None:
+        """Ends a `fit` that runs in another thread; it raises."""
+        if self._launch is not None:
+            self._launch.cancel()
 
     def _create_default_callbacks(self):
         callbacks = []
@@ -100,7 +153,12 @@ class PromptTrainer(DataParallelTrainer):
 
     def _initialize_and_run_controller(self, **arguments):
         controller = self._launch.controller
-        ray.get(controller.begin.remote(get_env_vars_to_propagate(), arguments, self._launch.there))
+        if isinstance(arguments["scaling_policy"], ElasticScalingPolicy):
+            arguments["scaling_policy"] = _Elastic(self.scaling_config, self._tasks_beside())
+        beginning = controller.begin.remote(
+            get_env_vars_to_propagate(), arguments, self._launch.there, self._reservation, self._beside
+        )
+        answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())
@@ -113,8 +171,9 @@ class _Controller(TrainController):
     def __init__(self):
         get_or_create_autoscaling_coordinator()  # a process that the first run of a cluster waits for
 
-    def begin(self, environment: dict[str, str], arguments: dict, processes: list) -> None:
-        self.worker_group_cls = type("_Group", (_WorkerGroup,), {"processes": processes})
+    def begin(self, environment: dict[str, str], arguments: dict, processes: list, held: Reservation, beside) -> None:
+        known = {"processes": processes, "held": held, "beside": beside}
+        self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
         ours = {name: value for name, value in ours.items() if name not in environment}
@@ -124,10 +183,109 @@ class _Controller(TrainController):
             del os.environ[name]
 
 
+class _Elastic(ElasticScalingPolicy):
+    """Leaves room for what stands beside the workers."""
+
+    def __init__(self, scaling_config, beside: dict[str, dict[str, float]]):
+        super().__init__(scaling_config)
+        self._bundles = list(beside.values())
+
+    def _count_possible_workers(self, reserved_resources) -> int:
+        left = resources.without(list(reserved_resources.values()), self._bundles)
+        return 0 if left is None else super()._count_possible_workers(dict(enumerate(left)))
+
+
+def _is_slice(scaling_config) -> bool:
+    """Whether Ray Train reserves a slice of TPU hosts for the workers, by a way of its own."""
+    return bool(scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type)
+
+
+class _Held(DefaultPlacementGroupHandle):
+    """A run's group in the hands of a worker group, which ends before what stands beside it does."""
+
+    def __init__(self, held: Reservation):
+        super().__init__(held.group)
+        self._held = held
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        return self._held.wait(timeout_seconds)
+
+    def shutdown(self) -> None:
+        """The driver gives the group back, or the next one takes its place."""
+
+
+class _SliceAndHeld(PlacementGroupHandle):
+    """A slice of TPU hosts, which Ray reserves in a way of its own, and beside it a group; both are given back unless
+    both are had within the time of a start."""
+
+    def __init__(self, slice_of_hosts: PlacementGroupHandle, held: Reservation):
+        self._slice, self._held, self._ready = slice_of_hosts, held, False
+
+    @property
+    def placement_group(self):
+        return self._slice.placement_group
+
+    def ready(self):
+        return self._slice.ready()
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        until = time.monotonic() + timeout_seconds
+        self._ready = self._slice.wait(timeout_seconds) and self._held.wait(max(1.0, until - time.monotonic()))
+        return self._ready
+
+    def shutdown(self) -> None:
+        self._slice.shutdown()
+        if not self._ready:
+            self._held.drop()
+
+
 class _WorkerGroup(WorkerGroup):
-    """A worker group whose workers are, the first time, processes that are there already."""
+    """A worker group in a run's reservation; the first time, its workers are processes that are there already.
+
+    Workers that are stopped are ended, and they are what the run failed of.
+    """
 
     processes: list
+    held: Reservation
+    beside: object
+    _watchdog: Watchdog | None = None
+    _hold_until: float | None = None
+
+    def _start(self):
+        try:
+            super()._start()
+        except (WorkerGroupStartupFailedError, RayActorError) as error:
+            frozen = dict(self._watchdog.ended) if self._watchdog is not None else {}
+            if not frozen:
+                raise
+            text = "; ".join(f"worker {rank} was frozen at its start: {how}" for rank, how in sorted(frozen.items()))
+            raise WorkerGroupStartupFailedError(text) from error
+        finally:
+            if not self.has_started():
+                self._stop_watching()
+
+    def _clear_state(self):
+        self._stop_watching()
+        super()._clear_state()
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+
+    def _create_placement_group(self, scaling_config, worker_group_context):
+        context = worker_group_context
+        if _is_slice(scaling_config):
+            self.held.drop()  # nothing is held while a slice is waited for
+            slice_of_hosts = super()._create_placement_group(scaling_config, context)
+            if self.beside is None:
+                return slice_of_hosts
+            self.held.hold(0, {}, "PACK", None)
+            return _SliceAndHeld(slice_of_hosts, self.held)
+        self.held.hold(
+            context.num_workers, context.resources_per_worker, context.placement_strategy, context.label_selector
+        )
+        return _Held(self.held)
 
     def _create_workers(
         self,
@@ -139,6 +297,8 @@ class _WorkerGroup(WorkerGroup):
         world_size=None,
         replica_group_size=None,
     ):
+        if self.beside is not None:
+            self.beside.start(self.held)
         indices = placement_group_bundle_indices or list(range(num_workers))
         nodes = placement_group_table(placement_group)["bundles_to_node_id"]
         there = {}
@@ -150,8 +310,9 @@ class _WorkerGroup(WorkerGroup):
                 there[place] = actor
         self.processes.clear()
         try:
-            metadata = ray.get([actor.get_metadata.remote() for actor in there.values()])
-        except RayActorError as error:
+            asked = [actor.get_metadata.remote() for actor in there.values()]
+            metadata = answers.collect(asked, _START_SECONDS, "the processes that become workers")
+        except (RayActorError, answers.NoAnswerError) as error:
             for actor in there.values():
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError("A process that was to become a worker has died") from error
@@ -162,7 +323,43 @@ class _WorkerGroup(WorkerGroup):
         missing = [i for i in indices if i not in there]
         if missing:
             workers += super()._create_workers(len(missing), placement_group, resources_per_worker, missing)
-        return self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        workers = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        self._watchdog = self._watchdog or Watchdog()
+        for worker in workers:
+            its = worker.metadata
+            self._watchdog.watch(worker.distributed_context.world_rank, Place(its.node_id, its.node_ip, its.pid, None))
+        return workers
+
+    def _poll_workers_and_collect_errors(self, timeout):
+        found = super()._poll_workers_and_collect_errors(timeout)
+        for rank, status in enumerate(found):
+            if rank not in self._world_rank_to_ongoing_poll and status.error is None:
+                self._watchdog.heard(rank)
+        for rank, how in self._watchdog.ended.items():
+            found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
+        return self._without_consequences(found)
+
+    def _without_consequences(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
+        """Keeps back errors that another's end has caused while it is seen who that is: one that does not answer."""
+        failed = [rank for rank, status in enumerate(found) if status.error is not None]
+        now = time_monotonic()
+        silent = {
+            rank: now - poll.start_time
+            for rank, poll in self._world_rank_to_ongoing_poll.items()
+            if rank not in failed and now - poll.start_time >= _SILENT_SECONDS
+        }
+        if not failed or not silent or not all(is_consequence(found[rank].error) for rank in failed):
+            return found
+        self._hold_until = self._hold_until or now + _SILENT_AT_MOST_SECONDS
+        for rank in failed:
+            if now < self._hold_until:
+                found[rank] = WorkerStatus(running=True, training_report=found[rank].training_report)
+        for rank, seconds in silent.items():
+            if now >= self._hold_until:
+                where = self.get_workers()[rank].metadata
+                how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
+                found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
+        return found
 
 
 class _NoDatasets(WorkerGroupCallback):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from raytf import gradient_ring, multiworker_step
-from raytf.collectives import all_sum, local_replicas
+from raytf import gradient_ring, multiworker_step, optimizers
+from raytf.collectives import all_sum, local_replicas, wide
 
 _every: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -35,20 +35,20 @@ def average_when_due(iterations, variables: Sequence) -> None:
     replicas = strategy.num_replicas_in_sync
 
     def average():
-        values = [tf.convert_to_tensor(v.value) for v in variables]
+        values = [wide(tf.convert_to_tensor(v.value)) for v in variables]
         ring = gradient_ring.of(strategy)
         summed = ring.sum(values, None, exact=True)[0] if ring is not None else all_sum(values)
         with multiworker_step.within(inline_merge=local_replicas(strategy) == 1):
             for variable, total in zip(variables, summed, strict=True):
-                variable.assign(total / tf.cast(replicas, total.dtype))
+                variable.assign(tf.cast(total / tf.cast(replicas, total.dtype), variable.dtype))
         return True
 
     tf.cond(tf.equal(tf.cast(iterations, tf.int64) % every(strategy), 0), average, lambda: True)
 
 
 def averaged_at_ends(model) -> list:
-    """Variables that are local between the ends of epochs: parameters, and floating slots of the optimizer."""
-    if every(model.distribute_strategy) == 1 or model.optimizer is None:
+    """Variables that are local between the ends of epochs: parameters, and floating slots of the optimizers."""
+    if every(model.distribute_strategy) == 1:
         return []
-    slots = [v for v in model.optimizer.variables if v is not model.optimizer._learning_rate]
+    slots = [v for o in optimizers.of(model).values() for v in o.variables if v is not o._learning_rate]
     return [v for v in (*model.trainable_variables, *slots) if "float" in v.dtype]

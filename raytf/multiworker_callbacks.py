@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, TensorBoard
 
-from raytf import collectives
+from raytf import collectives, optimizers, scratch
 
 # Keras callbacks that write files, and the attribute that says where.
 WRITERS = {
@@ -30,23 +28,25 @@ class _Agreement(keras.callbacks.Callback):
         """The chief's variables and first epoch: a callback before this one may have restored them."""
         model = self.model
         variables = [
-            v for v in (*model.variables, *model.optimizer.variables) if tf.as_dtype(v.dtype) in collectives.SUMMABLE
+            v for v in (*model.variables, *optimizers.variables(model)) if tf.as_dtype(v.dtype) in collectives.SUMMABLE
         ]
-        local = [np.asarray(v) for v in variables]
-        first_epoch = np.int64(model._initial_epoch or 0)
-        *values, first_epoch = collectives.from_chief(model.distribute_strategy, [*local, first_epoch])
-        for variable, old, value in zip(variables, local, values, strict=True):
-            if not np.array_equal(old, value):
-                variable.assign(value)
+        for group in collectives.groups(variables):  # not all at once: they may be most of a worker's memory
+            local = [np.asarray(v) for v in group]
+            values = collectives.from_chief(model.distribute_strategy, local)
+            for variable, old, value in zip(group, local, values, strict=True):
+                if not np.array_equal(old, value):
+                    variable.assign(value)
+        (first_epoch,) = collectives.from_chief(model.distribute_strategy, [np.int64(model._initial_epoch or 0)])
         model._initial_epoch = int(first_epoch) or None
 
     def on_epoch_end(self, epoch, logs=None):
         model = self.model
-        rate = settable_rate(model.optimizer)
-        local = np.float64(0.0 if rate is None else float(rate))
+        settable = [one for one in optimizers.of(model).values() if settable_rate(one) is not None]
+        local = np.array([float(one.learning_rate) for one in settable], np.float64)
         (chiefs,) = collectives.from_chief(model.distribute_strategy, [local])
-        if rate is not None and chiefs != local:
-            model.optimizer.learning_rate = float(chiefs)
+        for optimizer, old, rate in zip(settable, local, chiefs, strict=True):
+            if rate != old:
+                optimizer.learning_rate = float(rate)
         self._agree_to_stop()
 
     def _agree_to_stop(self):
@@ -83,7 +83,7 @@ def looks_at_batches(callback) -> bool:
     return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
 
 
-def _redirected(callbacks, scratch: str):
+def _redirected(callbacks, folder: str):
     """What a worker that is not the chief runs: writers are left out, or write to a folder that is thrown away."""
     for i, callback in enumerate(callbacks):
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
@@ -91,8 +91,8 @@ def _redirected(callbacks, scratch: str):
             yield callback
         elif type(callback) is not kind:  # a subclass may do more than write
             where = str(getattr(callback, WRITERS[kind]))
-            setattr(callback, WRITERS[kind], os.path.join(scratch, str(i), os.path.basename(where)))
-            os.makedirs(os.path.join(scratch, str(i)), exist_ok=True)
+            setattr(callback, WRITERS[kind], os.path.join(folder, str(i), os.path.basename(where)))
+            os.makedirs(os.path.join(folder, str(i)), exist_ok=True)
             yield callback
 
 
@@ -107,8 +107,8 @@ def prepared(model, callbacks):
     # a callback of one worker alone is enough: what is exchanged after a batch needs all
     looking = np.int32(any(looks_at_batches(c) for c in listed))
     batches = bool(collectives.sum_over_workers(model.distribute_strategy, [looking])[0])
-    scratch = tempfile.mkdtemp(prefix="raytf_") if not collectives.is_chief(model.distribute_strategy) else None
-    kept = listed if scratch is None else list(_redirected(listed, scratch))
+    folder = scratch.make() if not collectives.is_chief(model.distribute_strategy) else None
+    kept = listed if folder is None else list(_redirected(listed, folder))
     agreement = _BatchAgreement() if batches else _Agreement()
     after = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
     kept = [*(c for c in kept if c not in after), agreement, *after]
@@ -119,5 +119,5 @@ def prepared(model, callbacks):
     try:
         yield kept, batches
     finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if folder is not None:
+            scratch.remove(folder)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
 from raytf import gradient_ring, multiworker_averaging, multiworker_step
-from raytf.collectives import all_sum, local_replicas
+from raytf.collectives import all_sum, local_replicas, wide
+from raytf.errors import ConfigError
 
 # Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
 _REPLICA_SEED = 1_000_003
@@ -35,13 +39,15 @@ def _in_collectives(grads, step, rows):
     """The same through TensorFlow's collectives; `rows` are those of all workers where they are known already."""
     if step is None:
         return all_sum(grads)
-    local = [_map_dense(lambda d: _weighted(d, step), g) for g in grads]
+    # a sum over the rows of all may be larger than float16 can be, where their mean is not
+    local = [_map_dense(lambda d: _weighted(wide(d), step), g) for g in grads]
     if rows is None:
         *local, rows = all_sum([*local, tf.cast(step.rows, _wide(local))])
     else:
         local = all_sum(local)
     scale = tf.maximum(rows, 1.0)
-    return [_map_dense(lambda d: d / tf.cast(scale, d.dtype), g) for g in local]
+    means = [_map_dense(lambda d: d / tf.cast(scale, d.dtype), g) for g in local]
+    return [_map_dense(functools.partial(tf.cast, dtype=g.dtype), m) for g, m in zip(grads, means, strict=True)]
 
 
 def _wide(grads):
@@ -90,6 +96,17 @@ def apply(original, self, grads, trainable_variables=None):
     return result
 
 
+def loss_scale_apply(self, grads, trainable_variables=None):
+    """`LossScaleOptimizer._tf_apply`; with one replica in this process there is nothing to join.
+
+    Keras calls the inner optimizer in threads of its own there, which know nothing of this step and would sum again.
+    """
+    if getattr(multiworker_step.state, "reduced", False) and local_replicas(tf.distribute.get_strategy()) == 1:
+        self._common_apply(grads, trainable_variables=trainable_variables)
+    else:
+        multiworker_step.originals["_tf_apply"](self, grads, trainable_variables)
+
+
 def all_reduce_sum_gradients(self, grads_and_vars):
     if getattr(multiworker_step.state, "reduced", False):
         return grads_and_vars
@@ -97,10 +114,23 @@ def all_reduce_sum_gradients(self, grads_and_vars):
 
 
 def merge_call(self, fn, args, kwargs):
-    """With one replica in this process a merge call is a plain call, which may also stand inside a `tf.cond`."""
-    if not getattr(multiworker_step.state, "inline_merge", False):
-        return multiworker_step.originals["_merge_call"](self, fn, args, kwargs)
-    return distribute_lib.ReplicaContextBase._merge_call(self, fn, args, kwargs)
+    """With one replica in this process a merge call is a plain call, which may also stand inside a `tf.cond`.
+
+    Raises:
+        ConfigError: there are more, and the call is inside a `tf.cond`, `tf.while_loop` or `tf.function` of a step.
+    """
+    graph = getattr(threading.current_thread(), "graph", None)
+    nested = graph is not None and not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
+    if getattr(multiworker_step.state, "inline_merge", False) or (nested and local_replicas(self.strategy) == 1):
+        return distribute_lib.ReplicaContextBase._merge_call(self, fn, args, kwargs)
+    if nested:
+        raise ConfigError(
+            "With several devices in one process an optimizer, and what else joins them, stands in the step itself",
+            f"one inside a tf.cond, tf.while_loop or tf.function of the step, with {local_replicas(self.strategy)} "
+            "devices in each worker",
+            "Start one worker for each device, or take it out",
+        )
+    return multiworker_step.originals["_merge_call"](self, fn, args, kwargs)
 
 
 def seed_next(self, ordered=True):
@@ -110,6 +140,27 @@ def seed_next(self, ordered=True):
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
     return seed + tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])
+
+
+def _from_all_losses(step, rows, *upstream):
+    """What flows back to this replica from the losses of all, each with its weight; see `moments_sync`."""
+
+    @tf.custom_gradient
+    def weighted(*upstream):
+        def back(*second):
+            # what has been differentiated already may be a sum, which has no weight
+            even = tf.debugging.assert_equal(
+                step.global_rows(),
+                tf.cast(step.rows * tf.distribute.get_strategy().num_replicas_in_sync, tf.float64),
+                "Gradients of gradients through BatchNormalization(synchronized=True) need batches of which all "
+                "workers have as many rows. Drop the remainder, or use another normalization.",
+            )
+            with tf.control_dependencies([even] if even is not None else []):
+                return all_sum([tf.identity(g) for g in second])
+
+        return [tf.math.divide_no_nan(g, rows) for g in all_sum([g * rows for g in upstream])], back
+
+    return weighted(*upstream)
 
 
 def moments_sync(x, axes, keepdims):
@@ -126,10 +177,7 @@ def moments_sync(x, axes, keepdims):
 
     @tf.custom_gradient
     def total(*parts):
-        def back(*upstream):
-            return [tf.math.divide_no_nan(g, rows) for g in all_sum([g * rows for g in upstream])]
-
-        return all_sum(parts), back
+        return all_sum(parts), functools.partial(_from_all_losses, step, rows)
 
     parts = (x, tf.square(x), tf.ones_like(x))
     sums = [present * tf.reduce_sum(part, axis=axes, keepdims=True) for part in parts]

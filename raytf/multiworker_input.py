@@ -9,7 +9,7 @@ from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from raytf import multiworker_step
+from raytf import multiworker_step, optimizers
 from raytf.collectives import local_replicas, many_replicas, spans_workers
 from raytf.errors import ConfigError
 
@@ -122,7 +122,7 @@ def maybe_symbolic_build(self, iterator=None, data_batch=None):
     strategy = self.distribute_strategy
     if not many_replicas(strategy):
         return multiworker_step.originals["_maybe_symbolic_build"](self, iterator, data_batch)
-    built = self.built and all(
+    built = (self.built or not optimizers.has_call(self)) and all(
         part is None or part.built for part in (self._compile_metrics, self._compile_loss, self.optimizer)
     )
     if built:
@@ -130,4 +130,4 @@ def maybe_symbolic_build(self, iterator=None, data_batch=None):
     if iterator is not None:
         data_batch = _example_batch(iterator, strategy)
     with strategy.scope():
-        self._symbolic_build(data_batch=data_batch)
+        optimizers.build(self, data_batch)

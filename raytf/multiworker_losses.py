@@ -37,13 +37,12 @@ def reduce_weighted_values(values, sample_weight=None, mask=None, reduction="sum
     return loss * tf.cast(tf.math.divide_no_nan(divisor, total), loss.dtype) * step.upscale(loss.dtype)
 
 
-def _gathered(step: multiworker_step.Step, tensor, share):
+def _gathered(tensor, rows, offset, total):
     """The rows of all replicas in order, with this replica's own rows in the place of its copy of them.
 
     Gradients flow into the own rows alone; the sum over replicas then is the gradient of the whole.
     """
-    offset, total = share
-    placed = tf.pad(tensor[: step.rows], [[offset, total - offset - step.rows]] + [[0, 0]] * (tensor.shape.rank - 1))
+    placed = tf.pad(tensor[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (tensor.shape.rank - 1))
     if tensor.dtype not in collectives.SUMMABLE:
         (summed,) = all_sum([tf.cast(placed, tf.int32)])
         return tf.cast(summed, tensor.dtype)
@@ -51,17 +50,21 @@ def _gathered(step: multiworker_step.Step, tensor, share):
     return tf.stop_gradient(summed - placed) + placed
 
 
+def _of_all_replicas(step: multiworker_step.Step, tensors) -> list:
+    """Each tensor `_gathered`; they need not have as many rows as the batch, nor as each other."""
+    context = tf.distribute.get_replica_context()
+    index = context.replica_id_in_sync_group
+    own = tf.stack([tf.where(step.rows > 0, tf.shape(t)[0], 0) for t in tensors])
+    (counts,) = all_sum([tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.int32)[:, None] * own])
+    offsets, totals = tf.reduce_sum(counts[:index], 0), tf.reduce_sum(counts, 0)
+    return [_gathered(t, own[i], offsets[i], totals[i]) for i, t in enumerate(tensors)]
+
+
 def _whole_batch_loss(step: multiworker_step.Step, function, y_true, y_pred, sample_weight):
     """A loss that reduces its batch by itself, computed on the global batch."""
-    context = tf.distribute.get_replica_context()
-    ones = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync, dtype=tf.int32)
-    (counts,) = all_sum([ones * step.rows])
-    offset = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
-    share = (offset, tf.reduce_sum(counts))
-    gather = functools.partial(
-        tree.map_structure, lambda t: t if t is None else _gathered(step, tf.convert_to_tensor(t), share)
-    )
-    value = function(gather(y_true), gather(y_pred), *([] if sample_weight is None else [gather(sample_weight)]))
+    given = (y_true, y_pred) if sample_weight is None else (y_true, y_pred, sample_weight)
+    gathered = iter(_of_all_replicas(step, [tf.convert_to_tensor(t) for t in tree.flatten(given) if t is not None]))
+    value = function(*tree.map_structure(lambda t: None if t is None else next(gathered), given))
     # The value stands for every replica; its gradient is this replica's own part, which must not be weighted again.
     return tf.stop_gradient(value) + (value - tf.stop_gradient(value)) * step.upscale(value.dtype)
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import functools
 
-import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common.stateless_scope import StatelessScope
 
 from raytf import collectives, multiworker_averaging, multiworker_step
-from raytf.collectives import all_sum, local_replicas, many_replicas
+from raytf.collectives import all_sum, local_replicas, many_replicas, wide
 
 
 def _averaged_variables(model) -> list:
     """Floating-point state that workers update from their own rows, such as moving statistics."""
     metrics = {id(v) for v in model.metrics_variables}
-    return [
-        v
-        for v in multiworker_step.step_variables(model)
-        if id(v) not in metrics and keras.backend.is_float_dtype(v.dtype)
-    ]
+    return [v for v in multiworker_step.step_variables(model) if id(v) not in metrics]
 
 
 def synchronize(model):
@@ -78,11 +73,11 @@ def _synchronize_function(strategy, metrics, averaged):
             once = multiworker_step.is_shared(variable) or variable.aggregation in ("only_first_replica", "none")
             if once and len(local) < len(metrics):
                 value = tf.where(first, value, tf.zeros_like(value))
-            local.append(value)
+            local.append(value if len(local) < len(metrics) else wide(value))
         summed = all_sum(local) if local else []
         for variable, value in zip(averaged, summed[len(metrics) :], strict=True):
             with multiworker_step.within(inline_merge=local_replicas(strategy) == 1):
-                variable.assign(value / tf.cast(replicas, value.dtype))
+                variable.assign(tf.cast(value / tf.cast(replicas, value.dtype), variable.dtype))
         totals = summed[: len(metrics)]
         return [
             t / tf.cast(replicas, t.dtype) if v.aggregation == "mean" and not multiworker_step.is_shared(v) else t

@@ -7,8 +7,10 @@ import threading
 
 import tensorflow as tf
 from keras.src import tree
+from keras.src.backend.common import is_float_dtype
 from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.python.distribute.ps_values import AggregatingVariable
+from tensorflow.python.eager import context
 
 from raytf.collectives import all_sum, many_replicas
 
@@ -25,18 +27,33 @@ class Step:
         self.rows = rows  # int32 scalar, this replica's real rows
         self.partial = partial  # whether the number of rows may differ between replicas or steps
         self.shared = shared  # ids of variables of all replicas to which one without rows must not add
-        self._global_rows: tf.Tensor | None = None
+        self._global_rows: list[tf.Tensor] = []
 
     def global_rows(self) -> tf.Tensor:
-        """Rows of all replicas, float64 scalar of at least 1; costs a collective at the first call in a step."""
-        if self._global_rows is None:
+        """Rows of all replicas, float64 scalar of at least 1; costs a collective at the first call in a step.
+
+        What a branch of a `tf.cond` or the body of a `tf.while_loop` found out is not known outside of it.
+        """
+        known = next((total for total in self._global_rows if _is_visible(total)), None)
+        if known is None:
             (total,) = all_sum([tf.cast(self.rows, tf.float64)])
-            self._global_rows = tf.maximum(total, 1.0)
-        return self._global_rows
+            known = tf.maximum(total, 1.0)
+            self._global_rows.append(known)
+        return known
 
     def upscale(self, dtype) -> tf.Tensor:
         """Global rows over this replica's rows: undoes the weight that the gradients will get."""
         return tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
+
+
+def _is_visible(tensor) -> bool:
+    """Whether code that is traced or runs now may use a tensor: of this graph, of one around it, or of none."""
+    if tf.executing_eagerly() or (tf.is_tensor(tensor) and hasattr(tensor, "numpy")):
+        return True
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not tensor.graph:
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None
 
 
 def current() -> Step | None:
@@ -72,7 +89,7 @@ def count_rows(leaf) -> tuple[tf.Tensor, bool]:
     if isinstance(leaf, tf.SparseTensor):
         return tf.cast(leaf.dense_shape[0], tf.int32), True
     static = tf.TensorShape(leaf.shape)
-    return tf.shape(leaf)[0], static.rank is None or static[0] is None
+    return tf.shape(leaf)[0], tf.executing_eagerly() or static.rank is None or static[0] is None
 
 
 def with_placeholder(data, rows):
@@ -86,7 +103,7 @@ def with_placeholder(data, rows):
             return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
 
         filled = tf.cond(rows > 0, lambda: tensor, one_row)
-        return tf.ensure_shape(filled, tensor.shape)
+        return filled if tf.executing_eagerly() else tf.ensure_shape(filled, tensor.shape)
 
     return tree.map_structure(fill, data)
 
@@ -94,11 +111,28 @@ def with_placeholder(data, rows):
 def step_variables(model) -> list:
     """Variables that a forward pass changes by what it sees: metrics and moving statistics (no frozen weights).
 
-    Those of synchronized layers are left out: they follow the rows of all replicas.
+    Those of synchronized layers are left out: they follow the rows of all replicas. So do numbers that are no floats:
+    a step that is counted is one on every replica, and a condition on the count must hold on all or none.
     """
     own = [layer for layer in model._flatten_layers() if not getattr(layer, "synchronized", False)]
-    states = [v for layer in own for v in layer._non_trainable_variables]
+    states = [v for layer in own for v in layer._non_trainable_variables if is_float_dtype(v.dtype)]
     return list({id(v): v for v in (*model.metrics_variables, *states)}.values())
+
+
+def initialize(self, initializer):
+    """`Variable._initialize_with_initializer`; what a step makes while it is traced is made at once, as outside of it.
+
+    An optimizer that was not built before makes its slots there. TensorFlow would put their initial values, which the
+    chief sends to all, into a condition inside the step, where such collectives lose their keys.
+    """
+    original = originals["Variable._initialize_with_initializer"]
+    if tf.executing_eagerly() or not in_replica_of_many():
+        original(self, initializer)
+        return
+    strategy = tf.distribute.get_strategy()
+    # a graph that knows nothing: the function's own lets it make variables in its way, in eager mode, too
+    with tf.init_scope(), tf.Graph().as_default(), context.eager_mode(), strategy.scope():
+        original(self, initializer)
 
 
 def is_shared(variable) -> bool:

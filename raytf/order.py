@@ -15,7 +15,12 @@ from raytf.topology import share
 
 SHUFFLES = ("full", "window", "none")
 # What a random stream is for; part of its counter, so that no two purposes share numbers.
-_ROWS, _PIECES, _WINDOW, _BUCKETS = range(4)
+_ROWS, _PIECES, _WINDOW, _BUCKETS, _ROUNDS = range(5)
+# Up to so many rows an order is drawn as a whole, from all orders alike; it takes 8 bytes a row.
+EXACT_ROWS = 1 << 16
+_BINS_A_RANGE, _LOOKS = 4, 4
+_FEISTEL_ROUNDS = 8
+_FEISTEL_BLOCK = 1 << 14  # numbers that are worked on at once, so that they stay in the cache
 
 
 def generator(seed: int, epoch: int, purpose: int = _ROWS, index: int = 0) -> np.random.Generator:
@@ -33,9 +38,81 @@ def generator(seed: int, epoch: int, purpose: int = _ROWS, index: int = 0) -> np
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, np.uint64(index), np.uint64(purpose)]))
 
 
-def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """A uniformly random order that differs by epoch: int64, (rows,), each of 0 ... rows - 1 exactly once."""
-    return generator(seed, epoch).permutation(rows).astype(np.int64, copy=False)
+class Exact:
+    """A uniformly random order of 0 ... rows - 1, as an array; see `Feistel` for arguments and methods."""
+
+    def __init__(self, rows: int, random: np.random.Generator):
+        self._all = random.permutation(rows).astype(np.int64, copy=False)
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        return self._all[places]
+
+
+class Feistel:
+    """A pseudorandom order of 0 ... rows - 1 that is worked out where it is looked at, and takes no memory.
+
+    A generalized Feistel cipher with cycle walking (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains",
+    CT-RSA 2002): a number is a pair of a high and a low half, and each round adds to one half, modulo its size, a hash
+    of the other, which can be undone whatever the hash is. The pairs are a few more than `rows` (by less than
+    2 sqrt(rows)); what comes out too large is put in again. The hash is of two multiplications by random odd numbers.
+
+    Args:
+        rows: 1 to 2**62.
+        random: gives the rounds their keys.
+    """
+
+    def __init__(self, rows: int, random: np.random.Generator):
+        self._rows = rows
+        self._low_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
+        self._high_size = -(-rows // (1 << self._low_bits))
+        # of each round what is added, and two odd factors
+        self._keys = random.integers(0, 2**32, (_FEISTEL_ROUNDS, 3), dtype=np.uint32) | np.array([0, 1, 1], np.uint32)
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """What stands at these places of the order: int64, (n,), as `places` are."""
+        found = np.empty(len(places), np.int64)
+        for start in range(0, len(places), _FEISTEL_BLOCK):
+            found[start : start + _FEISTEL_BLOCK] = self._once(places[start : start + _FEISTEL_BLOCK])
+        outside = np.flatnonzero(found >= self._rows)
+        while len(outside):
+            found[outside] = self._once(found[outside])
+            outside = outside[found[outside] >= self._rows]
+        return found
+
+    def _once(self, numbers: np.ndarray) -> np.ndarray:
+        bits, size = self._low_bits, np.uint32(self._high_size)
+        high = (numbers >> bits).astype(np.uint32)
+        low = numbers.astype(np.uint32) & np.uint32((1 << bits) - 1)
+        hashed, other, wide = np.empty_like(high), np.empty_like(high), np.empty(len(high), np.uint64)
+        for i in range(0, _FEISTEL_ROUNDS, 2):
+            _hash(low, self._keys[i], hashed, other)
+            wide[:] = hashed
+            wide *= np.uint64(self._high_size)
+            wide >>= np.uint64(32)  # evenly over 0 ... size - 1 (D. Lemire, "Fast random integer generation", 2019)
+            hashed[:] = wide
+            high += hashed
+            np.subtract(high, size, out=other)
+            np.minimum(high, other, out=high)  # the difference is huge where it would be negative
+            _hash(high, self._keys[i + 1], hashed, other)
+            hashed >>= np.uint32(32 - bits)
+            low ^= hashed
+        return (high.astype(np.int64) << bits) | low
+
+
+def shuffled(rows: int, seed: int, epoch: int) -> Exact | Feistel:
+    """The order of all rows in an epoch, which any process works out for the places that it needs alone."""
+    if rows <= EXACT_ROWS:
+        return Exact(rows, generator(seed, epoch))
+    return Feistel(rows, generator(seed, epoch, _ROUNDS))
+
+
+def _hash(numbers: np.ndarray, keys: np.ndarray, out: np.ndarray, other: np.ndarray) -> None:
+    """Of uint32 numbers, into `out`, whose high bits are the best; `other` is overwritten."""
+    np.add(numbers, keys[0], out=out)
+    out *= keys[1]
+    np.right_shift(out, np.uint32(15), out=other)
+    out ^= other
+    out *= keys[2]
 
 
 def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) -> int:
@@ -85,6 +162,33 @@ class Order:
         return Epoch(self, epoch)
 
 
+class Ranges:
+    """Says in which of many ranges, one after the other, numbers lie: `numpy.searchsorted`, faster for many numbers.
+
+    Args:
+        starts: first number of each range, ascending: int64, at least one; the last has no end.
+    """
+
+    def __init__(self, starts: np.ndarray):
+        self._starts = starts
+        self._next = np.append(starts[1:], np.iinfo(np.int64).max)
+        whole = int(starts[-1] - starts[0]) + 1
+        self._shift = max(0, (whole // (_BINS_A_RANGE * len(starts))).bit_length())
+        edges = starts[0] + (np.arange((whole >> self._shift) + 2) << self._shift)
+        found = np.searchsorted(starts, edges, side="right") - 1
+        self._first = found[:-1].astype(np.int16 if len(starts) < 2**15 else np.int64)  # of each bin of numbers
+        self._most = int(np.diff(found).max())  # ranges that begin in a bin
+
+    def of(self, numbers: np.ndarray) -> np.ndarray:
+        """The index of each number's range."""
+        if self._most > _LOOKS:  # very uneven
+            return np.searchsorted(self._starts, numbers, side="right") - 1
+        found = self._first.take((numbers - self._starts[0]) >> self._shift, mode="clip")
+        for _ in range(self._most):
+            found += numbers >= self._next.take(found)
+        return found
+
+
 class Epoch:
     """The rows of an epoch by chunk.
 
@@ -98,7 +202,7 @@ class Epoch:
         rows = np.asarray(order.rows, np.int64)
         self.starts = np.cumsum([0, *rows[self.pieces]])[:-1]  # stream position of the first row of each piece
         self._natural = np.cumsum([0, *rows])[:-1][self.pieces]  # and its number
-        self._all = permutation(order.total, order.seed, epoch) if order.shuffle == "full" else None
+        self._all = shuffled(order.total, order.seed, epoch) if order.shuffle == "full" else None
         self.chunk_rows = order.chunk_steps * order.global_batch
         self.chunks = -(-order.total // self.chunk_rows)
 
@@ -119,16 +223,34 @@ class Epoch:
             lengths: lengths(stream positions) -> int64, where rows of similar length shall share a batch.
         """
         start, stop = self.bounds(chunk)
-        if self._all is not None:
-            found = self._all[start:stop]
-        elif self._order.shuffle == "window":
+        if self._order.shuffle == "window":
             found = start + generator(self._order.seed, self._epoch, _WINDOW, chunk).permutation(stop - start)
         else:
-            found = np.arange(start, stop)
+            found = self._at(np.arange(start, stop))
         if lengths is not None:
             random = generator(self._order.seed, self._epoch, _BUCKETS, chunk)
             found = bucketed(found, lengths(found), self._order.global_batch, random)
         return found
+
+    def part(self, chunk: int, steps: slice, worker: int, workers: int, whole: np.ndarray | None = None) -> np.ndarray:
+        """One worker's part of some steps of a chunk; see `worker_part`.
+
+        Args:
+            chunk, steps, worker, workers: which part.
+            whole: the chunk's positions where they have been worked out; else only those of the part are.
+        """
+        batch = self._order.global_batch
+        if whole is not None:
+            return worker_part(whole, batch, worker, workers, steps)
+        return self._at(worker_part(np.arange(*self.bounds(chunk)), batch, worker, workers, steps))
+
+    @property
+    def by_chunk(self) -> bool:
+        """Whether the rows of a chunk can be put in order together only."""
+        return self._order.shuffle == "window"
+
+    def _at(self, places: np.ndarray) -> np.ndarray:
+        return places if self._all is None else self._all.at(places)
 
 
 def bucketed(positions: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.Generator) -> np.ndarray:

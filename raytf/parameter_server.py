@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras.src.utils.python_utils import pythonify_logs
 
 from raytf import callbacks, checkpoint, multiworker_callbacks, worker_rows
+from raytf.callback_state import CallbackStates
 from raytf.feed import SUPERBLOCK, Feed
 from raytf.remote_model import RemoteModel
 from raytf.servers import Servers
@@ -137,15 +138,16 @@ def train(task, session, strategy, servers: Servers) -> None:
             return
         arguments = {name: task.feed(name) for name in task.used()}
         servers.feed(arguments)
-        feeds = {name: Feed(**given) for name, given in arguments.items()}
+        feeds = {name: Feed(**given, shapes_only=True) for name, given in arguments.items()}
         data = feeds["train"].dataset()
         keras.utils.set_random_seed(task.seed % 2**32)
         model = task.build_model(dict(config))
         build_from_data(model, data)
         users = users_callbacks(task, session)
+        states = CallbackStates(users)
         _warn_of_batches(users)
-        around = [*users, *restored(folder, model, task, users)]
-        report = report_callback(task, data, users, state, session.report)
+        around = [*users, *restored(folder, state, model, task, states, session)]
+        report = report_callback(task, data, states, state, session.report)
         steps = None if task.steps_per_execution == "auto" else task.steps_per_execution
         trainer = Trainer(model, strategy, servers, feeds, task.variable_partitioner, steps)
         progress = callbacks.ProgressCallback(task.board, config["batch_size"], None) if task.board else None

@@ -6,15 +6,22 @@ from collections.abc import Callable
 
 import ray
 from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
+from ray.exceptions import RayActorError, RuntimeEnvSetupError
 from ray.train import ScalingConfig
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import resources
 from raytf.allocator import allocator
+from raytf.answers import as_they_come, collect
 
 # A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
 _VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
+
+# A process starts in a minute where no runtime environment has to be set up first.
+_START_SECONDS = 900.0
+# The dry run of a model ends itself after 600 s.
+_ASK_SECONDS = 900.0
 
 
 class Process:
@@ -51,12 +58,26 @@ class Processes:
         self._ready = {actor.execute.remote(import_raytf): actor for actor in self._all()}
 
     def ask(self, function, *arguments):
-        """Calls a function in the first process that is ready."""
-        ready, _ = ray.wait(list(self._ready), timeout=None)
-        ray.get(ready)
-        answer = ray.get(self._ready[ready[0]].execute.remote(function, *arguments))
-        self.settle()
-        return answer
+        """Calls a function in the first process that is ready; one that dies meanwhile is replaced by the next.
+
+        Raises:
+            NoAnswerError: none started, or the function did not end, in time.
+        """
+        failed = None
+        for _, ready in as_they_come(list(self._ready), _START_SECONDS, "the start of a process", names=self._names()):
+            try:
+                ray.get(ready)
+                call = self._ready[ready].execute.remote(function, *arguments)
+                (answer,) = collect([call], _ASK_SECONDS, "what it finds out about the model", names=["a process"])
+            except (RayActorError, RuntimeEnvSetupError) as error:
+                failed = error
+                continue
+            self.settle()
+            return answer
+        raise failed
+
+    def _names(self) -> list[str]:
+        return [f"process {i}" for i in range(len(self._ready))]
 
     def settle(self) -> None:
         """Ends what cannot become a worker, as nothing is asked any more."""

@@ -1,4 +1,4 @@
-"""One live line at the driver: epoch, step, loss, accuracy, examples/s, time left. Driver side, no TensorFlow."""
+"""One live line at the driver: epoch, step, loss, accuracy, examples/s, time left. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,30 +11,91 @@ import uuid
 from ray.experimental import internal_kv
 
 
-class Board:
-    """Where the chief writes how far it is and the driver reads it: an entry of Ray's key-value store.
+class Entries:
+    """JSON values by name in Ray's key-value store, which every process of the cluster reads and writes.
 
-    It needs no process of its own, which would take CPU time from the start of the workers.
+    They need no process of their own, which would take CPU time from the start of the workers, and outlive those that
+    wrote them.
     """
 
-    def __init__(self):
-        self._key = f"raytf/progress/{uuid.uuid4().hex}".encode()
-        self._ended: list[dict] = []
+    def __init__(self, kind: str):
+        self._prefix = f"raytf/{kind}/{uuid.uuid4().hex}/"
+
+    def put(self, name: str, value) -> None:
+        internal_kv._internal_kv_put(self._prefix + name, json.dumps(value), True)
+
+    def get(self, name: str):
+        """The value, or None."""
+        text = internal_kv._internal_kv_get(self._prefix + name)
+        return json.loads(text) if text else None
+
+    def names(self) -> list[str]:
+        return [key.decode().removeprefix(self._prefix) for key in internal_kv._internal_kv_list(self._prefix)]
+
+    def clear(self) -> None:
+        internal_kv._internal_kv_del(self._prefix, del_by_prefix=True)
+
+
+class Board:
+    """Where the chief writes how far it is and the driver reads it.
+
+    Each end of an epoch has an entry of its own, so that a chief that replaces another goes on after its entries, and a
+    driver that reads seldom misses none.
+
+    Args:
+        entries: an `Entries`, a new one unless it is given.
+    """
+
+    def __init__(self, entries=None):
+        self._entries = Entries("progress") if entries is None else entries
+        self._count: int | None = None
+        self._writer = ""
 
     def write(self, update: dict) -> None:
         """Called by the chief; the ends of epochs are kept."""
+        if self._count is None:
+            self._writer = uuid.uuid4().hex
+            self._count = (self._entries.get("last") or {"count": 0})["count"]
+            # a chief that died may not have come to count its last one
+            self._count += len(self._ended(self._count))
+        update = update | {"at": time.monotonic(), "writer": self._writer}
         if update["ended"]:
-            self._ended.append(update)
-        internal_kv._internal_kv_put(self._key, json.dumps({"ended": self._ended, "last": update}).encode(), True)
+            self._entries.put(f"ended/{self._count}", update)
+            self._count += 1
+        self._entries.put("last", update | {"count": self._count})
 
-    def read(self) -> dict | None:
-        """{"ended": updates at the ends of epochs, "last": the newest update}, or None before the first."""
-        text = internal_kv._internal_kv_get(self._key)
-        return json.loads(text) if text else None
+    def read(self, first: int = 0) -> tuple[list[dict], dict | None]:
+        """(updates at the ends of epochs from the entry `first` on, the newest update or None before the first).
+
+        Each holds, beside what was written, `at`, seconds of the writer's clock, and `writer`, which is another after
+        a restart.
+        """
+        last = self._entries.get("last")
+        return self._ended(first), last
+
+    def _ended(self, first: int) -> list[dict]:
+        found = []
+        while (update := self._entries.get(f"ended/{first + len(found)}")) is not None:
+            found.append(update)
+        return found
 
     def clear(self) -> None:
         """Called by the driver when the run has ended."""
-        internal_kv._internal_kv_del(self._key)
+        self._entries.clear()
+
+
+class Reader:
+    """Reads a board now and then, as text; not from several threads."""
+
+    def __init__(self, board):
+        self._board, self._rate, self._read = board, Rate(), 0
+
+    def new(self) -> tuple[list[str], str | None]:
+        """(a line for each epoch that has ended since the last call, the line of the epoch that runs or None)."""
+        ended, last = self._board.read(self._read)
+        self._read += len(ended)
+        lines = [describe(update, *self._rate(update)) for update in ended]
+        return lines, describe(last, *self._rate(last)) if last and not last["ended"] else None
 
 
 class Line:
@@ -46,11 +107,9 @@ class Line:
     """
 
     def __init__(self, board, console):
-        self._board, self._console = board, console
+        self._reader, self._console = Reader(board), console
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._rate = Rate()
-        self._printed = 0
 
     def __enter__(self):
         self._thread.start()
@@ -68,37 +127,29 @@ class Line:
         with live if self._console.is_terminal else contextlib.nullcontext():
             while True:
                 stopping = self._stop.wait(0.2)
-                self._show(live, Text)
+                lines, running = self._reader.new()
+                for line in lines:
+                    self._console.print(line, highlight=False, soft_wrap=True)
+                if running is not None:
+                    live.update(Text(running, overflow="ellipsis", no_wrap=True))
                 if stopping:
                     return
 
-    def _show(self, live, text):
-        state = self._board.read()
-        if state is None:
-            return
-        for update in state["ended"][self._printed :]:
-            self._console.print(describe(update, *self._rate(update)), highlight=False, soft_wrap=True)
-            self._printed += 1
-        if not state["last"]["ended"]:
-            live.update(text(describe(state["last"], *self._rate(state["last"])), overflow="ellipsis", no_wrap=True))
-
 
 class Rate:
-    """Examples a second and seconds left, from updates in order; called once for each."""
+    """Examples a second and seconds left, from updates in order; called once for each. Time is that of their writer."""
 
-    def __init__(self, clock=time.monotonic):
-        self._clock = clock
-        self._first: tuple[float, int] | None = None
+    def __init__(self):
+        self._first: tuple[str, float, int] | None = None
 
     def __call__(self, update: dict) -> tuple[float | None, float | None]:
         if not update["steps"]:
             return None, None
         done = (update["epoch"] - 1) * update["steps"] + update["step"]
-        now = self._clock()
-        if self._first is None or done < self._first[1]:
-            self._first = now, done
+        if self._first is None or update["writer"] != self._first[0] or done < self._first[2]:
+            self._first = update["writer"], update["at"], done
             return None, None
-        seconds, steps = now - self._first[0], done - self._first[1]
+        seconds, steps = update["at"] - self._first[1], done - self._first[2]
         if not steps or seconds <= 0:
             return None, None
         left = update["epochs"] * update["steps"] - done

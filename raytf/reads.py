@@ -1,32 +1,173 @@
-"""Which keys of a config a function may read, told from its code, as one that nothing reads is a mistake. Pure."""
+"""Which keys of a config build_model and callbacks read, noted while the model is tried: a key that none does is likely
+misspelt."""
 
 from __future__ import annotations
 
-import dis
+import dataclasses
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+# In a process that tries a model: where a copy of it writes the keys that nothing read.
+_pipe: int | None = None
 
 
-def may_read(function, key: str, seen=None) -> bool:
-    """Whether a function's code, or that of functions it calls by name, holds `key`, or hands the config on whole."""
-    seen = seen if seen is not None else set()
-    code = getattr(function, "__code__", None)
-    if code is None:  # a callable object, a partial, a builtin: it may read anything
-        return True
-    if code in seen:
-        return False
-    seen.add(code)
-    codes, held = [code], False
-    while codes:
-        current = codes.pop()
-        held = held or any(key == constant for constant in current.co_consts if isinstance(constant, str))
-        codes += [constant for constant in current.co_consts if hasattr(constant, "co_consts")]
-    if held:
-        return True
-    called = [function.__globals__.get(name) for name in code.co_names]
-    called += [cell.cell_contents for cell in function.__closure__ or () if cell.cell_contents is not function]
-    return any(may_read(f, key, seen) for f in called if hasattr(f, "__code__")) or _unpacks(function)
+class Noted(dict):
+    """A config that notes which keys are read; whoever goes through it, or copies it, may read all.
+
+    Attributes:
+        read: keys that were read.
+        whole: whether all may have been.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config)
+        self.read: set[str] = set()
+        self.whole = False
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.read.add(key)
+        return super().__contains__(key)
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def pop(self, key, *default):
+        self.read.add(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key, default=None):
+        self.read.add(key)
+        return super().setdefault(key, default)
+
+    def _all(self):
+        self.whole = True
+        return super()
+
+    # `**config`, `dict(config)` and `{**config}` come here, too: CPython passes a subclass by that iterates as a dict
+    def __iter__(self):
+        return self._all().__iter__()
+
+    def __reversed__(self):
+        return self._all().__reversed__()
+
+    def keys(self):
+        return self._all().keys()
+
+    def values(self):
+        return self._all().values()
+
+    def items(self):
+        return self._all().items()
+
+    def copy(self):
+        return dict(self._all().items())
+
+    def popitem(self):
+        return self._all().popitem()
+
+    def __or__(self, other):
+        return self.copy() | other
+
+    def __ror__(self, other):
+        return other | self.copy()
+
+    def __eq__(self, other):
+        return self.copy() == other
+
+    __hash__ = None
+
+    def __reduce__(self):
+        return dict, (self.copy(),)
 
 
-def _unpacks(function) -> bool:
-    """Whether a function passes its config on as keyword arguments, or goes through its items."""
-    operations = {i.opname for i in dis.get_instructions(function)}
-    return "CALL_FUNCTION_EX" in operations or bool({"items", "values", "keys"} & set(function.__code__.co_names))
+def unread(names: Collection[str], config: Mapping[str, Any], functions: Collection[Callable]) -> tuple[Any, list[str]]:
+    """Calls functions with a config; (what the first returned, those of `names` that none of them read).
+
+    A function that keeps the config may read it later, so that all counts as read. The functions after the first are
+    called only while a key is unread.
+    """
+    noted = Noted(config)
+    first, *others = functions
+    result = first(noted)
+    kept = [result]
+    for function in others:
+        if _unread(names, noted):
+            kept.append(function(noted))
+    if _unread(names, noted):
+        gc.collect()
+        noted.whole = noted.whole or sys.getrefcount(noted) > 2
+    return result, _unread(names, noted)
+
+
+def _unread(names: Collection[str], noted: Noted) -> list[str]:
+    return [] if noted.whole else sorted(set(names) - noted.read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noting:
+    """A build_model that tells, where `ask` listens, which keys neither it nor callbacks read."""
+
+    build_model: Callable
+    callbacks: Callable | None
+    names: tuple[str, ...]
+
+    def __call__(self, config):
+        functions = [self.build_model, *([_quiet(self.callbacks)] if self.callbacks else [])]
+        model, missing = unread(self.names, config, functions)
+        if _pipe is not None:
+            os.write(_pipe, json.dumps(missing).encode())
+        return model
+
+
+def _quiet(callbacks: Callable) -> Callable:
+    """Callbacks, of which one that cannot be made here says nothing of the keys: a trial shows what is wrong."""
+
+    def call(config):
+        try:
+            return callbacks(config)
+        except Exception:
+            return [config, dict(config)]
+
+    return call
+
+
+def ask(function: Callable, *arguments) -> tuple[Any, list[str]]:
+    """(What `function(*arguments)` returns, what a `Noting` tells that it calls in a fork of this process)."""
+    global _pipe
+    reader, _pipe = os.pipe()
+    try:
+        answer = function(*arguments)
+    finally:
+        os.close(_pipe)
+        _pipe = None
+        with os.fdopen(reader, "rb") as file:
+            told = file.read()
+    return answer, json.loads(told) if told else []
+
+
+class Asker:
+    """Stands for `Processes` where a model is tried.
+
+    Args:
+        processes: that are asked.
+
+    Attributes:
+        unread: keys that a `Noting` told.
+    """
+
+    def __init__(self, processes):
+        self._processes = processes
+        self.unread: list[str] = []
+
+    def ask(self, function: Callable, *arguments):
+        answer, self.unread = self._processes.ask(ask, function, *arguments)
+        return answer

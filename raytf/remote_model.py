@@ -126,7 +126,8 @@ class RemoteModel:
 
     def push(self) -> None:
         """Copies what has changed in the model, since it was last the same, to the servers."""
-        for before, now, (_, parts) in zip(self._seen, self._values(), self._pairs, strict=True):
+        for before, (variable, parts) in zip(self._seen, self._pairs, strict=True):
+            now = np.array(variable)
             if not np.array_equal(before, now):
                 _write(parts, now)
 

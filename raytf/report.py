@@ -5,17 +5,22 @@ The pictures are SVG within the page, so that it opens without a network.
 
 from __future__ import annotations
 
+import fnmatch
 import html
 import io
 import json
 import math
 import os
+import posixpath
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from raytf.errors import ConfigError, first_line
 
 SETTINGS = "sweep.json"
+# Tune's line before each failure of a trial.
+_FAILURE = re.compile(r"^Failure # \d+ \(occurred at .*\)$", re.MULTILINE)
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #222; }
 table { border-collapse: collapse; } td, th { padding: .2rem .8rem; text-align: right; }
@@ -70,26 +75,54 @@ def settings(folder: str | os.PathLike) -> dict[str, Any]:
         return json.loads(file.read())
 
 
-def entries(folder: str, metric: str) -> list[Entry]:
-    """The trials of a sweep's folder."""
-    import ray.tune
+def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
+    """The trials of a sweep's folder, from what Tune wrote as JSON; what it pickled within that stays as it is."""
+    from pyarrow import fs
 
-    analysis = ray.tune.ExperimentAnalysis(located(folder))
+    filesystem, where = fs.FileSystem.from_uri(located(folder))
+    files = filesystem.get_file_info(fs.FileSelector(where))
+    states = sorted(f.path for f in files if fnmatch.fnmatch(f.base_name, "experiment_state-*.json"))
+    if not states:
+        raise ConfigError(
+            "The folder of a sweep holds Tune's experiment_state-....json",
+            repr(str(folder)),
+            "Name the folder that raytf.sweep printed",
+        )
+
+    def read(path: str) -> str:
+        if filesystem.get_file_info(path).type != fs.FileType.File:
+            return ""
+        with filesystem.open_input_stream(path) as file:
+            return file.read().decode()
+
     found = []
-    for trial in analysis.trials:
-        frame = analysis.trial_dataframes.get(trial.trial_id)
-        curve = [] if frame is None or metric not in frame else [float(v) for v in frame[metric].dropna()]
-        error = trial.get_error()
+    for state, _ in json.loads(read(states[-1]))["trial_data"]:
+        trial = json.loads(state)
+        place = posixpath.join(where, posixpath.basename(trial["relative_logdir"] or "-"))
+        reports = [_flat(json.loads(line)) for line in read(f"{place}/result.json").splitlines()]
+        curve = [float(r[metric]) for r in reports if r.get(metric) is not None]
+        failure = _FAILURE.split(read(f"{place}/error.txt"))[-1]
         found.append(
             Entry(
-                name=trial.trial_id,
-                config=dict(trial.config),
+                name=trial["trial_id"],
+                config={k: "..." if _is_pickled(v) else v for k, v in trial["config"].items()},
                 value=curve[-1] if curve else None,
                 curve=curve,
-                error="" if error is None else first_line(getattr(error, "cause", error)),
+                error=first_line(failure),
             )
         )
     return found
+
+
+def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{before}{name}/") if isinstance(value, dict) else {before + name: value}
+    return found
+
+
+def _is_pickled(value) -> bool:
+    return isinstance(value, dict) and value.get("_type") == "CLOUDPICKLE_FALLBACK"
 
 
 def write(folder: str, output: str) -> None:

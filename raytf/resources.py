@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import ray
+from ray.core.generated import gcs_pb2
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf.errors import ResourceError
@@ -37,10 +38,10 @@ def actor_options(amounts: dict[str, float]) -> dict:
     return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": others}
 
 
-def placed_actor(kind, group, bundle: int, amounts: dict[str, float], **options):
-    """An actor of a class, with these resources by name, in a bundle of a placement group."""
+def placed_actor(kind, group, bundle: int, amounts: dict[str, float], *, arguments: tuple = (), **options):
+    """An actor of a class, made with these arguments, with resources by name, in a bundle of a placement group."""
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    return ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=place, **options).remote()
+    return ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=place, **options).remote(*arguments)
 
 
 def shown(amounts: dict[str, float]) -> str:
@@ -83,16 +84,24 @@ def grows() -> bool:
     return bool(ray._private.state.state.get_max_resources_from_cluster_config())
 
 
-def holds(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
-    """Whether nodes with these total resources can hold bundles of different sizes; the largest are placed first."""
+def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> list[dict[str, float]] | None:
+    """What is left of nodes with these resources when they hold bundles of different sizes; None if they cannot.
+
+    The largest are placed first.
+    """
     left = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), sum(b.values())), reverse=True):
         node = next((n for n in left if all(n.get(k, 0) + 1e-9 >= v for k, v in bundle.items())), None)
         if node is None:
-            return False
+            return None
         for name, amount in bundle.items():
-            node[name] -= amount
-    return True
+            node[name] = node.get(name, 0) - amount
+    return left
+
+
+def holds(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
+    """Whether nodes with these total resources can hold bundles of different sizes; the largest are placed first."""
+    return without(nodes, bundles) is not None
 
 
 def room(scaling_config) -> float:
@@ -101,6 +110,37 @@ def room(scaling_config) -> float:
     if not each or grows():
         return math.inf
     return fits([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+
+
+def held() -> str:
+    """Who holds the cluster's CPUs, in a clause."""
+    total, free = (found.get("CPU", 0) for found in (ray.cluster_resources(), ray.available_resources()))
+    if free >= 1:
+        return f"{free:g} of {total:g} CPUs are free"
+    mine = ray.get_runtime_context().get_job_id()
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    owners: dict[str, float] = {}
+    for text in accessor.get_placement_group_table():
+        group = gcs_pb2.PlacementGroupTableData.FromString(text)
+        if group.state == gcs_pb2.PlacementGroupTableData.CREATED:
+            job = _job(group.creator_job_id, mine)
+            amount = sum(bundle.unit_resources.get("CPU", 0) for bundle in group.bundles)
+            owners[f"worker groups of {job}"] = owners.get(f"worker groups of {job}", 0) + amount
+    for text in accessor.get_actor_table(None, "ALIVE"):
+        actor = gcs_pb2.ActorTableData.FromString(text)
+        amount = actor.required_resources.get("CPU", 0)
+        if amount and not actor.placement_group_id:
+            name = f"{actor.class_name.split('.')[-1]} of {_job(actor.job_id, mine)}"
+            owners[name] = owners.get(name, 0) + amount
+    rest = total - free - sum(owners.values())
+    if rest > 0.5:
+        owners["tasks"] = rest
+    shown = ", ".join(f"{amount:g} by {name}" for name, amount in owners.items() if amount)
+    return f"{total - free:g} of {total:g} CPUs are held: {shown}"
+
+
+def _job(binary: bytes, mine: str) -> str:
+    return "this job" if binary.hex() == mine else f"job {binary.hex()}"
 
 
 def check_cluster(scaling_config) -> None:
@@ -118,7 +158,7 @@ def check_cluster(scaling_config) -> None:
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            "Use fewer workers, ask for less in resources_per_worker, or add nodes",
+            "Use fewer workers, ask for less of each (resources_per_worker={'CPU': 0.5}), or add nodes",
         )
 
 
@@ -130,11 +170,21 @@ def check_servers(scaling_config, plan, extra: dict[str, float] | None = None) -
         plan: `servers.Plan`, or None.
         extra: resources of one more task.
     """
-    if plan is None and not extra:
-        return
-    bundles = [per_worker(scaling_config)] * fewest_workers(scaling_config)
-    bundles += [plan.bundle(task) for task in plan.tasks()] if plan else []
-    check_bundles([*bundles, *([extra] if extra else [])])
+    if plan is not None or extra:
+        check_bundles(bundles(scaling_config, plan, extra))
+
+
+def bundles(scaling_config, plan=None, extra: dict[str, float] | None = None) -> list[dict[str, float]]:
+    """The resources of each process of a run; see `check_servers`."""
+    found = [per_worker(scaling_config)] * fewest_workers(scaling_config)
+    found += [plan.bundle(task) for task in plan.tasks()] if plan else []
+    return [*found, *([extra] if extra else [])]
+
+
+def total(bundles: list[dict[str, float]]) -> dict[str, float]:
+    """The resources of all bundles together."""
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
 
 
 def check_bundles(bundles: list[dict[str, float]]) -> None:
@@ -142,13 +192,9 @@ def check_bundles(bundles: list[dict[str, float]]) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if grows() or holds(nodes, bundles):
         return
-    wanted: dict[str, float] = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            wanted[name] = wanted.get(name, 0) + amount
-    total = ray.cluster_resources()
+    wanted, there = total(bundles), ray.cluster_resources()
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({shown(wanted)})",
-        f"{len(nodes)} node(s) with {shown({name: total.get(name, 0) for name in wanted})}",
+        f"{len(nodes)} node(s) with {shown({name: there.get(name, 0) for name in wanted})}",
         "Ask for fewer tasks, for less for each, or add nodes",
     )

@@ -9,22 +9,36 @@ from dataclasses import dataclass
 from raytf.errors import ConfigError
 from raytf.topology import tf_config
 
-# What a healthy task reports when a peer has gone: a consequence, never the cause.
-CONSEQUENCES = (
-    "UnavailableError",
-    "AbortedError",
-    "CancelledError",
-    "DeadlineExceededError",
+# What a healthy task reports when a peer has gone: a consequence, never the cause. TensorFlow's types of errors, ...
+_CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
+# ... what its other errors and its log then say, as of an error of ours within a graph, ...
+_SIGNS = (
+    *_CONSEQUENCES,
+    "PeerLostError",
     "Collective ops is aborted",
     "Connection reset by peer",
     "failed to connect to all addresses",
     "CoordinationService",
     "RPC: /tensorflow",
-    "PeerLostError",
 )
+# ... and raytf's own.
+_PEER_LOST = "raytf.errors.PeerLostError"
 
 # Of TensorFlow's own log, in both of its forms.
 _LOG_LINE = re.compile(r"[IWEF]\d{4} |\d{4}-\d\d-\d\d [\d:.]+ [IWEF] ")
+_LOGGED_ERROR = re.compile(r"[EF]\d{4} |\d{4}-\d\d-\d\d [\d:.]+ [EF] ")
+
+
+def is_consequence_of_tensorflow(kind: str, text: str) -> bool:
+    """Whether an exception says that a peer has gone: if it is TensorFlow's, by its type or what it says; pure.
+
+    Args:
+        kind: its type, with the module before it.
+        text: its message; that of others may hold any word.
+    """
+    if kind.partition(".")[0] != "tensorflow":
+        return False
+    return kind.rpartition(".")[2] in _CONSEQUENCES or any(sign in text for sign in _SIGNS)
 
 
 @dataclass(frozen=True, order=True)
@@ -85,10 +99,12 @@ class Exit:
     Args:
         code: 0, the exit code, or minus the number of the signal that ended it.
         error: the end of what it wrote to stderr.
+        why: in a line, where others know better than what it wrote; "" else.
     """
 
     code: int
     error: str = ""
+    why: str = ""
 
     @property
     def status(self) -> int:
@@ -97,11 +113,17 @@ class Exit:
 
     def is_consequence(self) -> bool:
         """Whether it failed because another task was gone."""
-        shown = _exception(self.error) or self.error
-        return any(sign in shown for sign in CONSEQUENCES)
+        exception = _exception(self.error)
+        if exception:
+            kind, _, text = exception.partition(":")
+            return kind.strip() == _PEER_LOST or is_consequence_of_tensorflow(kind.strip(), text)
+        logged = [line for line in self.error.splitlines() if _LOGGED_ERROR.match(line)]
+        return any(sign in line for line in logged for sign in _SIGNS)
 
     def reason(self) -> str:
         """In a line."""
+        if self.why:
+            return self.why
         how = f"ended by signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
         exception = _exception(self.error)
         lines = [line for line in (exception or self.error).splitlines() if line.strip() and not _LOG_LINE.match(line)]

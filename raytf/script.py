@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.abc
 import importlib.util
 import json
@@ -18,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from raytf import keras_import
+from raytf import keras_import, ring
 
 _prepared = contextlib.ExitStack()
 
@@ -28,12 +29,15 @@ class Order:
     """What a process of a script is told.
 
     Args:
-        alive: file descriptor of a pipe that its starter holds open; when it ends, so does this process.
+        alive: file descriptor of a pipe that its starter holds open; the token of the ring of all tasks comes through
+            it, and when it ends, so does this process.
         module: the script is the name of a module.
+        ports: the first and the last port on which it may listen.
     """
 
     alive: int
     module: bool
+    ports: tuple[int, int]
 
     def text(self) -> str:
         """For the command line."""
@@ -44,9 +48,10 @@ def main(arguments: list[str]) -> None:
     """Runs the script until it ends, as `__main__`."""
     order, script, *rest = arguments
     order = Order(**json.loads(order))
+    ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() not in ("1", "true"):
-        sys.meta_path.insert(0, _AfterImport(_prepare))
+        sys.meta_path.insert(0, _AfterImport(functools.partial(_prepare, tuple(order.ports))))
     sys.argv = [script, *rest]
     sys.excepthook = _show
     if order.module:
@@ -101,10 +106,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _prepare() -> None:
+def _prepare(ports: tuple[int, int]) -> None:
     from raytf import settings, strategy
 
-    _prepared.enter_context(strategy.prepared(settings.Settings()))
+    _prepared.enter_context(strategy.prepared(settings.Settings(ports=ports)))
 
 
 def _show(kind, error, traceback) -> None:

@@ -6,24 +6,29 @@ import contextlib
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
 
-from raytf import ports, roles, settings
-from raytf.errors import RaytfError
+from raytf import guard, ports, roles, settings
+from raytf.answers import NoAnswerError, collect
+from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.resources import placed_actor
 from raytf.roles import Task
 from raytf.topology import tf_config
+from raytf.watchdog import Watchdog
 
 # Coordinator and servers wait for each other in several operations at once: on two cores, TensorFlow's default of two
 # threads hung, and six ran.
 THREADS = 8
 _ASK_SECONDS = 0.1
+# A process that has to set up a runtime environment first may need minutes; TensorFlow's server, half of one.
+_START_SECONDS, _ANSWER_SECONDS = 600.0, 300.0
 
 
 class ServerLostError(RaytfError, ConnectionError):
@@ -39,12 +44,16 @@ class Plan:
         num_ps: parameter servers, at least 1.
         worker_resources: of each worker; a parameter server gets its CPUs, and nothing else.
         environment: runtime environment of their processes.
+        group: the run's placement group, from its start on.
+        places: in it, the bundle of each task by name.
     """
 
     num_workers: int
     num_ps: int
     worker_resources: dict[str, float]
     environment: dict = field(default_factory=dict, repr=False)
+    group: PlacementGroup | None = field(default=None, repr=False)
+    places: dict[str, int] = field(default_factory=dict, repr=False)
 
     def tasks(self) -> list[Task]:
         """Workers and parameter servers."""
@@ -59,9 +68,9 @@ class Plan:
 class Server:
     """A worker or parameter server, in an actor of its own."""
 
-    def reserve(self) -> str:
-        """Its "host:port"."""
-        return ports.reserve_address()
+    def reserve(self, allowed: tuple[int, int]) -> tuple[str, guard.Place]:
+        """("host:port", where its process is); `allowed` are the first and the last port."""
+        return ports.reserve_address(allowed), guard.here()
 
     def serve(
         self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]
@@ -86,6 +95,7 @@ class Server:
             protocol="grpc",
             config=config,
         )
+        ports.listen_only_at(cluster[task.role][task.index])
 
     def feed(self, feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> None:
         """Makes the rows of datasets available to steps on this worker.
@@ -112,27 +122,51 @@ class Servers:
         lost: what ended the cluster, or None.
     """
 
-    def __init__(self, plan: Plan, chief: str):
-        self.plan = plan
+    def __init__(self, plan: Plan, chief: str, allowed: tuple[int, int] = settings.PORTS):
+        self.plan, self._ports = plan, allowed
         self.changed, self.lost = threading.Event(), None
         self._feeds: dict[str, dict] = {}
         self._closed, self._context = False, None
         self._tasks = plan.tasks()
-        bundles = [plan.bundle(task) for task in self._tasks]
-        self._group = placement_group(bundles, strategy="PACK")
-        ray.get(self._group.ready())
-        self._actors = {task: self._actor(task) for task in self._tasks}
-        found = ray.get([actor.reserve.remote() for actor in self._actors.values()])
-        self.cluster: dict[str, list[str]] = {"chief": [chief]}
-        for task, address in zip(self._tasks, found, strict=True):
-            self.cluster.setdefault(task.role, []).append(address)
-        ray.get([self._serve(task) for task in self._tasks])
+        if plan.group is None:
+            raise ConfigError("Servers need a run's placement group", None, "Start them from a trainer of raytf")
+        self._actors = {}
+        self._watchdog = Watchdog()
+        try:
+            self._start(chief)
+        except BaseException:
+            self.close()
+            raise
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
+    def _start(self, chief: str) -> None:
+        for task in self._tasks:
+            self._actors[task] = self._actor(task)
+        asked = [actor.reserve.remote(self._ports) for actor in self._actors.values()]
+        found = self._collect(asked, _START_SECONDS, "the processes of workers and parameter servers")
+        self.cluster: dict[str, list[str]] = {"chief": [chief]}
+        for task, (address, place) in zip(self._tasks, found, strict=True):
+            self.cluster.setdefault(task.role, []).append(address)
+            self._watchdog.watch(task, place)
+        self._collect([self._serve(task) for task in self._tasks], _ANSWER_SECONDS, "TensorFlow's servers")
+
+    def _collect(self, asked: list, seconds: float, what: str, tasks: list[Task] | None = None) -> list:
+        def failed(name: str, error: Exception) -> Exception:
+            if isinstance(error, RayTaskError):  # of what it was told, such as rows that it cannot read
+                return error
+            return ServerLostError(f"{name} did not start: {first_line(error)}{self._why(name)}")
+
+        return collect(asked, seconds, what, names=[str(task) for task in tasks or self._tasks], failure=failed)
+
+    def _why(self, name: str) -> str:
+        """Why the watchdog has ended a task's process, as a clause; "" if it has not."""
+        return next((f" ({how})" for task, how in self._watchdog.ended.items() if str(task) == name), "")
+
     def _actor(self, task: Task):
-        place, options = self._tasks.index(task), {"runtime_env": self.plan.environment, "max_concurrency": 3}
-        return placed_actor(Server, self._group, place, self.plan.bundle(task), **options)
+        options = {"runtime_env": self.plan.environment, "max_concurrency": 3}
+        place = self.plan.places[str(task)]
+        return placed_actor(Server, self.plan.group, place, self.plan.bundle(task), **options)
 
     def _serve(self, task: Task):
         cpus = max(1, int(self.plan.bundle(task).get("CPU", 1)))
@@ -142,7 +176,8 @@ class Servers:
     def feed(self, feeds: Mapping[str, dict[str, Any]]) -> None:
         """Makes datasets available on all workers, those that replace others included; see `Server.feed`."""
         self._feeds = dict(feeds)
-        ray.get([self._feed(task) for task in self._tasks if task.role == "worker"])
+        workers = [task for task in self._tasks if task.role == "worker"]
+        self._collect([self._feed(task) for task in workers], _ANSWER_SECONDS, "the workers' rows", workers)
 
     def _feed(self, task: Task):
         return self._actors[task].feed.remote(self._feeds, task.index, self.plan.num_workers)
@@ -188,26 +223,46 @@ class Servers:
                 return
             for ref in done:
                 task = waiting.pop(ref)
+                how = self._why(str(task))
                 if task.role == "ps":
-                    self.lost = (
-                        f"{task} died, and with it the variables that it held. The run goes on from its last "
+                    self._lose(
+                        f"{task} died{how}, and with it the variables that it held. The run goes on from its last "
                         "checkpoint where FailureConfig(max_failures=...) allows it"
                     )
-                    self.changed.set()
                     return
                 # a host that has vanished closes no connection, and TensorFlow would wait for it
                 ports.hang_up(self.cluster[task.role][task.index])
-                self._actors[task] = self._actor(task)
-                with contextlib.suppress(RayActorError):  # it died again; the next turn replaces it
-                    self.cluster[task.role][task.index] = ray.get(self._actors[task].reserve.remote())
-                    ray.get(self._serve(task))
+                if how:
+                    warnings.warn(f"{task} is replaced:{how}", stacklevel=1)
+                try:
+                    self._replace(task)
+                except NoAnswerError as error:
+                    self._lose(f"{task} died{how}, and none came for it: {error}")
+                    return
                 waiting[self._actors[task].join.remote()] = task
+
+    def _lose(self, why: str) -> None:
+        self.lost = why
+        self.changed.set()
+
+    def _replace(self, task: Task) -> None:
+        self._watchdog.forget(task)
+        self._watchdog.ended.pop(task, None)
+        self._actors[task] = self._actor(task)
+        with contextlib.suppress(RayActorError):  # it died again; the next turn replaces it
+            what, names = "a worker in place of one that died", [str(task)]
+            ((address, place),) = collect(
+                [self._actors[task].reserve.remote(self._ports)], _START_SECONDS, what, names=names
+            )
+            self.cluster[task.role][task.index] = address
+            self._watchdog.watch(task, place)
+            collect([self._serve(task)], _ANSWER_SECONDS, what, names=names)
 
     def close(self) -> None:
         """Ends all servers."""
         self._closed = True
         if self._context is not None:
             del self._context.update_server_def
+        self._watchdog.close()
         for actor in self._actors.values():
             ray.kill(actor)
-        remove_placement_group(self._group)

@@ -7,16 +7,24 @@ train loop written for `ray.train.report` and `ray.train.get_context` runs there
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import posixpath
 import queue
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray.train
+from ray.train.collective import broadcast_from_rank_zero
 from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils
 from ray.train.v2.api.context import LocalTrainContext
+from ray.train.v2.api.report_config import CheckpointConsistencyMode
+
+from raytf import checkpoint_files, scratch
+
+# The controller knows the reports of a run that goes on before its workers start.
+_LIST_SECONDS = 60.0
 
 
 class RaySession:
@@ -34,9 +42,25 @@ class RaySession:
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
-        """The folder of the checkpoint to go on from, or None."""
+        """The folder of the checkpoint to go on from, or None: the last one that is whole, the same on every worker.
+
+        Raises:
+            DamagedCheckpointError: there are some, and none is whole.
+        """
         saved = ray.train.get_checkpoint()
-        with saved.as_directory() if saved else contextlib.nullcontext() as folder:
+        if saved is None:
+            yield None
+            return
+        with contextlib.ExitStack() as stack:
+            if self.rank == 0:
+                saved, folder = checkpoint_files.first_whole(_kept(saved), functools.partial(_opened, stack))
+            if self.size > 1:
+                name = broadcast_from_rank_zero(posixpath.basename(saved.path) if self.rank == 0 else None)
+            if self.rank != 0:
+                if posixpath.basename(saved.path) != name:
+                    beside = posixpath.join(posixpath.dirname(saved.path), name)
+                    saved = ray.train.Checkpoint(beside, filesystem=saved.filesystem)
+                folder = _opened(stack, saved, contents=False)
             yield folder
 
     def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
@@ -44,12 +68,28 @@ class RaySession:
         report(metrics, write, self._validate)
 
 
+def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
+    """The last checkpoint of the run, and then those before it, which are asked for only if they are needed."""
+    yield last
+    reported = ray.train.get_all_reported_checkpoints(
+        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=_LIST_SECONDS
+    )
+    yield from (c for c in checkpoint_files.newest_first(r.checkpoint for r in reported) if c.path != last.path)
+
+
+def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
+    """The folder of a checkpoint on this machine, once it is checked."""
+    folder = stack.enter_context(saved.as_directory())
+    checkpoint_files.check(folder, contents, posixpath.basename(saved.path))
+    return folder
+
+
 def report(metrics: dict, write: Callable[[str], None] | None, validate: bool = False) -> None:
     """`ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
     if write is None or ray.train.get_context().get_world_rank() != 0:
         ray.train.report(metrics)
         return
-    with tempfile.TemporaryDirectory(prefix="raytf_") as folder:
+    with scratch.folder() as folder:
         write(folder)
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder), validation=validate)
 
@@ -71,14 +111,17 @@ class LaneSession:
 
     def __init__(self, rank: int, size: int, folder: str | None, name: str):
         self.rank, self.size, self.name = rank, size, name
-        self._folder = folder
+        self.folder = folder
         self._write: Callable[[str], None] | None = None
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
-        yield self._folder
+        """See `RaySession`; Tune names one checkpoint, which is taken or refused."""
+        if self.folder is not None:
+            checkpoint_files.check(self.folder, contents=self.rank == 0)
+        yield self.folder
 
     def report(self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False) -> None:
         """Hands the metrics to the lane, and waits for what it says; a checkpoint is written only when asked for.
@@ -111,7 +154,7 @@ class LaneSession:
         """The files of a checkpoint of this moment, by name; None where the loop wrote none."""
         if self._write is None:
             return None
-        with tempfile.TemporaryDirectory(prefix="raytf_") as folder:
+        with scratch.folder() as folder:
             self._write(folder)
             return read_files(folder)
 
@@ -163,8 +206,8 @@ class LaneTrainFnUtils(TrainFnUtils):
         self._session.report(metrics, write)
 
     def get_checkpoint(self):
-        with self._session.checkpoint() as folder:
-            return None if folder is None else ray.train.Checkpoint.from_directory(folder)
+        folder = self._session.folder  # the loop's own files
+        return None if folder is None else ray.train.Checkpoint.from_directory(folder)
 
     def get_all_reported_checkpoints(self, *args, **kwargs):
         return []

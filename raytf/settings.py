@@ -9,6 +9,8 @@ from raytf.errors import ConfigError
 
 _IMPLEMENTATIONS = ("auto", "ring", "nccl")
 _WIRE_DTYPES = (None, "bfloat16", "float16")
+# First and last: below the range that Linux hands out for outgoing connections, above the ports of Ray's own workers.
+PORTS = (20_000, 31_999)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,8 @@ class Settings:
             gRPC, on any device; NCCL, on GPUs); "auto" takes raytf's ring of sockets where workers compute on one CPU
             device each, and lets TensorFlow choose elsewhere.
         gradient_dtype: "bfloat16" or "float16": floating type in which wider gradients travel over raytf's ring, half
-            the bytes at the price of a rounding for each worker; None sends them as they are.
+            the bytes at the price of a rounding for each worker, and "float16" with a scale for each 2046 numbers;
+            None sends them as they are.
         sync_every: steps that each worker makes by itself, on its own rows, before parameters are averaged: less
             traffic for slow networks, and other results than one process has. 1 sums the gradients of each step.
         timeout_s: seconds after which a collective that a peer does not join fails; None waits for ever.
@@ -30,6 +33,8 @@ class Settings:
         inter_op_threads: operations that run at the same time; None takes as many, and at least two.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
         allow_untested_keras: go on with a version of Keras that raytf is not tested with.
+        ports: the first and the last port on which workers listen, for TensorFlow and for raytf's ring: at least two a
+            worker of a host. None of them is for anybody else; see `cluster/README.md`.
         seed: workers that shuffle unseeded tf.data pipelines shuffle them alike; None draws one seed for the run.
 
     Raises:
@@ -45,6 +50,7 @@ class Settings:
     inter_op_threads: int | None = None
     memory_growth: bool = True
     allow_untested_keras: bool = False
+    ports: tuple[int, int] = PORTS
     seed: int | None = None
     # The trainer's datasets by name, for `raytf.get_dataset`; set by the trainers.
     feed: Any = field(default=None, repr=False)
@@ -81,9 +87,21 @@ class Settings:
             raise ConfigError("timeout_s must be more than 0 seconds, or None", self.timeout_s, "Raise it")
         if self.bytes_per_pack < 0:
             raise ConfigError("bytes_per_pack must be at least 0", self.bytes_per_pack, "Use 0 for one pack")
+        check_ports(self.ports)
         for name in ("intra_op_threads", "inter_op_threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, or None", getattr(self, name), "Raise it")
+
+
+def check_ports(ports: tuple[int, int]) -> None:
+    """Raises ConfigError unless `ports` are the first and the last of a range that any process may listen on."""
+    whole = isinstance(ports, (tuple, list)) and all(isinstance(p, int) and not isinstance(p, bool) for p in ports)
+    if not whole or len(ports) != 2 or not 1024 <= ports[0] < ports[1] <= 65535:
+        raise ConfigError(
+            "ports must be the first and the last port of a range within 1024 to 65535",
+            repr(ports),
+            f"For example {PORTS}",
+        )
 
 
 def variables(intra_op_threads: int, inter_op_threads: int, memory_growth: bool = True) -> dict[str, str]:

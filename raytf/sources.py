@@ -7,6 +7,7 @@ was given: rows are therefore always copied, once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,23 +19,32 @@ from raytf.errors import ConfigError
 
 ALIGNMENT = 64  # bytes; TensorFlow then takes an array without a copy
 _STACK_ROWS = 1024  # rows that are transposed at once, so that they stay in the cache
-# A column of no more than this is copied into one array: rows of one array are gathered in one pass.
-_COPIED_BYTES = 64 << 20
+_CACHED_BYTES = 256 << 10  # of rows that are brought together before they go where they belong
+# A tensor of no more than this is copied into one array: rows of one array are gathered in one pass.
+COPIED_BYTES = 64 << 20
 
 
-def source(tables: Sequence[pa.Table], columns: Columns) -> Source:
+def source(tables: Sequence[pa.Table], columns: Columns, copied_bytes: float = math.inf) -> Source:
     """The `Source` that fits the columns' types.
+
+    Args:
+        tables: that hold the columns.
+        columns: of one tensor.
+        copied_bytes: stacked columns of more than this are not copied beforehand, but gathered one by one.
 
     Raises:
         ConfigError: nulls without a fill, lists of different lengths without a way to treat them, or a type that has no
             tensor.
     """
+    if columns.stacked and all(columns.stored in table.column_names for table in tables):
+        return Dense(tables, Column(columns.stored))
+    tables = _of_one_type(tables, columns.names)
     if columns.stacked:
-        return Stacked(tables, columns)
+        return Stacked(tables, columns, copied_bytes)
     (column,) = columns.parts
     if column.is_list:
         return Lists(tables, column)
-    if _is_text(_filled(tables[0], column).type) and column.shape is None:
+    if _is_text(filled(tables[0], column).type) and column.shape is None:
         return Texts(tables, column)
     return Dense(tables, column)
 
@@ -95,44 +105,78 @@ class Dense(Source):
     """Rows of one shape."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
-        arrays = [column_array(table, column) for table in tables]
-        shapes = {(a.shape[1:], a.dtype) for a in arrays}
+        arrays = [_stored_array(table, column) for table in tables]
+        shapes = {(a.shape[1:], np.dtype(column.dtype or a.dtype)) for a in arrays}
         if len(shapes) > 1:
             raise ConfigError(
                 "All rows of a column need one shape and dtype", f"{shapes} in {column.name!r}", "Convert it"
             )
         ((self.shape, self.dtype),) = shapes
         self.row_bytes = max(1, int(np.prod(self.shape))) * self.dtype.itemsize
-        small = len(arrays) > 1 and sum(a.nbytes for a in arrays) <= _COPIED_BYTES
-        self._arrays = Arrays([np.concatenate(arrays)], [len(a) for a in arrays]) if small else Arrays(arrays)
+        small = len(arrays) > 1 and self.row_bytes * sum(map(len, arrays)) <= COPIED_BYTES
+        whole = [np.concatenate(arrays)] if small else arrays
+        self._arrays = Arrays(whole, self.dtype, [len(a) for a in arrays] if small else None)
 
     def gather(self, places):
         return (self._arrays.take(places),)
 
 
 class Stacked(Source):
-    """Columns of single numbers that become one float32 vector, in a copy of them all."""
+    """Columns of single numbers that become one float32 vector.
 
-    def __init__(self, tables: Sequence[pa.Table], columns: Columns):
-        parts = [[column_array(table, column) for column in columns.parts] for table in tables]
-        for arrays in parts:
-            for column, array in zip(columns.parts, arrays, strict=True):
-                if array.ndim != 1 or array.dtype.hasobject:
-                    raise ConfigError(
-                        "Columns that are stacked into one vector must hold single numbers",
-                        f"{column.name!r} of shape {array.shape[1:]} and dtype {array.dtype}",
-                        "Name such a column alone",
-                    )
-        rows = [len(arrays[0]) for arrays in parts]
+    In a copy of them all where that is small; else out of the columns themselves, which takes about ten times as long
+    as where `stack` has put each row together before.
+    """
+
+    def __init__(self, tables: Sequence[pa.Table], columns: Columns, copied_bytes: float):
+        self._parts = [_numbers(table, columns) for table in tables]
+        rows = [len(arrays[0]) for arrays in self._parts]
         self.shape, self.dtype = (len(columns.parts),), np.dtype(np.float32)
         self.row_bytes = 4 * len(columns.parts)
-        whole = np.empty((sum(rows), *self.shape), np.float32)
-        for arrays, stop in zip(parts, np.cumsum(rows), strict=True):
-            _stack(arrays, whole[stop - len(arrays[0]) : stop])
-        self._arrays = Arrays([whole], rows)
+        self._whole = None
+        if self.row_bytes * sum(rows) <= copied_bytes:
+            whole = np.empty((sum(rows), *self.shape), np.float32)
+            for arrays, stop in zip(self._parts, np.cumsum(rows), strict=True):
+                _stack(arrays, whole[stop - len(arrays[0]) : stop])
+            self._whole, self._parts = Arrays([whole], self.dtype, rows), []
 
     def gather(self, places):
-        return (self._arrays.take(places),)
+        if self._whole is not None:
+            return (self._whole.take(places),)
+        out = aligned_empty((len(places), *self.shape), self.dtype)
+        for table, rows, where in places.by_table:
+            where = np.arange(len(rows)) if isinstance(where, slice) else where
+            for start in range(0, len(rows), _STACK_ROWS):
+                few = slice(start, start + _STACK_ROWS)
+                part = np.empty((len(rows[few]), *self.shape), self.dtype)
+                for j, array in enumerate(self._parts[table]):
+                    part[:, j] = array.take(rows[few], mode="clip")
+                out[where[few]] = part
+        return (out,)
+
+
+def stack(table: pa.Table, columns: Columns) -> pa.Array:
+    """The float32 vector of each row of a table, as `source` finds it again in a column `columns.stored`.
+
+    Raises:
+        ConfigError: the columns cannot be stacked, see `source`.
+    """
+    arrays = _numbers(table, columns)
+    whole = np.empty((len(table), len(arrays)), np.float32)
+    _stack(arrays, whole)
+    return pa.FixedSizeListArray.from_arrays(pa.array(whole.ravel()), len(arrays))
+
+
+def _numbers(table: pa.Table, columns: Columns) -> list[np.ndarray]:
+    arrays = [column_array(table, column) for column in columns.parts]
+    for column, array in zip(columns.parts, arrays, strict=True):
+        if array.ndim != 1 or array.dtype.hasobject:
+            raise ConfigError(
+                "Columns that are stacked into one vector must hold single numbers",
+                f"{column.name!r} of shape {array.shape[1:]} and dtype {array.dtype}",
+                "Name such a column alone",
+            )
+    return arrays
 
 
 class Arrays:
@@ -140,37 +184,57 @@ class Arrays:
 
     Args:
         arrays: one for each table, or one for all.
+        dtype: of what is taken; those of the arrays are converted to it.
         rows: rows of each table, where there is one array for all.
     """
 
-    def __init__(self, arrays: list[np.ndarray], rows: Sequence[int] | None = None):
-        self._arrays = arrays
+    def __init__(self, arrays: list[np.ndarray], dtype: np.dtype, rows: Sequence[int] | None = None):
+        self._arrays, self._dtype = arrays, dtype
         self._starts = None if rows is None else np.cumsum([0, *rows])[:-1]
 
     def take(self, places: Places) -> np.ndarray:
         """The rows, in aligned memory of their own."""
         first = self._arrays[0]
-        out = aligned_empty((len(places), *first.shape[1:]), first.dtype)
+        out = aligned_empty((len(places), *first.shape[1:]), self._dtype)
         if places.run is not None:
             table, row = places.run
             array, start = (self._arrays[table], row) if self._starts is None else (first, self._starts[table] + row)
             out[:] = array[start : start + len(out)]
+        elif self._starts is not None and first.dtype == out.dtype:
+            rows = self._starts[places.table] + places.row
+            _items(first).take(rows, axis=0, out=_items(out), mode="clip")
         elif self._starts is not None:
-            np.take(first, self._starts[places.table] + places.row, axis=0, out=out, mode="clip")
+            out[:] = first[self._starts[places.table] + places.row]
         else:
             for table, rows, where in places.by_table:
-                if isinstance(where, slice):
-                    np.take(self._arrays[table], rows, axis=0, out=out, mode="clip")
+                array = self._arrays[table]
+                # what lies in one piece moves as such
+                source, target = (_items(array), _items(out)) if array.dtype == out.dtype else (array, out)
+                if isinstance(where, slice) and source.dtype == target.dtype:
+                    source.take(rows, axis=0, out=target, mode="clip")
+                elif isinstance(where, slice):
+                    target[where] = source.take(rows, axis=0, mode="clip")
                 else:
-                    out[where] = self._arrays[table][rows]
+                    few = max(1, _CACHED_BYTES // max(1, source.itemsize * int(np.prod(source.shape[1:]))))
+                    for i in range(0, len(rows), few):
+                        target[where[i : i + few]] = source.take(rows[i : i + few], axis=0, mode="clip")
         return out
+
+
+def _items(array: np.ndarray) -> np.ndarray:
+    """A view in which each row is one item, which NumPy copies several times faster; the array itself where it has no
+    such view, or is one already."""
+    width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+    if array.ndim == 1 or not width or array.dtype.hasobject or not array.flags.c_contiguous:
+        return array
+    return array.reshape(len(array), width // array.dtype.itemsize).view(np.dtype((np.void, width)))[:, 0]
 
 
 class Texts(Source):
     """Strings or bytes."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
-        self._parts = [_filled(table, column).combine_chunks() for table in tables]
+        self._parts = [_in_one(filled(table, column)) for table in tables]
         self.shape, self.dtype = (), np.dtype(object)
         sizes = sum(part.nbytes for part in self._parts)
         self.row_bytes = max(8, sizes / max(1, sum(map(len, self._parts))))
@@ -187,9 +251,9 @@ class Lists(Source):
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
         self.bucket = column.bucket
-        self._values, self._starts, lengths = [], [], []
+        self._values, self._offsets, lengths = [], [], []
         for table in tables:
-            array = _filled(table, column).combine_chunks()
+            array = _in_one(filled(table, column))
             if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
                 raise ConfigError(
                     "ragged and pad are for columns of lists", f"{column.name!r} of type {array.type}", "Leave it out"
@@ -200,10 +264,10 @@ class Lists(Source):
                     f"{column.name!r} of type {array.type}",
                     "Convert them",
                 )
-            offsets = array.offsets.to_numpy().astype(np.int64)
-            values = array.values.to_numpy(zero_copy_only=False)
-            self._values.append(values if column.dtype is None else values.astype(column.dtype, copy=False))
-            self._starts.append(offsets[:-1])
+            offsets = array.offsets.to_numpy()
+            # what comes before or after the rows of a part of an array is not looked at: it may hold nulls
+            self._values.append(array.flatten().to_numpy(zero_copy_only=False))
+            self._offsets.append(offsets)
             lengths.append(np.diff(offsets))
         if isinstance(column.pad, int):
             longest = max((int(part.max(initial=0)) for part in lengths), default=0)
@@ -214,14 +278,27 @@ class Lists(Source):
                     "Raise pad, or cut the lists with Ray Data",
                 )
         self.shape = (column.pad if isinstance(column.pad, int) else None,)
-        self.dtype = self._values[0].dtype
+        self.dtype = np.dtype(column.dtype or self._values[0].dtype)
         rows = max(1, sum(map(len, lengths)))
         self.row_bytes = 8 + self.dtype.itemsize * sum(int(part.sum()) for part in lengths) / rows
-        self._lengths = Arrays([np.concatenate(lengths)], [len(part) for part in lengths])
+        self._lengths = None
+        if 8 * rows <= COPIED_BYTES:
+            whole = np.concatenate(lengths).astype(np.int64)
+            self._lengths = Arrays([whole], whole.dtype, [len(part) for part in lengths])
 
     def lengths(self, places: Places) -> np.ndarray:
         """The length of each list: int64, (rows,)."""
-        return self._lengths.take(places)
+        if self._lengths is not None:
+            return self._lengths.take(places)
+        out = aligned_empty((len(places),), np.int64)
+        for table, rows, where in places.by_table:
+            offsets = self._offsets[table]
+            out[where] = offsets.take(rows + 1, mode="clip") - offsets.take(rows, mode="clip")
+        return out
+
+    def _starts(self, table: int, rows: np.ndarray) -> np.ndarray:
+        offsets = self._offsets[table]
+        return offsets.take(rows, mode="clip").astype(np.int64) - int(offsets[0])
 
     def gather(self, places):
         lengths = self.lengths(places)
@@ -229,13 +306,13 @@ class Lists(Source):
         out = aligned_empty((int(ends[-1]) if len(ends) else 0,), self.dtype)
         if places.run is not None:
             table, row = places.run
-            start = self._starts[table][row]
+            (start,) = self._starts(table, np.array([row]))
             out[:] = self._values[table][start : start + len(out)]
             return out, lengths
         for table, rows, where in places.by_table:
             size = lengths[where]
             within = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
-            values = self._values[table][np.repeat(self._starts[table][rows], size) + within]
+            values = self._values[table][np.repeat(self._starts(table, rows), size) + within]
             if isinstance(where, slice):
                 out[:] = values
             else:
@@ -249,6 +326,8 @@ class Lists(Source):
 def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
     """An uninitialized array whose memory starts at a multiple of `ALIGNMENT` bytes."""
     dtype = np.dtype(dtype)
+    if dtype.hasobject:
+        return np.empty(shape, dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -256,12 +335,18 @@ def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
 
 
 def column_array(table: pa.Table, column: Column) -> np.ndarray:
-    """A column as an array of shape (rows, ...); without a copy where Arrow's layout allows it.
+    """A column as an array of shape (rows, ...); without a copy where Arrow's layout and the dtype allow it.
 
     Raises:
         ConfigError: nulls without a fill, lists of different lengths, or a type that has no tensor.
     """
-    array = _filled(table, column)
+    array = _stored_array(table, column)
+    return array if column.dtype is None else array.astype(column.dtype, copy=False)
+
+
+def _stored_array(table: pa.Table, column: Column) -> np.ndarray:
+    """As `column_array`, in the dtype that it has in the table."""
+    array = filled(table, column)
     kind, name = array.type, column.name
     chunks = array.chunks or [pa.array([], kind)]
     if isinstance(kind, pa.BaseExtensionType):
@@ -280,31 +365,105 @@ def column_array(table: pa.Table, column: Column) -> np.ndarray:
             f"{name!r} of type {kind}",
             "Convert it with Ray Data's map_batches",
         )
-    result = found[0] if len(found) == 1 else np.concatenate(found)
-    return result if column.dtype is None else result.astype(column.dtype, copy=False)
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def _filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
-    """The column without nulls, and decoded if it is a dictionary."""
+def filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
+    """The column without nulls, inside its lists or tensors neither, and decoded if it is a dictionary."""
     array = table.column(column.name)
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
-    if not array.null_count:
+    missing = [sum(counts) for counts in zip(*(_nulls(chunk) for chunk in array.chunks), strict=True)]
+    if not any(missing) and not _encoded(array.type):
         return array
-    if column.fill is None:
+    if any(missing) and column.fill is None:
+        whole, *inside = missing
+        counts = [f"{whole} null(s)"] * bool(whole) + [f"{sum(inside)} null(s) inside the rows"] * any(inside)
         raise ConfigError(
             "A column that a model is fed with must hold no nulls, unless it says what stands for them",
-            f"{array.null_count} null(s) in {column.name!r}",
+            f"{' and '.join(counts)} of {column.name!r}, {array.type}",
             f"Use raytf.Column({column.name!r}, fill=...), or drop them with Ray Data",
         )
-    try:
-        return pc.fill_null(array, pa.scalar(column.fill, array.type))
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise ConfigError(
-            "fill must be a value of the column's type",
-            f"{column.fill!r} for {column.name!r} of type {array.type}",
-            "Choose such a value",
-        ) from error
+    return pa.chunked_array([_complete(chunk, column) for chunk in array.chunks])
+
+
+def _in_one(array: pa.ChunkedArray) -> pa.Array:
+    return array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()  # which copies one chunk, too
+
+
+def _nulls(array: pa.Array) -> list[int]:
+    """Number of nulls: of rows, of what is in them if they are lists or tensors, and so on."""
+    if isinstance(array, pa.ExtensionArray):
+        return _nulls(array.storage)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_struct(array.type):
+        inside = [_nulls(part) for part in array.flatten()]
+        return [array.null_count, sum(map(sum, inside))]
+    return [array.null_count, *(_nulls(array.flatten()) if _has_values(array.type) else [])]
+
+
+def _complete(array: pa.Array, column: Column) -> pa.Array:
+    """The array with `fill` in the place of nulls: of rows, or inside them, wherever it is of the type that misses."""
+    if isinstance(array, pa.ExtensionArray):
+        return pa.ExtensionArray.from_storage(array.type, _complete(array.storage, column))
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.scalar(column.fill).type)
+    if array.null_count:
+        try:
+            array = pc.fill_null(array, _scalar(column.fill, array.type))
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise ConfigError(
+                "fill must be a value of the column's type, or of what its lists hold where that is missing",
+                f"{column.fill!r} for {array.null_count} null(s) of type {array.type} in {column.name!r}",
+                "Choose such a value, or drop them with Ray Data",
+            ) from error
+    if not _has_values(array.type):
+        return array
+    values = _complete(array.flatten(), column)
+    if pa.types.is_fixed_size_list(array.type):
+        return pa.FixedSizeListArray.from_arrays(values, array.type.list_size)
+    kind = pa.LargeListArray if pa.types.is_large_list(array.type) else pa.ListArray
+    return kind.from_arrays(pc.subtract(array.offsets, array.offsets[0]), values)
+
+
+def _scalar(value, kind: pa.DataType) -> pa.Scalar:
+    made, numbers = pa.scalar(value, kind), kind
+    while _has_values(numbers):
+        numbers = numbers.value_type
+    if pa.types.is_integer(numbers) and not np.array_equal(made.as_py(), value):
+        raise ValueError(value)  # Arrow cuts what is behind the point
+    return made
+
+
+def _encoded(kind: pa.DataType) -> bool:
+    return pa.types.is_dictionary(kind) or (_has_values(kind) and _encoded(kind.value_type))
+
+
+def _has_values(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _of_one_type(tables: Sequence[pa.Table], names: Sequence[str]) -> Sequence[pa.Table]:
+    """Tables in which a column of nulls alone, or of empty lists, has the type that it has in the others."""
+    for name in dict.fromkeys(names):
+        kinds = [table.schema.field(name).type for table in tables]
+        known = next((kind for kind in kinds if not _untyped(kind)), None)
+        if known is None or not any(map(_untyped, kinds)):
+            continue
+        tables = [
+            table.set_column(table.schema.get_field_index(name), name, table.column(name).cast(known))
+            if _untyped(kind)
+            else table
+            for table, kind in zip(tables, kinds, strict=True)
+        ]
+    return tables
+
+
+def _untyped(kind: pa.DataType) -> bool:
+    return pa.types.is_null(kind) or (_has_values(kind) and _untyped(kind.value_type))
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -14,9 +14,8 @@ from ray.tune.search.variant_generator import generate_variants
 
 from raytf import hyperband
 from raytf.errors import ConfigError
+from raytf.validation import SCHEDULERS, SEARCHES
 
-SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
-SEARCHES = ("random", "optuna")
 # What a space that is written as text may call.
 FUNCTIONS = (
     "choice",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import pyarrow.fs
+import pyarrow as pa
 import ray
-from ray.data._internal.logical.operators import ListFiles
+from ray.data._internal.logical.operators import AbstractFrom, InputData
 
 from raytf import blocks as blocks_module
 from raytf import pieces as pieces_module
@@ -19,12 +20,16 @@ from raytf.pieces import Pieces
 STORAGES = ("auto", "object_store", "stream")
 # Of the smallest node's object store: every node may come to hold every block, beside what Ray keeps there.
 _SHARE = 0.3
-# Parquet is about so much smaller than what it holds; only says which datasets are looked at more closely.
-_PACKED = 8
+# What sources hold is about so much larger once it is decoded; only says which datasets are looked at more closely.
+_EXPANDS = 8
+# Bytes of the first piece that are looked at, at most.
+_LOOKED_AT = 256 << 20
 _SAMPLE_ROWS = 1000
 
 
-def read_all(datasets: Mapping, storage: str | Mapping[str, str], scaling_config) -> dict[str, Blocks | streams.Stream]:
+def read_all(
+    datasets: Mapping, storage: str | Mapping[str, str], scaling_config, specs: Mapping | None = None
+) -> dict[str, Blocks | streams.Stream]:
     """Each of a run's datasets, at the same time: most of a small one's time is Ray's start-up.
 
     Args:
@@ -32,18 +37,21 @@ def read_all(datasets: Mapping, storage: str | Mapping[str, str], scaling_config
         storage: "object_store", "stream", or "auto": what fits into the object store is kept there; or one of these by
             name of the dataset.
         scaling_config: the run's; reading must go on beside its workers.
+        specs: parsed columns by role: no others are read; None reads all.
 
     Raises:
-        ConfigError: a dataset that has to be streamed cannot be, see `pieces.cut`.
+        ConfigError: a dataset that has to be streamed cannot be, see `pieces.divide`, or a column is not there.
     """
     workers = scaling_config.num_workers
     workers = workers if isinstance(workers, int) else workers[1]
-    taken = workers * scaling_config._resources_per_worker_not_none.get("CPU", 0)
-    free = ray.cluster_resources().get("CPU", 0) - taken
-    with blocks_module.quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
-        ways = [of(storage, name) for name in datasets]
-        found = pool.map(lambda dataset, way: _read(dataset, way, workers, free), datasets.values(), ways)
-        return dict(zip(datasets, found, strict=True))
+    with blocks_module.quiet(), warnings.catch_warnings(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
+        # how many tasks run at once is said here, not by the user
+        warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks")
+        calls = [
+            pool.submit(_read, name, dataset, of(storage, name), workers, specs or {})
+            for name, dataset in datasets.items()
+        ]
+        return {name: call.result() for name, call in zip(datasets, calls, strict=True)}
 
 
 def of(storage: str | Mapping[str, str], name: str) -> str:
@@ -51,49 +59,66 @@ def of(storage: str | Mapping[str, str], name: str) -> str:
     return storage if isinstance(storage, str) else storage.get(name, "auto")
 
 
-def _read(dataset, storage: str, workers: int, free_cpus: float) -> Blocks | streams.Stream:
-    blocks_module.limit_footer_readers(dataset)
-    pieces = _to_stream(dataset, storage)
-    if pieces is None:
-        return blocks_module.read(dataset)
-    first = pieces.dataset(range(min(1, len(pieces.parts)))) if pieces.parts else dataset.limit(0)
-    sample = next(
-        (as_table(ray.get(b.ref)) for bundle in first.iter_internal_ref_bundles() for b in bundle.blocks), None
-    )
+def _read(name: str, dataset, storage: str, workers: int, specs: Mapping) -> Blocks | streams.Stream:
+    dataset = blocks_module.projected(dataset, specs)
+    with streams.watched(name):
+        found = _to_stream(name, dataset, storage)
+    if found is None:
+        return streams.materialized(name, dataset, specs)
+    pieces, sample = found
     if sample is None:
         return Blocks([], [], list(dataset.schema().names))
-    # Workers that hold every CPU would wait for ever for rows that no CPU is left to read.
-    num_cpus = None if free_cpus >= 1 else 0
-    return streams.open_stream(pieces, sample.column_names, sample.slice(0, _SAMPLE_ROWS), workers, num_cpus)
+    return streams.open_stream(pieces, sample.column_names, sample.slice(0, _SAMPLE_ROWS), workers, name)
 
 
-def _to_stream(dataset, storage: str) -> Pieces | None:
-    """The pieces of a dataset that is to be streamed."""
-    fits = _SHARE * min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
-    if storage == "object_store" or (storage == "auto" and _PACKED * _packed_bytes(dataset) <= fits):
+def _to_stream(name: str, dataset, storage: str) -> tuple[Pieces, pa.Table | None] | None:
+    """The pieces of a dataset that is to be streamed, and rows of it if there are any."""
+    dag = dataset._logical_plan.dag
+    # what lies in the object store is read from there anyhow
+    if storage == "object_store" or (storage == "auto" and isinstance(dag, InputData | AbstractFrom)):
+        return None
+    room = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
+    fits = _SHARE * room
+    size = pieces_module.source_bytes(dataset)
+    if storage == "auto" and size is not None and _EXPANDS * size <= fits:
         return None
     try:
-        pieces = pieces_module.cut(dataset)
-    except ConfigError:
+        pieces = pieces_module.divide(dataset)
+    except ConfigError as error:
         if storage == "stream":
             raise
-        return None  # Ray puts on disk what the store cannot hold
-    return pieces if storage == "stream" or pieces.bytes > fits else None
+        if size is None or _EXPANDS * size > fits:
+            about = "of unknown size" if size is None else f"of {_gib(size)} or more"
+            streams.say(
+                f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, which goes to disk when it is "
+                f"full, as {error.received} cannot be streamed"
+            )
+        return None
+    blocks = _first(pieces)
+    if storage == "auto" and max(pieces.bytes, sum(b.nbytes for b in blocks) * len(pieces.rows)) <= fits:
+        return None
+    pieces = pieces_module.counted(pieces, lambda why: streams.say(f"the rows of {name!r} {why}"))
+    sample = next((b for b in blocks if b.num_rows), None)
+    if sample is None and pieces.rows:
+        sample = next(b for b in _first(pieces) if b.num_rows)
+    return pieces, sample
 
 
-def _packed_bytes(dataset) -> int:
-    """Size of the files of a dataset; 0 where there are none, as its rows are in the object store then."""
-    sources = [op for op in dataset._logical_plan.dag.post_order_iter() if isinstance(op, ListFiles)]
-    total = 0
-    for source in sources:
-        filesystem = source.filesystem or pyarrow.fs.LocalFileSystem()
-        for found in filesystem.get_file_info(source.paths):
-            if found.type == pyarrow.fs.FileType.Directory:
-                inside = filesystem.get_file_info(pyarrow.fs.FileSelector(found.path, recursive=True))
-                total += sum(info.size or 0 for info in inside)
-            else:
-                total += found.size or 0
-    return total
+def _first(pieces: Pieces) -> list[pa.Table]:
+    """Blocks of the first piece: all, or as many as are needed to guess; a large file may be one piece."""
+    found: list[pa.Table] = []
+    if not pieces.rows:
+        return found
+    with pieces_module.executed(pieces.dataset([0])) as bundles:
+        for bundle in bundles:
+            found += [as_table(block) for block in ray.get(bundle.block_refs)]
+            if sum(block.nbytes for block in found) > _LOOKED_AT and any(block.num_rows for block in found):
+                break
+    return found
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def describe(name: str, found: Blocks | streams.Stream, shuffle: str) -> str:

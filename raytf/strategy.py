@@ -10,7 +10,7 @@ import warnings
 
 import tensorflow as tf
 
-from raytf import gradient_ring, keras_multiworker, multiworker_averaging, ports
+from raytf import gradient_ring, keras_multiworker, multiworker_averaging, ports, ring
 from raytf.errors import ConfigError
 from raytf.servers import Servers
 from raytf.settings import Settings
@@ -55,12 +55,14 @@ def _strategy_hook(config: Settings):
     def init(self, cluster_resolver=None, communication_options=None):
         ports.release_port()
         original(self, cluster_resolver, options if communication_options is None else communication_options)
+        _listen_only_here()
         if communication_options is None and config.communication == "auto":
             gradient_ring.attach(
                 self,
                 timeout_s=config.timeout_s,
                 pack_bytes=config.bytes_per_pack,
                 wire_dtype=config.gradient_dtype,
+                ports=config.ports,
             )
         multiworker_averaging.attach(self, config.sync_every)
         _current["strategy"] = self
@@ -70,6 +72,13 @@ def _strategy_hook(config: Settings):
         yield
     finally:
         kind.__init__ = original
+
+
+def _listen_only_here() -> None:
+    """Keeps TensorFlow's server to this worker's address, where raytf chose that: a token tells of it."""
+    task = json.loads(os.environ.get("TF_CONFIG", "{}"))
+    if "cluster" in task and ring.token() is not None:
+        ports.listen_only_at(task["cluster"][task["task"]["type"]][task["task"]["index"]])
 
 
 def get_strategy() -> tf.distribute.Strategy:
@@ -113,9 +122,11 @@ def _cluster() -> dict:
 def _coordinate(plan) -> tf.distribute.Strategy:
     """Starts servers and connects to them; this process becomes their coordinator."""
     (address,) = _cluster()["worker"]
-    _current["servers"] = found = Servers(plan, address)
+    _current["servers"] = found = Servers(plan, address, _current["config"].ports)
     ports.release_port()
-    return tf.distribute.ParameterServerStrategy(found.resolver())
+    made = tf.distribute.ParameterServerStrategy(found.resolver())
+    _listen_only_here()
+    return made
 
 
 def build(name: str) -> tf.distribute.Strategy:

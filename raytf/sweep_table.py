@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import sys
 import time
 from typing import Any
 
+import ray
 from ray import tune
 from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
-from raytf.errors import first_line
+from raytf import resources
+from raytf.errors import ResourceError, first_line
 from raytf.trial import UnknownMetricError
 
 # Names that follow from a trial's config, in the order in which they are shown.
 _DERIVED = {"per_replica_batch": "a replica", "steps_per_epoch": "steps an epoch", "scaled_learning_rate": "rate"}
 _ROWS = 20
+# How long no trial runs before it is said what all wait for, and then between two times.
+_PATIENCE_SECONDS = 20.0
+_AGAIN_SECONDS = 60.0
 
 
 class Table(tune.Callback):
@@ -39,9 +45,10 @@ class Table(tune.Callback):
         self._began: dict[str, float] = {}
         self._spent: list[float] = []
         self._trials: list = []
+        self._due: float | None = None
 
     def __getstate__(self):  # Tune writes its callbacks beside the trials
-        return {**vars(self), "_live": None, "_console": None, "_trials": [], "fatal": None}
+        return {**vars(self), "_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None}
 
     def __enter__(self):
         if self._show:
@@ -61,8 +68,31 @@ class Table(tune.Callback):
 
     def on_step_end(self, iteration, trials, **info):
         self._trials = trials
+        self._tell_what_all_wait_for()
         if self._live is not None:
             self._live.update(self._table())
+
+    def _tell_what_all_wait_for(self) -> None:
+        """Says so, also to who wants no table, while no trial runs; the sweep ends if the cluster never holds one."""
+        waiting = [t for t in self._trials if t.status == "PENDING"]
+        now = time.monotonic()
+        if not waiting or any(t.status == "RUNNING" for t in self._trials):
+            self._due = None
+        elif self._due is None:
+            self._due = now + _PATIENCE_SECONDS
+        elif now >= self._due:
+            self._due = now + _AGAIN_SECONDS
+            bundles = waiting[0].placement_group_factory.bundles
+            try:
+                resources.check_bundles(bundles)
+            except ResourceError as error:  # a node has gone since the sweep began
+                self.fatal = error
+                return
+            need = resources.shown(resources.total(bundles))
+            free = ray.available_resources()
+            has = resources.shown({name: free.get(name, 0) for name in resources.total(bundles)})
+            text = f"raytf sweep: {len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free"
+            print(f"{text} on the cluster: other work may hold the rest", file=sys.stderr, flush=True)
 
     def on_trial_start(self, iteration, trials, trial, **info):
         self._began.setdefault(trial.trial_id, time.monotonic())

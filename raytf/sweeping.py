@@ -8,12 +8,13 @@ for the same resources; schedulers, search, retries and the state on disk are Tu
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import json
 import math
 import os
-import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,11 +24,16 @@ from ray import tune
 from ray.train._internal.storage import get_fs_and_path
 from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
 from ray.tune.utils import flatten_dict
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import blocks, rates, reads, report, resources, space, storage, streams
-from raytf.errors import ConfigError, ResourceError
+from raytf import blocks, checkpoint, rates, reads, report, resources, run_folder, scratch, space, storage, streams
+from raytf.answers import NoAnswerError, as_they_come
+from raytf.connection import connect
+from raytf.errors import ConfigError, ResourceError, TrainingError
 from raytf.lane import LaneWorker
 from raytf.processes import Processes, worker_environment
+from raytf.run_folder import RunFolder
+from raytf.run_lock import RunLock
 from raytf.sweep_table import Stopper, Table
 from raytf.trainer import KerasTrainer, TensorflowTrainer
 from raytf.trial import Plan, Trial
@@ -36,6 +42,8 @@ from raytf.worker import Task, train
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
 # What the trainer itself reads of a trial's config.
 _OWN_KEYS = ("batch_size", "epochs", "num_workers")
+# How long the end of a sweep waits for other hosts.
+_CLEAN_SECONDS = 10.0
 
 
 def sweep(
@@ -79,7 +87,8 @@ def sweep(
         base_batch_size: see there.
         warmup_steps: in which the learning rate rises from 0.
         resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
-            checkpoints. `trainer` must be the same, and `param_space` is not needed.
+            checkpoints. `trainer` must be the same, and `param_space` is not needed. Tune keeps a sweep's state as
+            pickles, which run what they say: resume a folder only if nobody else can write to it.
         progress: show a table of the trials in a terminal.
 
     Returns:
@@ -87,7 +96,7 @@ def sweep(
         metrics hold `per_replica_batch`, `steps_per_epoch` and `scaled_learning_rate`, too.
 
     Raises:
-        ConfigError: an argument is wrong, nothing reads a key of the space, or no trial reports the metric.
+        ConfigError: an argument is wrong, or no trial reports the metric.
         ResourceError: the cluster can never hold a trial.
     """
     _check(trainer, param_space, num_samples, mode, max_concurrent_trials, report_every_steps, resume)
@@ -95,12 +104,13 @@ def sweep(
     known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
         known = report.settings(resume)
+    else:
+        known["sample"] = space.sample(dict(param_space))
     metric, mode = known["metric"], known["mode"]
     scaling = rates.Scaling(**{name: known[name] for name in ("rule", "base_batch_size", "warmup_steps")})
     given = dict(param_space or {})
     config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
     epochs = max((int(e) for e in space.values(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
-    _check_keys(trainer, given)
     chosen = space.scheduler(scheduler, given, epochs)
     if isinstance(chosen, HyperBandScheduler) and max_concurrent_trials is not None:
         raise ConfigError(
@@ -109,19 +119,21 @@ def sweep(
             "Leave the limit out: trials wait for the cluster's room anyhow",
         )
     searched = space.search(search_alg)
-    if not ray.is_initialized():
-        ray.init()
+    connect([resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given))
     largest, room = _check_room(trainer.scaling_config, given)
     lanes = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
     spares = largest * (int(lanes) if math.isfinite(lanes) else 1)
+    # Population Based Training may come back to a checkpoint that its trial has left behind
+    keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
+    settled = _run_config(run_config, trainer.run_config, keep)
+    lock = _lock(settled, resume)
     processes = Processes(LaneWorker, trainer.scaling_config, trainer.run_config, spares)
     found: dict = {}
     try:
-        plan, found = _plan(trainer, given, config, metric, scaling, known["report_every_steps"], processes)
+        lock.acquire()
+        tried = config | known.get("sample", {})
+        plan, found = _plan(trainer, given, tried, config, metric, scaling, known["report_every_steps"], processes)
         processes.settle()
-        # Population Based Training may come back to a checkpoint that its trial has left behind
-        keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
-        settled = _run_config(run_config, trainer.run_config, keep)
         table = Table(metric, mode, space.count(given, num_samples), progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
@@ -141,17 +153,37 @@ def sweep(
             _watched(settled, table),
             resume,
         )
+        lock.confirm()
+        lock.on_lost = lambda: setattr(table, "fatal", TrainingError(None, lock.lost))
         if resume is None:
             _remember(known, settled)
         with table, _quiet_tune():
             grid = tuner.fit()
+        lock.check()
         if table.fatal is not None:
             raise table.fatal
         table.conclude(grid)
+        if isinstance(trainer, KerasTrainer):
+            checkpoint.remember(grid.experiment_path, trainer.build_model, trainer.config)
+        _clean_hosts()
         return grid
     finally:
         processes.cancel()
         streams.close(found)
+        lock.release()
+        scratch.clean()
+
+
+def _clean_hosts() -> None:
+    """Removes what workers that were killed have left on other hosts; what is late, the next worker there removes."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    clean = ray.remote(scratch.clean)
+    refs = [clean.options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote() for place in places]
+    with contextlib.suppress(NoAnswerError):
+        for _ in as_they_come(refs, _CLEAN_SECONDS, "the removal of temporary folders"):
+            pass
 
 
 @contextlib.contextmanager
@@ -203,24 +235,29 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
     Raises:
         ResourceError: it can never hold one.
     """
+    largest, holds = _largest(scaling_config, given), resources.room(scaling_config)
+    if holds < largest:
+        need = resources.shown(resources.per_worker(scaling_config))
+        raise ResourceError(
+            f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
+            f"room for {holds} such worker(s)",
+            "Use fewer workers, ask for less of each (resources_per_worker={'CPU': 0.5}), or add nodes",
+        )
+    return largest, holds
+
+
+def _largest(scaling_config, given: Mapping[str, Any]) -> int:
+    """Workers of the largest trial of a space."""
     counts = space.values(given.get("num_workers", scaling_config.num_workers), "num_workers")
     if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
         raise ConfigError(
             "num_workers of a trial must be an integer of at least 1", counts, "Put numbers of workers into the space"
         )
-    holds = resources.room(scaling_config)
-    if holds < max(counts):
-        need = resources.shown(resources.per_worker(scaling_config))
-        raise ResourceError(
-            f"The cluster must be able to hold the largest trial ({max(counts)} worker(s), {need} each)",
-            f"room for {holds} such worker(s)",
-            "Use fewer workers, ask for less in resources_per_worker, or add nodes",
-        )
-    return int(max(counts)), holds
+    return int(max(counts))
 
 
-def _plan(trainer, given, config, metric, scaling, every: int | None, processes: Processes) -> tuple[Plan, dict]:
-    """Reads the data and tries the model; (the plan, the data that was read)."""
+def _plan(trainer, given, tried, config, metric, scaling, every: int | None, processes: Processes) -> tuple[Plan, dict]:
+    """Reads the data, and tries the model with `tried`, a config of the space `given`; (the plan, the data)."""
     environment = worker_environment(trainer.run_config, trainer.scaling_config)
     common = {
         "scaling_config": trainer.scaling_config,
@@ -231,7 +268,7 @@ def _plan(trainer, given, config, metric, scaling, every: int | None, processes:
     }
     if isinstance(trainer, TensorflowTrainer):
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
-        datasets = {name: d.materialize() for name, d in datasets.items()}
+        datasets = {name: streams.stored(name, d) for name, d in datasets.items()}
         found = {name: blocks.read(d) for name, d in datasets.items()}
         plan = Plan(
             train=_UserLoop(trainer.train_loop_per_worker),
@@ -244,9 +281,9 @@ def _plan(trainer, given, config, metric, scaling, every: int | None, processes:
             **common,
         )
         return plan, {}
-    found = storage.read_all(trainer.datasets, trainer.storage, trainer.scaling_config)
+    found = storage.read_all(trainer.datasets, trainer.storage, trainer.scaling_config, trainer.columns())
     try:
-        trainer.try_model(processes, found, config | space.sample(given))
+        _try_model(trainer, processes, found, tried, given)
     except BaseException:
         streams.close(found)
         raise
@@ -263,19 +300,17 @@ def _plan(trainer, given, config, metric, scaling, every: int | None, processes:
     return plan, found
 
 
-def _check_keys(trainer, given) -> None:
-    """Raises ConfigError if nothing reads a key of the space; the code of a train loop may hand its config anywhere."""
-    if not isinstance(trainer, KerasTrainer):
-        return
-    functions = [f for f in (trainer.build_model, trainer.callbacks) if f is not None]
-    unread = sorted(
-        name for name in given if name not in _OWN_KEYS and not any(reads.may_read(f, name) for f in functions)
-    )
-    if unread:
-        raise ConfigError(
-            "Something must read every key of param_space",
-            ", ".join(map(repr, unread)),
-            f"Use config[{unread[0]!r}] in build_model or callbacks, or correct the key",
+def _try_model(trainer, processes: Processes, found: dict, config: dict, given: Mapping[str, Any]) -> None:
+    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt."""
+    names = tuple(sorted(set(given) - set(_OWN_KEYS)))
+    asker, tried = reads.Asker(processes), copy.copy(trainer)
+    tried.build_model = reads.Noting(trainer.build_model, trainer.callbacks, names)
+    tried.try_model(asker, found, config)
+    if asker.unread:
+        warnings.warn(
+            f"Nothing read {', '.join(f'config[{name!r}]' for name in asker.unread)} of param_space when the model was "
+            f"tried with {', '.join(f'{name}={config[name]!r}' for name in names)}: is a key misspelt?",
+            stacklevel=4,
         )
 
 
@@ -292,6 +327,11 @@ class _KerasLoop:
         """The same for a lane: streams of its own, as lanes do not stand at the same row."""
         datasets = {n: d.another() if isinstance(d, streams.Stream) else d for n, d in self.task.datasets.items()}
         return _KerasLoop(dataclasses.replace(self.task, datasets=datasets))
+
+    def rest(self) -> None:
+        for dataset in self.task.datasets.values():
+            if isinstance(dataset, streams.Stream):
+                dataset.rest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,6 +354,9 @@ class _UserLoop:
     def apart(self) -> _UserLoop:
         return self
 
+    def rest(self) -> None:
+        pass
+
 
 def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     """Tune's RunConfig: the sweep's own, or what the trainer's says."""
@@ -321,8 +364,7 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
         failure = getattr(trainers, "failure_config", None)
         checkpoint = getattr(trainers, "checkpoint_config", None)
         given = tune.RunConfig(
-            # Ray Train names every RunConfig that has no name
-            name=_new_name() if _unnamed(trainers) else trainers.name,
+            name=None if run_folder.is_unnamed(trainers) else trainers.name,
             storage_path=trainers.storage_path,
             storage_filesystem=trainers.storage_filesystem,
             failure_config=tune.FailureConfig(max_failures=getattr(failure, "max_failures", 0)),
@@ -331,11 +373,8 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
     if checkpoint.checkpoint_at_end is None:
         checkpoint.checkpoint_at_end = True
-    return dataclasses.replace(given, name=given.name or _new_name(), checkpoint_config=checkpoint)
-
-
-def _new_name() -> str:
-    return f"sweep_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    run_folder.check_name(given.name or None)
+    return dataclasses.replace(given, name=given.name or run_folder.new_name("sweep"), checkpoint_config=checkpoint)
 
 
 def _watched(run_config, table: Table) -> tune.RunConfig:
@@ -344,17 +383,33 @@ def _watched(run_config, table: Table) -> tune.RunConfig:
     return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop)
 
 
+def _lock(run_config, resume) -> RunLock:
+    """The lock of the sweep's folder, which may be one that is resumed."""
+    if resume is None:
+        folder = RunFolder.of(run_config)
+        return RunLock(folder.filesystem, folder.path)
+    filesystem, path = get_fs_and_path(report.located(resume), None)
+    return RunLock(filesystem, path.rstrip("/"))
+
+
 def _remember(known: dict[str, Any], run_config) -> None:
     """Writes what a resumed sweep and a report need to know beside the trials."""
-    filesystem, path = get_fs_and_path(run_config.storage_path, run_config.storage_filesystem)
-    folder = f"{path}/{run_config.name}"
-    filesystem.create_dir(folder)
-    with filesystem.open_output_stream(f"{folder}/{report.SETTINGS}") as file:
-        file.write(json.dumps(known).encode())
+    folder = RunFolder.of(run_config)
+    with folder.filesystem.open_output_stream(f"{folder.path}/{report.SETTINGS}") as file:
+        file.write(json.dumps(_plain(known)).encode())
 
 
-def _unnamed(run_config) -> bool:
-    return run_config.name is None or run_config.name.startswith("ray_train_run-")
+def _plain(known: dict[str, Any]) -> dict[str, Any]:
+    """Without what JSON does not have: a resumed sweep's model is tried with the values that it does."""
+
+    def has(value) -> bool:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    return known | {"sample": {name: value for name, value in known["sample"].items() if has(value)}}
 
 
 def _users_stopper(stop):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,14 +14,32 @@ import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig
 
-from raytf import checks, columns, evaluator, failures, order, progress, resources, storage, streams
+from raytf import (
+    checkpoint,
+    checks,
+    columns,
+    evaluator,
+    failures,
+    fingerprint,
+    identity,
+    order,
+    progress,
+    resources,
+    run_folder,
+    storage,
+    streams,
+    validation,
+)
 from raytf.backend import TensorflowConfig
+from raytf.connection import connect
 from raytf.errors import ConfigError
-from raytf.inspection import Facts, inspect
+from raytf.inspection import Tried, inspect
 from raytf.launching import Launch, PromptTrainer
-from raytf.processes import Processes, worker_environment
+from raytf.processes import Process, Processes, worker_environment
+from raytf.run_folder import RunFolder
+from raytf.run_lock import RunLock
 from raytf.topology import per_replica_batch
-from raytf.worker import Task, train
+from raytf.worker import Task, ended, train
 
 DEFAULTS = {"batch_size": 32, "epochs": 1}
 
@@ -51,8 +70,8 @@ class KerasTrainer:
         variable_partitioner: partitioner(shape, dtype) -> parts along each axis, such as those of
             `tf.distribute.experimental.partitioners`: spreads large variables over the servers, by rows.
         scaling_config: `ray.train.ScalingConfig`; one worker by default.
-        run_config: `ray.train.RunConfig`. A run whose name and storage path exist already goes on from its last
-            checkpoint.
+        run_config: `ray.train.RunConfig`. Without a name each `fit` is a run of its own. One driver at a time has the
+            folder of a run: another one is refused.
         tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
         seed: of weights, order of rows, masks and augmentation, 0 to 2**63 - 1.
         storage: where rows are kept: "object_store"; "stream", read anew in every epoch by one execution of Ray Data
@@ -65,6 +84,11 @@ class KerasTrainer:
             compiled with where that is more than 1; else it measures the first steps, and raises the number where
             Python's time between two steps matters and no callback looks at batches.
         progress: show a progress line at the driver.
+        resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
+            same run (model, optimizer, loss, metrics, seed, batch, columns, shuffle, map and data), and else says what
+            differs; True goes on with what is new, unless it is another model or optimizer, and refuses to start anew;
+            False puts the old run aside and starts anew. More epochs, other callbacks or another number of workers make
+            no other run; one that has ended is not trained again.
 
     Raises:
         ConfigError: an argument that can be seen to be wrong before anything runs.
@@ -94,6 +118,7 @@ class KerasTrainer:
         window: int = 65_536,
         steps_per_execution: int | str = "auto",
         progress: bool = True,
+        resume: str | bool = "auto",
     ):
         self.build_model, self.callbacks = build_model, callbacks
         self.config = DEFAULTS | dict(config or {})
@@ -108,6 +133,7 @@ class KerasTrainer:
         self.map, self.window, self.storage = map, window, storage
         self.steps_per_execution = steps_per_execution
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
+        self.resume = resume
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -119,7 +145,7 @@ class KerasTrainer:
         if self.variable_partitioner is not None:
             checks.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
         checks.check_servers(self.strategy, self.num_ps, self.scaling_config)
-        checks.check_config(self.config)
+        validation.check_config(self.config)
         workers = checks.check_workers(self.scaling_config)
         checks.check_strategy(self.strategy, self.scaling_config)
         devices = max(1, int(self.scaling_config._resources_per_worker_not_none.get("GPU", 0)))
@@ -158,8 +184,10 @@ class KerasTrainer:
         number = self.steps_per_execution
         if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(self.seed), "Choose such a seed")
+        validation.check_seed(self.seed)
+        if not isinstance(self.resume, bool) and self.resume != "auto":
+            raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
+        run_folder.check_name(self.run_config.name)
 
     def fit(self) -> ray.train.Result:
         """Trains, and returns when the last epoch is reported.
@@ -171,22 +199,81 @@ class KerasTrainer:
         Raises:
             ConfigError: the model, the columns or the cluster do not fit; no worker has started.
             TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
+                Or another driver has taken over the run's folder while this one was frozen.
         """
-        if not ray.is_initialized():
-            ray.init()
         inner, plan = self.servers()
-        resources.check_cluster(self.scaling_config)
         beside = resources.per_worker(self.scaling_config) if self.evaluator else None
+        connect(resources.bundles(inner, plan, beside))
+        resources.check_cluster(self.scaling_config)
         resources.check_servers(inner, plan, extra=beside)
-        launch = Launch(inner, self.run_config)
-        found = {}
-        try:
-            found = storage.read_all(self.datasets, self.storage, self.scaling_config)
-            self.try_model(launch, found, self.config)
-            return self._train(launch, found)
-        finally:
-            launch.cancel()
-            streams.close(found)
+        run_config = self.run_config
+        if self.resume is not True:  # then the name is that of a run, whoever gave it
+            run_config = run_folder.named(run_config, "keras")
+        folder = RunFolder.of(run_config)
+        with RunLock(folder.filesystem, folder.path) as lock:
+            last = self._last(folder)
+            if last is not None and ended(last, self):
+                launch = Processes(Process, inner, run_config, 1)  # only to try the model
+            else:
+                launch = Launch(inner, run_config)
+            lock.on_lost = launch.cancel
+            found = {}
+            try:
+                found = storage.read_all(self.datasets, self.storage, self.scaling_config, self.columns())
+                told = self._identity(found, self.try_model(launch, found, self.config).identity)
+                lock.confirm()
+                if last is not None:
+                    identity.check(last.identity, told, self.resume, folder.name)
+                    if ended(last, self):
+                        return self._ended(folder, last)
+                if self.resume is False and (aside := folder.put_aside()):
+                    print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
+                return self._train(launch, found, told)
+            except BaseException:
+                lock.check()  # what came of its loss is not the cause
+                raise
+            finally:
+                launch.cancel()
+                streams.close(found)
+
+    def _last(self, folder: RunFolder) -> run_folder.Last | None:
+        """Where the run stands from which this one is to go on, or None."""
+        if self.resume is False:
+            return None
+        last = folder.last()
+        if last is None and self.resume is True:
+            raise ConfigError(
+                "With resume=True a run goes on from a checkpoint",
+                f"no checkpoint in {folder.path!r}",
+                'Correct the name and storage_path of the RunConfig, or use resume="auto"',
+            )
+        return last
+
+    def _identity(self, found: dict, model: dict[str, Any]) -> dict[str, Any]:
+        """What tells this run from another, see `identity.py`, for data that was read and a model that was tried."""
+        specs = {name: getattr(self, name) for name in ("features", "labels", "sample_weights")}
+        columns_of = {name: fingerprint.of_columns(spec) for name, spec in specs.items()}
+        told = {
+            "version": identity.VERSION,
+            **model,
+            "columns": {**columns_of, "types": model["types"]},
+            "map": None if self.map is None else fingerprint.described(self.map),
+            "seed": self.seed,
+            "batch_size": self.config["batch_size"],
+            "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
+            "data": {name: fingerprint.of_dataset(self.datasets[name], sum(part.rows)) for name, part in found.items()},
+        }
+        del told["types"]
+        return json.loads(json.dumps(told))
+
+    def _ended(self, folder: RunFolder, last: run_folder.Last) -> ray.train.Result:
+        """The result of a run that has nothing left to do."""
+        why = "was stopped by a callback" if last.stopped else "has trained"
+        print(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
+        result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
+        rows = [metrics for _, metrics in result.best_checkpoints]
+        evaluated = {row["epoch"]: {k: v for k, v in row.items() if k.startswith(evaluator.PREFIX)} for row in rows}
+        return _with_history(self, result, evaluated)
 
     def task(self, blocks: dict) -> Task:
         """What the workers are told, for data that was read; without a progress line.
@@ -194,9 +281,8 @@ class KerasTrainer:
         Raises:
             ConfigError: the data is streamed and the shuffle is one over all rows.
         """
-        streamed = isinstance(blocks["train"], streams.Stream)
-        shuffle = self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
-        if streamed and shuffle == "full":
+        shuffle = self._shuffle(blocks)
+        if isinstance(blocks["train"], streams.Stream) and shuffle == "full":
             raise ConfigError(
                 "What is streamed cannot be shuffled over all rows",
                 "shuffle='full' for a dataset that the object store cannot hold",
@@ -220,6 +306,15 @@ class KerasTrainer:
             evaluator=self.evaluator,
         )
 
+    def _shuffle(self, blocks: dict) -> str:
+        """What "auto" stands for."""
+        streamed = isinstance(blocks["train"], streams.Stream)
+        return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
+
+    def columns(self) -> dict[str, Any]:
+        """The parsed columns by role."""
+        return {"features": self.features, "labels": self.labels, "sample_weights": self.sample_weights}
+
     def servers(self):
         """(the ScalingConfig of what Ray Train runs, the `servers.Plan` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
@@ -236,8 +331,8 @@ class KerasTrainer:
             tpu=bool(self.scaling_config.use_tpu),
         )
 
-    def _train(self, launch: Launch, blocks: dict) -> ray.train.Result:
-        task = self.task(blocks)
+    def _train(self, launch: Launch, blocks: dict, told: dict[str, Any]) -> ray.train.Result:
+        task = dataclasses.replace(self.task(blocks), identity=told)
         if not self.progress:
             return self._run(task, launch)
         for name, found in blocks.items():
@@ -250,17 +345,17 @@ class KerasTrainer:
 
     def _run(self, task: Task, launch: Launch) -> ray.train.Result:
         if not self.evaluator:
-            return _with_history(self._fit(task, launch, None))
+            return _with_history(self, self._fit(task, launch, None))
         environment = worker_environment(self.run_config, self.scaling_config)
-        each = self.scaling_config._resources_per_worker_not_none
-        actor = evaluator.start(dataclasses.replace(task, board=None), each, environment)
+        each = resources.per_worker(self.scaling_config)
+        beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment)
         try:
-            result = self._fit(task, launch, evaluator.validation(actor))
-            return _with_history(result, ray.get(actor.found.remote()))
+            result = self._fit(task, launch, beside)
         finally:
-            ray.kill(actor)
+            found = beside.record.close()
+        return _with_history(self, result, evaluator.kept(result) | found)
 
-    def _fit(self, task: Task, launch: Launch, validation) -> ray.train.Result:
+    def _fit(self, task: Task, launch: Launch, beside: evaluator.Beside | None) -> ray.train.Result:
         def keras_training():
             train(task)
 
@@ -268,9 +363,10 @@ class KerasTrainer:
             keras_training,
             backend_config=self.worker_config(),
             scaling_config=self.servers()[0],
-            run_config=self.run_config,
+            run_config=launch.run_config,
             launch=launch,
-            validation_config=validation,
+            validation_config=beside.validation() if beside else None,
+            beside=beside,
         )
         with failures.first_cause():
             if task.board is None:
@@ -282,19 +378,19 @@ class KerasTrainer:
 
     def try_model(
         self, processes: Processes, blocks: dict, config: Mapping[str, Any], rows: int | None = None
-    ) -> Facts | None:
+    ) -> Tried:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
         Returns:
-            Figures of the model in steps of so many rows, where they are asked for.
+            What the model is, and figures of it in steps of so many rows, where they are asked for.
         """
         for name, found in blocks.items():
             if not found.rows:
                 raise ConfigError(
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
-            for role in ("features", "labels", "sample_weights"):
-                columns.check_names(getattr(self, role), found.columns, role)
+            for role, spec in self.columns().items():
+                columns.check_names(spec, found.columns, role)
         specs = (self.features, self.labels, self.sample_weights)
         pickled = cloudpickle.dumps((self.build_model, dict(config), *specs, self.map))
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
@@ -303,13 +399,11 @@ class KerasTrainer:
         return found
 
 
-def _with_history(result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
+def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
     """A row for each epoch, however many checkpoints are kept, with what an evaluator found by epoch."""
-    from raytf import checkpoint
-
     if result.checkpoint is not None:
-        with result.checkpoint.as_directory() as folder:
-            history = checkpoint.read_state(folder).history
+        checkpoint.remember(result.path, trainer.build_model, trainer.config)
+        history = checkpoint.last_state(result).history
         result.metrics_dataframe = pd.DataFrame([row | (found or {}).get(row["epoch"], {}) for row in history])
     return result
 
@@ -322,7 +416,8 @@ class TensorflowTrainer(PromptTrainer):
             the strategy, or it builds `tf.distribute.MultiWorkerMirroredStrategy()` itself.
         train_loop_config: what the function is called with.
         tensorflow_config: `raytf.TensorflowConfig`; Ray's own, which has no options, is taken for the default.
-        scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train.
+        scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train; without a name each
+            `fit` is a run of its own, and one driver at a time has the folder of a run.
         metadata, resume_from_checkpoint: refused by Ray Train 2.60.
         strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`. With "parameter_server" the loop runs once, on
             the coordinator.
@@ -348,6 +443,7 @@ class TensorflowTrainer(PromptTrainer):
         scaling_config = scaling_config or ScalingConfig()
         checks.check_strategy(strategy, scaling_config)
         checks.check_servers(strategy, num_ps, scaling_config)
+        run_folder.check_name(None if run_config is None else run_config.name)
         self._workers, self.num_ps = scaling_config, num_ps
         environment = worker_environment(run_config or RunConfig(), scaling_config)
         scaling_config, self._servers = checks.servers(num_ps, scaling_config, environment)
@@ -381,15 +477,24 @@ class TensorflowTrainer(PromptTrainer):
             TrainingError: a worker failed more often than `FailureConfig` allows; it is a
                 `ray.train.TrainingFailedError` too.
         """
-        if not ray.is_initialized():
-            ray.init()
+        connect(resources.bundles(self.scaling_config, self._servers))
         resources.check_cluster(self._workers)
         resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
         self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
+        given, context = self.run_config, self.train_run_context
+        self.run_config = run_folder.named(given, "tensorflow")
+        self.train_run_context = dataclasses.replace(context, run_config=self.run_config)
+        folder = RunFolder.of(self.run_config)
         try:
-            with failures.first_cause():
-                return super().fit()
+            with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
+                lock.confirm()
+                try:
+                    with failures.first_cause():
+                        return super().fit()
+                except BaseException:
+                    lock.check()  # what came of its loss is not the cause
+                    raise
         finally:
-            self.backend_config = config
+            self.backend_config, self.run_config, self.train_run_context = config, given, context

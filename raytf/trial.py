@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import ray
+from pyarrow.fs import FileType
 from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
+from ray.tune.trainable.trainable import _DICT_CHECKPOINT_FILE_NAME
 from ray.tune.utils import flatten_dict
 
 from raytf import rates
@@ -28,7 +31,8 @@ class Plan:
     """What every trial of a sweep shares.
 
     Args:
-        train: train(session, config), on a worker; train.apart() is the same for one lane.
+        train: train(session, config), on a worker; train.apart() is the same for one lane, and train.rest() lets go of
+            what its datasets have read ahead.
         config: the trainer's, which a trial's values are laid over.
         scaling_config, tensorflow_config: the trainer's.
         environment: runtime environment of the workers.
@@ -79,7 +83,8 @@ class Trial(tune.Trainable):
             try:
                 self._lane.stop()
             except LaneLostError:  # a worker died after its trial had ended: this one gets others
-                self._close()
+                self._close(well=False)
+            self._train.rest()  # what streams have read for the next steps of a trial that was stopped
         self._take(new_config)
         return True
 
@@ -87,7 +92,7 @@ class Trial(tune.Trainable):
         try:
             metrics = self._next()
         except LaneLostError as error:
-            self._close()
+            self._close(well=False)
             raise _explained(error, self._config) from None
         except TrialError as error:
             self._close()  # Tune ends the actor of a trial that failed
@@ -129,6 +134,15 @@ class Trial(tune.Trainable):
             self._saved = self._time_total
         return {SHOULD_CHECKPOINT: True} if due else {}
 
+    def restore(self, checkpoint_path) -> None:
+        saved = getattr(checkpoint_path, "checkpoint", checkpoint_path)
+        path = posixpath.join(saved.path, _DICT_CHECKPOINT_FILE_NAME)
+        if saved.filesystem.get_file_info(path).type != FileType.NotFound:
+            raise ConfigError(
+                "A trial's checkpoint holds no pickle, which Tune would read and run", path, "Find out who put it there"
+            )
+        super().restore(checkpoint_path)
+
     def save_checkpoint(self, folder: str) -> None:
         files = (self._lane.save() if self._running else None) or self._files
         # Tune takes no empty folder
@@ -141,9 +155,9 @@ class Trial(tune.Trainable):
     def cleanup(self) -> None:
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, well: bool = True) -> None:
         if self._lane is not None:
-            self._lane.close()
+            self._lane.close(well)
         self._lane, self._running = None, False
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytf.blocks import Blocks
+from raytf.callback_state import CallbackStates
 from raytf.progress import Board
 
 
@@ -29,6 +30,7 @@ class Task:
         report_steps: (every how many steps, metric that a report needs) of reports within epochs, or None.
         variable_partitioner: see `remote_model.RemoteModel`.
         evaluator: checkpoints are evaluated beside the training, which does not validate.
+        identity: what tells this run from another, by name; JSON values.
     """
 
     build_model: Callable
@@ -48,6 +50,7 @@ class Task:
     report_steps: tuple[int, str] | None = None
     variable_partitioner: Callable | None = None
     evaluator: bool = False
+    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def used(self) -> list[str]:
         """The datasets of the training itself."""
@@ -111,19 +114,20 @@ def train(task: Task, session=None) -> None:
         if task.steps_per_execution != "auto":
             model.steps_per_execution = task.steps_per_execution
         users = users_callbacks(task, session)
+        states = CallbackStates(users)
         around = [callbacks.FeedCallback(feeds["train"]), *users]
         if task.steps_per_execution == "auto" and not static:
             around.insert(0, execution.ExecutionCallback(users))
         if task.warmup_steps:
             around.append(callbacks.WarmupCallback(task.warmup_steps, model))
-        around += restored(folder, model, task, users)
+        around += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
         to = session.report
         if task.report_steps is not None:
             to = functools.partial(session.report, keep=True)
             around.append(callbacks.StepReportCallback(task.report_steps[0], session.report, task.report_steps[1]))
-        report = report_callback(task, datasets["train"], users, state, to)
+        report = report_callback(task, datasets["train"], states, state, to)
         model.fit(
             datasets["train"],
             validation_data=datasets.get("validation"),
@@ -148,14 +152,14 @@ def build_from_data(model, dataset) -> None:
     """
     import tensorflow as tf
 
+    from raytf import optimizers
+
     def example(spec):
         if isinstance(spec, tf.RaggedTensorSpec):
             return tf.RaggedTensor.from_row_lengths(tf.zeros([2], spec.dtype), [1, 1])
         return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
-    model._symbolic_build(data_batch=tf.nest.map_structure(example, dataset.element_spec))
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec))
 
 
 def ended(state, task: Task) -> bool:
@@ -171,26 +175,39 @@ def users_callbacks(task: Task, session) -> list:
     return users + callbacks.tensorboard(session.storage, users)
 
 
-def restored(folder: str | None, model, task: Task, users: list) -> list:
-    """Gives a built model the state of a checkpoint, if there is one; callbacks that do so with the user's."""
-    from raytf import callbacks, checkpoint
+def restored(folder: str | None, state, model, task: Task, states, session) -> list:
+    """Gives a built model the state of a checkpoint, if there is one; callbacks that do so with the user's.
+
+    Args:
+        folder, state: of the checkpoint, or None.
+        states: `callback_state.CallbackStates` of the user's callbacks.
+    """
+    from raytf import callbacks, checkpoint, identity
+    from raytf.multiworker_callbacks import settable_rate
 
     if folder is None:
         return []
+    rate = settable_rate(model.optimizer)
+    built = None if rate is None else float(rate)
     checkpoint.restore(folder, model, task.config)
-    return [callbacks.RestoreCallback(folder, users)]
+    if built is not None and identity.rates_differ(state.identity, task.identity):
+        model.optimizer.learning_rate = built  # the user was told so, and said resume=True
+    if session.rank == 0:
+        callbacks.continue_logs(states.callbacks, state.epoch)
+    return [callbacks.RestoreCallback(folder, states, session.rank == 0)]
 
 
-def report_callback(task: Task, dataset, users: list, state, to: Callable):
+def report_callback(task: Task, dataset, states, state, to: Callable):
     """The callback that reports each epoch with `to(metrics, write)`; put it last."""
     from raytf import callbacks
 
     return callbacks.ReportCallback(
         seed=task.seed,
         build=(task.build_model, task.config, _inputs(dataset)),
-        callbacks=users,
+        callbacks=states,
         history=state.history if state else (),
         report=to,
+        identity=task.identity,
     )
 
 

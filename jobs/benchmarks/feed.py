@@ -125,17 +125,16 @@ def _to_tf(dataset, kind: str, batch: int, shuffled: bool):
 
 
 def _raytf(blocks, kind: str, batch: int, shuffle: str):
-    from raytf import columns
     from raytf.feed import Feed
 
-    feed = Feed(
-        blocks,
-        features=columns.parse(_features(kind), "features"),
-        labels=columns.parse("label", "labels"),
-        global_batch=batch,
-        shuffle=shuffle,
-    )
+    feed = Feed(blocks, **_specs(kind), global_batch=batch, shuffle=shuffle)
     return feed.dataset
+
+
+def _specs(kind: str) -> dict:
+    from raytf import columns
+
+    return {"features": columns.parse(_features(kind), "features"), "labels": columns.parse("label", "labels")}
 
 
 def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: str) -> None:
@@ -157,7 +156,7 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: st
     path = os.path.join(folder.name, "rows.parquet")
     _write(path, made, kind)
     del made
-    blocks = blocks_module.read(whole)
+    blocks = blocks_module.read(whole, _specs(kind))
     ready = {
         way: _raytf(blocks, kind, batch, shuffle) for way, shuffle in (("raytf unshuffled", "none"), ("raytf", "full"))
     }

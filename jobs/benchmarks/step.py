@@ -56,9 +56,10 @@ def once(way: str, kind: str, steps: str) -> None:
     steps, name, _, execution = int(steps), *way.partition(" ")
     with contextlib.ExitStack() as stack:
         if name == "raytf":
-            from raytf import strategy
+            from raytf import ring, strategy
             from raytf.backend import TensorflowConfig
 
+            ring.keep_token(bytes(ring.TOKEN_BYTES))  # processes of this benchmark alone
             wire = execution if execution.startswith("bf") else None
             way = "ring" if execution == "grpc" else "auto"
             stack.enter_context(strategy.prepared(TensorflowConfig(communication=way, gradient_dtype=wire)))

@@ -38,9 +38,11 @@ def once(way: str, steps: str) -> None:
     import numpy as np
 
     from raytf import gradient_ring, multiworker_input, strategy
+    from raytf import ring as sockets
     from raytf.backend import TensorflowConfig
 
     steps = int(steps)
+    sockets.keep_token(bytes(sockets.TOKEN_BYTES))  # processes of this benchmark alone
     with strategy.prepared(TensorflowConfig(**WAYS[way])):
         distribution = tf.distribute.MultiWorkerMirroredStrategy()
         keras.utils.set_random_seed(0)

@@ -104,7 +104,7 @@ CASES = {
         lambda: {"datasets": {"train": [1, 2]}},
         "must be a ray.data.Dataset; received: 'train' of type list",
     ),
-    "nulls": (lambda: {"datasets": nulls(), "features": "x"}, r"must hold no nulls, .* received: 1 null\(s\) in 'x'"),
+    "nulls": (lambda: {"datasets": nulls(), "features": "x"}, r"must hold no nulls, .* received: 1 null\(s\) of 'x'"),
     "seed": (lambda: {"seed": -1}, "seed must be an integer from 0"),
     "shuffle": (lambda: {"shuffle": "some"}, "shuffle must be one of auto, full, window, none"),
     "storage": (

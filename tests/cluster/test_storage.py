@@ -47,16 +47,19 @@ def streamed(tmp_path, folder, workers, name, **kwargs):
 
 @pytest.mark.slow
 def test_streams_train_alike_on_any_number_of_workers_and_after_a_kill(folder, tmp_path, monkeypatch):
-    """Small pieces, so that an epoch has many; the chief dies in the second epoch."""
+    """Small pieces, so that an epoch has many; what reads dies in the first epoch, the chief in the second."""
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 4000)
 
     def callbacks(config):
-        return [models.kill_once(**config["kill"])] if "kill" in config else []
+        if "kill" not in config:
+            return []
+        return [models.kill_once(**config["kill"]), models.kill_server_once(**config["kill_server"])]
 
     one = streamed(tmp_path, folder, 1, "one").fit()
     kill = {"marker": str(tmp_path / "killed"), "rank_": 0, "epoch": 1, "batch": 5}
-    two = streamed(tmp_path, folder, 2, "two", config={"kill": kill}, callbacks=callbacks, failures=1).fit()
-    assert (tmp_path / "killed").exists()
+    kills = {"kill": kill, "kill_server": {"marker": str(tmp_path / "server"), "epoch": 0, "batch": 3}}
+    two = streamed(tmp_path, folder, 2, "two", config=kills, callbacks=callbacks, failures=1).fit()
+    assert (tmp_path / "killed").exists() and "[]" not in (tmp_path / "server").read_text()
     assert_equal(one, two)
 
 
@@ -76,7 +79,7 @@ def test_a_dataset_is_cut_into_pieces_that_come_in_any_order(folder, monkeypatch
 
 @pytest.mark.parametrize("change", [lambda d: d.sort("id"), lambda d: d.limit(7), lambda d: d.union(d)])
 def test_what_needs_all_rows_at_once_cannot_be_streamed(folder, change):
-    with pytest.raises(ConfigError, match="A streamed dataset must be Parquet files or blocks"):
+    with pytest.raises(ConfigError, match="A streamed dataset must be a source"):
         pieces.cut(change(ray.data.read_parquet(str(folder))))
 
 
@@ -86,12 +89,12 @@ def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
 
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 3000)
     found = pieces.cut(ray.data.read_parquet(str(folder)))
-    server, order = Server(found, None), Order(rows=found.rows, global_batch=10, shuffle="window", window=50)
+    server, order = Server(found), Order(rows=found.rows, global_batch=10, shuffle="window", window=50)
     natural = np.cumsum([0, *found.rows])
 
     def ids(worker, epoch, start, stop):
         parts = server.rows(worker, 2, order, epoch, start, stop)
-        return [i for ref, first, rows in parts for i in ray.get(ref)["id"].to_pylist()[first : first + rows]]
+        return [i for p in parts for i in ray.get(p.block)["id"].to_pylist()[p.first : p.first + p.rows]]
 
     def expected(epoch, start, stop):
         stream = [i for p in order.pieces(epoch) for i in range(natural[p], natural[p + 1])]

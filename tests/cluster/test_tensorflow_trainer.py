@@ -163,7 +163,7 @@ def test_the_part_of_a_worker(tmp_path):
     returned = result.return_value
     values = models.rows()["x0"]
     for epoch, seen in enumerate(returned["seen"]):
-        expected = values[order.worker_part(order.permutation(97, 3, epoch), 30, 0, 2, slice(0, 4))]
+        expected = values[order.worker_part(order.shuffled(97, 3, epoch).at(np.arange(97)), 30, 0, 2, slice(0, 4))]
         np.testing.assert_array_equal(np.float32(seen), expected)
     assert returned["threads"] == ["1", "2"]
     ports = [int(address.rsplit(":", 1)[1]) for address in returned["workers"]]

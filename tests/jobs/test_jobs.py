@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -15,15 +16,14 @@ import raytf
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 ROOT = pathlib.Path(__file__).parents[2]
+RAYTF = shutil.which("raytf", path=os.path.dirname(sys.executable))
 
 
-def run(*command, cwd=ROOT, code=0):
-    """Runs a Python program on the test session's cluster; returns what it printed."""
+def run(*command, cwd=ROOT, code=0, program=sys.executable):
+    """Runs a program, Python unless told otherwise, on the test session's cluster; returns what it printed."""
     address = ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ADDRESS": address, "COLUMNS": "140"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([program, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout, done.stderr
 
@@ -45,48 +45,150 @@ def build_model(config):
 """
 
 
-def test_the_command_train(tmp_path):
+# What the three commands that build a trainer share; every option of each command is given once, see the last test.
+TRAINING = "--data data --validation data --features a,b --labels y --sample-weights w --num-workers 2"
+TRAINING += " --gpus-per-worker 0 --cpus-per-worker 0.5 --batch-size 10 --epochs 2 --learning-rate 1e-4 --set units=3"
+TRAINING += " --strategy multi_worker_mirrored --num-ps 0 --seed 3 --storage runs --max-failures 1"
+COMMANDS = {
+    "train": f"train mymodels:build_model {TRAINING} --name first --resume auto",
+    "plan": f"plan mymodels:build_model {TRAINING}",
+    "sweep": "sweep mymodels:build_model batch_size=choice([10,20]) --data data --validation data --features a,b"
+    " --labels y --sample-weights w --num-workers 1 --gpus-per-worker 0 --cpus-per-worker 1 --batch-size 10 --epochs 2"
+    " --learning-rate 1e-4 --set depth=1 --strategy auto --num-ps 0 --seed 3 --storage runs --max-failures 0"
+    " --space space.yaml --num-samples 2 --metric val_loss --mode min --scheduler median --search optuna"
+    " --max-concurrent-trials 2 --cold --scale-learning-rate linear --base-batch-size 10 --warmup-steps 2"
+    " --name search",
+    "resume": "sweep mymodels:build_model --resume runs/search --data data --features a,b --labels y --storage runs",
+    "report": "report runs/search -o page.html",
+    "run": "run --num-workers 2 --num-ps 0 --chief --evaluator --cpus-per-worker 1 --gpus-per-worker 0 --max-restarts 0"
+    " --ports 20000-31999 --frozen-after 10 --env COLOR=green --quiet look.py --epochs 3",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's folder: a module with a model, and data."""
     import pandas as pd
 
     (tmp_path / "mymodels.py").write_text(MODULE)
     (tmp_path / "data").mkdir()
-    pd.DataFrame({"a": range(40), "b": 1.0, "y": 2.0}).to_parquet(tmp_path / "data" / "part.parquet")
-    command = ["-m", "raytf.cli", "train", "mymodels:build_model", "--data", "data", "--features", "a,b"]
-    command += ["--labels", "y", "--num-workers", "2", "--batch-size", "10", "--epochs", "2"]
-    command += ["--learning-rate", "1e-4", "--set", "units=3", "--storage", "runs"]
-    out, _ = run(*command, cwd=tmp_path)
+    rows = pd.DataFrame({"a": range(40), "b": 1.0, "y": 2.0, "w": 1.0})
+    rows.to_parquet(tmp_path / "data" / "part.parquet")
+    (tmp_path / "space.yaml").write_text("units: [2, 3]\nlearning_rate: loguniform(1.0e-5, 1.0e-4)\n")
+    return tmp_path
+
+
+def command(name, folder):
+    """Runs a command's console script, as it is typed."""
+    return run(*COMMANDS[name].split(), cwd=folder, program=RAYTF)
+
+
+def test_the_command_train(folder):
+    out, _ = command("train", folder)
     assert "epoch 2/2" in out and "raytf.load_model" in out
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
 
 
-def test_the_command_sweep(tmp_path):
-    import pandas as pd
+def test_the_command_plan(folder):
+    out, err = command("plan", folder)
+    said = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert said["strategy"] == "multi_worker_mirrored: as asked for" and said["workers"] == "2, 1 device(s) each"
+    assert said["rows of a step on a replica"] == "5" and said["parameters"] == "13" and "Traceback" not in err
+    assert not (folder / "runs").exists()
 
-    (tmp_path / "mymodels.py").write_text(MODULE)
-    (tmp_path / "data").mkdir()
-    pd.DataFrame({"a": range(40), "b": 1.0, "y": 2.0}).to_parquet(tmp_path / "data" / "part.parquet")
-    (tmp_path / "space.yaml").write_text("units: [2, 3]\nlearning_rate: loguniform(1.0e-5, 1.0e-4)\n")
-    command = ["-m", "raytf.cli", "sweep", "mymodels:build_model", "batch_size=choice([10, 20])", "--data", "data"]
-    command += ["--space", "space.yaml", "--features", "a,b", "--labels", "y", "--num-samples", "2"]
-    command += ["--search", "optuna", "--scheduler", "median", "--storage", "runs", "--name", "search"]
-    out, _ = run(*command, cwd=tmp_path)
-    assert "trial 2/2" in out and "best loss" in out
+
+def test_the_command_sweep(folder):
+    out, _ = command("sweep", folder)
+    assert "trial 2/2" in out and "best val_loss" in out
     model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
     assert model.layers[0].units in (2, 3)
-    out, _ = run("-m", "raytf.cli", "report", "runs/search", "-o", "page.html", cwd=tmp_path)
-    assert out.strip() == "page.html" and (tmp_path / "page.html").read_text().count("<svg") == 3
+    out, _ = command("resume", folder)
+    assert "best val_loss" in out
+    out, _ = command("report", folder)
+    assert out.strip() == "page.html" and (folder / "page.html").read_text().count("<svg") == 3
+
+
+def test_the_command_run(folder):
+    (folder / "look.py").write_text(
+        "import json, os, sys\nprint(json.loads(os.environ['TF_CONFIG'])['task'], os.environ['COLOR'], sys.argv[1:])\n"
+    )
+    out, _ = command("run", folder)
+    assert out == "[chief 0]     {'type': 'chief', 'index': 0} green ['--epochs', '3']\n"
+
+
+def test_more_processes_than_cores_share_them(tmp_path):
+    """A Ray that raytf starts has the CPUs that the run asks for; `local` means to start one."""
+    (tmp_path / "look.py").write_text("print('here')\n")
+    many = (os.cpu_count() or 1) + 1
+    environment = os.environ | {"RAY_ADDRESS": "local"}
+    command = [RAYTF, "run", "--num-workers", str(many), "look.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[0] == f"{many} processes share the {many - 1} core(s) of this machine"
+    assert done.stdout.count("] here") + done.stdout.count("]  here") == many
+
+
+def test_every_option_is_run():
+    """An option that no test gives is one that nobody has seen work."""
+    from raytf.cli import main
+
+    here = pathlib.Path(__file__).parent
+    texts = {name: " ".join(t for t in COMMANDS.values() if t.startswith(name + " ")) for name in main.commands}
+    texts["run"] += (here / "test_run.py").read_text().replace('"', " ")
+    for name, made in main.commands.items():
+        for option in made.params:
+            if option.param_type_name == "option":
+                assert any(f" {way} " in texts[name] + " " for way in option.opts), f"raytf {name} {option.opts}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "nowhere:build", "--data", "x", "--features", "a"], "MODULE must be a module"),
-        (["train", "json:build", "--data", "x", "--features", "a"], "FUNCTION must be a function of MODULE"),
-        (["train", "json", "--data", "x", "--features", "a"], "named as MODULE:FUNCTION"),
-        (["report", "."], "The folder of a sweep holds sweep.json"),
-        (["train", "json:dumps", "--data", "x", "--features", "a", "--set", "units"], "--set takes NAME=VALUE"),
+        ("nowhere:build_model --data data --features a", "MODULE must be a module"),
+        ("json:build_model --data data --features a", "FUNCTION must be a function of MODULE"),
+        ("json --data data --features a", "named as MODULE:FUNCTION"),
+        ("json:dumps --data data --features a --set units", "--set takes NAME=VALUE"),
+        ("mymodels:build_model --data nowhere --features a", "must be a folder or file that exists"),
+        ("mymodels:build_model --data . --features a,x", "features must name columns .* received: 'x'"),
+        ("mymodels:build_model --data empty --features a", "must hold Parquet files"),
+        (
+            "mymodels:build_model --data space.yaml --features a",
+            "must hold Parquet files; received: 'space.yaml' .Parq",
+        ),
+        ("mymodels:build_model --data data --features a --strategy foo", "strategy must be one of .* received: 'foo'"),
+        ("mymodels:build_model --data data --features a --strategy mirrored --num-workers 2", "trains in one process"),
+        ("mymodels:build_model --data data --features a --epochs 0", "'epochs'. must be an integer of at least 1"),
+        ("mymodels:build_model --data data --features a --learning-rate nan", "must be a finite number above 0"),
+        ("mymodels:build_model --data data --features a --num-workers 0", "--num-workers must be an integer of at lea"),
+        ("mymodels:build_model --data data --features a --cpus-per-worker 0", "--cpus-per-worker must be more than 0"),
+        ("mymodels:build_model --data data --features a --num-ps 1", "belong to strategy 'parameter_server'"),
+        ("mymodels:build_model --data data --features a --batch-size 1 --num-workers 2", "one row for each replica"),
+        ("mymodels:build_model --data data --features a --seed -1", "seed must be an integer"),
     ],
 )
-def test_wrong_commands_say_why(tmp_path, arguments, message):
-    _, err = run("-m", "raytf.cli", *arguments, cwd=tmp_path, code=1)
-    assert err.startswith("Error: ") and message in err and len(err.splitlines()) == 1
+def test_wrong_commands_say_why_before_anything_starts(folder, arguments, message):
+    """Neither Ray nor the user's module is imported: the latter would end the command in another way."""
+    (folder / "mymodels.py").write_text("raise SystemExit('imported')")
+    (folder / "empty").mkdir()
+    (folder / "ray").mkdir()
+    (folder / "ray" / "__init__.py").write_text("raise SystemExit('Ray was imported')")
+    _wrong(["train", *arguments.split()], message, folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("report .", "The folder of a sweep holds sweep.json"),
+        ("sweep mymodels:build_model units --data data --features a", "written as NAME=DOMAIN; received: 'units'"),
+        ("sweep mymodels:build_model units=1 --data data --features a --mode big", "--mode must be one of min, max"),
+        ("sweep mymodels:build_model units=1 --data data --features a --scheduler x", "--scheduler must be one of"),
+        ("sweep mymodels:build_model units=1 --data data --features a --resume no", "resumed from a path that exists"),
+    ],
+)
+def test_wrong_sweeps_say_why(folder, arguments, message):
+    _wrong(arguments.split(), message, folder)
+
+
+def _wrong(command, message, folder):
+    _, err = run(*command, cwd=folder, code=1, program=RAYTF)
+    assert err.startswith("Error: ") and re.search(message, err) and len(err.splitlines()) == 1, err

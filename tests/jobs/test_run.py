@@ -14,6 +14,8 @@ import psutil
 import pytest
 import ray
 
+from raytf import run as launcher
+
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
@@ -173,6 +175,81 @@ def test_the_folder_travels(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"\[worker 0\] beside the script in (\S+)", done.stdout)[1]
     assert found != str(hidden) and "working_dir" in found
+    says = rf"^raytf run: \S+ does not see the current folder; the script runs there in a copy, {found}, and what it"
+    assert len(re.findall(says, done.stderr, re.MULTILINE)) == 1
+
+
+def here(folder, text, *, monkeypatch, **options):
+    """Runs a script in this process, as `run` does in one of its own; the exit code."""
+    (folder / "script.py").write_text(text)
+    monkeypatch.chdir(folder)
+    code = launcher.run(launcher.Script(script="script.py", **options))
+    _, alive = psutil.wait_procs(left(), timeout=30)
+    assert not alive, "processes outlive the run"
+    return code
+
+
+def test_a_stopped_process_is_named_and_a_restart_goes_on(tmp_path, monkeypatch, capfd):
+    """A stop that ends in time is none: worker 0 stops, too, and its child lets it go on."""
+    text = """
+import json, os, signal, subprocess, sys
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+if rank == 0:
+    child = f"import os, signal, time; time.sleep(1); os.kill({os.getpid()}, signal.SIGCONT)"
+    subprocess.Popen([sys.executable, "-c", child])
+if not os.path.exists(f"stopped{rank}"):
+    open(f"stopped{rank}", "w").close()
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("went on", flush=True)
+if rank == 0 and not os.path.exists("again"):
+    open("again", "w").close()
+    signal.pause()
+"""
+    options = {"num_workers": 2, "max_restarts": 1, "frozen_after": 4.0}
+    assert here(tmp_path, text, monkeypatch=monkeypatch, **options) == 0
+    out, err = capfd.readouterr()
+    assert [out.count(f"[worker {rank}] went on") for rank in (0, 1)] == [2, 1]
+    said = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    assert re.fullmatch(
+        r"raytf run: worker 1 failed first: frozen: its process \d+ on \S+ is stopped by .* s \(--frozen-after.*",
+        said[0],
+    )
+    assert said[1:] == ["raytf run: restart 1 of 1: all tasks"]
+
+
+def test_a_runner_that_gives_no_answer_has_gone(tmp_path, monkeypatch, capfd):
+    """Ray's own process is stopped, as if its host were: the others end, and so does it."""
+    monkeypatch.setattr(launcher, "_SILENT_SECONDS", 6.0)  # a busy machine answers late
+    text = """
+import json, os, signal
+if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+    os.kill(os.getppid(), signal.SIGSTOP)
+signal.pause()
+"""
+    assert here(tmp_path, text, monkeypatch=monkeypatch, num_workers=2) == 128 + signal.SIGKILL
+    err = capfd.readouterr().err
+    assert re.search(r"worker 1 failed first: its host \S+, or Ray's process there, gives no answer", err)
+
+
+def test_an_evaluator_is_heard_to_its_last_line(tmp_path, monkeypatch, capfd):
+    """Also what it prints when it is told to end, long after the training."""
+    monkeypatch.setattr(launcher, "_EVALUATOR_SECONDS", 1.0)
+    text = """
+import json, os, signal, sys, time
+def end(*_):
+    print("\\n".join(f"line {i}" for i in range(20_000)), flush=True)
+    sys.exit(0)
+if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
+    signal.signal(signal.SIGTERM, end)
+    open("ready", "w").close()
+    signal.pause()
+while not os.path.exists("ready"):
+    time.sleep(0.01)
+"""
+    assert here(tmp_path, text, monkeypatch=monkeypatch, evaluator=True) == 0
+    out, err = capfd.readouterr()
+    assert re.findall(r"^\[evaluator 0\] line (\d+)$", out, re.MULTILINE) == [str(i) for i in range(20_000)]
+    assert "evaluator 0 is ended, 1 s after the training" in err
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.processes.launch import run_group
-from tests.processes.scenarios import SCENARIOS
+from tests.processes.optimizer_scenarios import SCENARIOS
 
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
-FLOAT32 = ["cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_sgd", "last_batch_smaller"]
+FLOAT32 = ["cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_sgd", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
 THREE = [
     "embedding_adam",
     "last_batch_of_one_row",
@@ -22,6 +22,9 @@ THREE = [
     "gradient_accumulation",
     "mixed_float16",
     "stop_between_batches",
+    *("gan_dcgan", "gan_in_long_executions", "gan_wgan_gp", "gan_in_conditions", "gan_pix2pix", "actor_critic"),
+    *("three_optimizers_with_shared_variables", "two_scaled_losses", "vae_with_add_loss", "distillation"),
+    "in_batch_contrastive_loss",
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -30,6 +33,7 @@ LOCAL = [
     *("batch_normalization", "batch_normalization_synchronized_uneven", "last_batch_of_one_row", "odd_global_batch"),
     *("steps_per_execution", "run_eagerly", "global_clipnorm", "ema", "regularization", "learning_rate_schedule"),
     *("batch_logs", "train_step_OwnStep", "train_step_BareLogs", "own_add_loss", "on_batch"),
+    *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic"),
 ]
 # In the order in which the groups start, two at a time: the long ones first.
 WANTED = {

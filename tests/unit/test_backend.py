@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from raytf import backend
+from raytf import backend, ring
 from raytf.backend import TensorflowConfig
 from raytf.errors import ConfigError
 
@@ -16,10 +16,9 @@ CHILD = """
 import ray.util
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
 from raytf import ports
-import random, sys
-ports._PORTS = range(int(sys.argv[1]), int(sys.argv[2]))
+import sys
 try:
-    print(ports.reserve_address(), flush=True)
+    print(ports.reserve_address((int(sys.argv[1]), int(sys.argv[2]))), flush=True)
 except Exception as error:
     print(error, flush=True)
 input()
@@ -33,7 +32,7 @@ def test_processes_get_different_ports_even_between_release_and_bind():
     """Of three ports three processes get one each; a fourth gets none, also when TensorFlow has been given theirs."""
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, "31900", "31903"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CHILD, "31900", "31902"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for _ in range(4)
     ]
@@ -41,15 +40,15 @@ def test_processes_get_different_ports_even_between_release_and_bind():
         said = [child.stdout.readline().strip() for child in children]
         ports = [text for text in said if text.startswith("127.0.0.1:")]
         assert len(ports) == 3 and len(set(ports)) == 3, said
-        assert sum("A worker needs a free port" in text for text in said) == 1
+        assert sum("A worker needs two free ports" in text for text in said) == 1
         for child in children:
             child.stdin.write("\n")
             child.stdin.flush()
             assert child.stdout.readline().strip() == "released"
         late = subprocess.run(
-            [sys.executable, "-c", CHILD, "31900", "31903"], input="\n\n", capture_output=True, text=True
+            [sys.executable, "-c", CHILD, "31900", "31902"], input="\n\n", capture_output=True, text=True
         )
-        assert "A worker needs a free port" in late.stdout
+        assert "A worker needs two free ports" in late.stdout
     finally:
         for child in children:
             child.communicate("\n\n")
@@ -58,12 +57,15 @@ def test_processes_get_different_ports_even_between_release_and_bind():
 def test_the_environment(monkeypatch):
     for name in ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_FORCE_GPU_ALLOW_GROWTH"):
         monkeypatch.setenv(name, "before")
-    backend.set_environment(TensorflowConfig(), ["a:1", "b:2"], 1, 3)
+    monkeypatch.setattr(ring, "_token", None)
+    token = ring.new_token()
+    backend.set_environment(TensorflowConfig(), ["a:1", "b:2"], 1, 3, token)
+    assert ring.token() == token and token.hex() not in str(os.environ)
     assert json.loads(os.environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert os.environ["TF_NUM_INTRAOP_THREADS"] == "3" and os.environ["TF_NUM_INTEROP_THREADS"] == "3"
     assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
     backend.set_environment(
-        TensorflowConfig(intra_op_threads=2, inter_op_threads=7, memory_growth=False), ["a:1"], 0, 1
+        TensorflowConfig(intra_op_threads=2, inter_op_threads=7, memory_growth=False), ["a:1"], 0, 1, bytes(32)
     )
     assert os.environ["TF_NUM_INTRAOP_THREADS"] == "2" and os.environ["TF_NUM_INTEROP_THREADS"] == "7"
     assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
@@ -83,6 +85,9 @@ def test_communication_options():
         ({"communication": "gloo"}, "communication must be one of auto, ring, nccl; received: 'gloo'"),
         ({"timeout_s": 0}, "timeout_s must be more than 0 seconds"),
         ({"bytes_per_pack": -1}, "bytes_per_pack must be at least 0"),
+        ({"ports": (20_000, 70_000)}, r"ports must be the first and the last .* received: \(20000, 70000\)"),
+        ({"ports": (30_000, 20_000)}, "ports must be the first and the last"),
+        ({"ports": "20000-30000"}, "ports must be the first and the last"),
         ({"intra_op_threads": 0}, "intra_op_threads must be at least 1"),
     ],
 )

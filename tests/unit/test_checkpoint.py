@@ -1,9 +1,15 @@
 """A checkpoint holds the complete state, and is loaded as a model with or without Keras' help. No Ray."""
 
+import json
+import os
+import pickle
+
 import numpy as np
 import pytest
 
-from raytf import checkpoint
+from raytf import checkpoint, checkpoint_files
+from raytf.callback_state import CallbackStates
+from raytf.checkpoint_files import DamagedCheckpointError
 from raytf.errors import ConfigError
 
 
@@ -13,7 +19,7 @@ def functional(config):
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(config["units"]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     )
-    model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.compile(keras.optimizers.Adam(config.get("learning_rate", 0.1)), "mse")
     return model
 
 
@@ -43,16 +49,39 @@ def trained(build, steps=3):
     return model, x
 
 
-def saved(folder, build, callbacks=()):
+def saved(folder, build, states=None, rate=None, **config):
     model, x = trained(build)
-    state = checkpoint.State(3, 3, 7, False, [{"epoch": 1, "loss": 0.5}])
-    checkpoint.save(str(folder), model, state, callbacks, (build, {"units": 4}, ((3,), "float32")))
+    state = checkpoint.State(3, 3, 7, False, [{"epoch": 1, "loss": 0.5}], {}, rate)
+    checkpoint.save(str(folder), model, state, states, (build, {"units": 4, **config}, ((3,), "float32")))
     return model, x
+
+
+def of_format_1(folder):
+    """The folder as raytf wrote it at first, with pickles that note it when they are read."""
+    state = json.loads((folder / "state.json").read_text())
+    for name in ("version", "learning_rate"):
+        state.pop(name)
+    (folder / "state.json").write_text(json.dumps(state))
+    for name in ("manifest.json", "callbacks.json", "callbacks.npz", "build.json"):
+        (folder / name).unlink()
+    for name in ("callbacks.pkl", "build.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(str(folder / "exploded"))))
+
+
+class Bomb:
+    """Its pickle makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
     """Weights, optimizer and the seeds of Dropout: three steps more are the same in a restored model."""
     model, x = saved(tmp_path, functional)
+    checkpoint_files.check(str(tmp_path))
     assert checkpoint.read_state(str(tmp_path)).step == 3
     other = functional({"units": 4})
     checkpoint.restore(str(tmp_path), other)
@@ -62,6 +91,16 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
         np.testing.assert_array_equal(mine, its)
 
 
+def test_a_rate_that_the_config_changed_holds_and_one_that_a_callback_changed_is_restored(tmp_path):
+    saved(tmp_path, functional, rate=0.1)  # the rate of the model, not of this config
+    model = functional({"units": 4, "learning_rate": 0.5})
+    checkpoint.restore(str(tmp_path), model, {"learning_rate": 0.5})
+    assert float(model.optimizer.learning_rate) == 0.5
+    model = functional({"units": 4, "learning_rate": 0.5})
+    checkpoint.restore(str(tmp_path), model, {"learning_rate": 0.1})
+    assert float(model.optimizer.learning_rate) == np.float32(0.1)
+
+
 def test_a_model_that_keras_knows_is_loaded_with_its_optimizer(tmp_path):
     model, x = saved(tmp_path, functional)
     loaded = checkpoint.load_model(tmp_path)
@@ -69,31 +108,40 @@ def test_a_model_that_keras_knows_is_loaded_with_its_optimizer(tmp_path):
     assert int(loaded.optimizer.iterations) == 3
 
 
-def test_a_model_that_keras_does_not_know_is_built_anew(tmp_path):
-    model, x = saved(tmp_path, subclassed)
-    with pytest.warns(UserWarning, match="built with build_model"):
-        loaded = checkpoint.load_model(str(tmp_path))
+def test_a_model_that_keras_does_not_know_is_built_by_the_function_that_is_passed(tmp_path, monkeypatch):
+    model, x = saved(tmp_path, subclassed, tokenizer=object(), sizes=(1, 2))
+    with pytest.raises(ConfigError, match=r"Pass build_model=.*test_checkpoint:subclassed.* config=.*'tokenizer'"):
+        checkpoint.load_model(tmp_path)
+    seen = []
+    loaded = checkpoint.load_model(tmp_path, build_model=lambda c: seen.append(c) or subclassed(c), config={"a": 1})
+    assert seen == [{"units": 4, "sizes": (1, 2), "a": 1}]
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
     assert int(loaded.optimizer.iterations) == 3
+    with pytest.raises(ConfigError, match=r"'tokenizer' is missing.*Pass config="):
+        checkpoint.load_model(tmp_path, build_model=lambda config: config["tokenizer"])
+    with pytest.raises(ConfigError, match="build_model must build the model that was saved"):
+        checkpoint.load_model(tmp_path, build_model=subclassed, config={"units": 5})
+    monkeypatch.setattr(checkpoint, "_made_here", {})
+    checkpoint.remember(str(tmp_path.parent), subclassed, {"tokenizer": "here"})
+    with pytest.warns(UserWarning, match="built with the trainer's build_model"):
+        loaded = checkpoint.load_model(tmp_path)
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
-def test_callbacks_get_their_state_back(tmp_path):
+def test_a_checkpoint_of_format_1_is_read_and_its_pickles_are_not(tmp_path):
     import keras
 
-    def plateau():
-        return keras.callbacks.ReduceLROnPlateau("loss", patience=2)
-
-    before = plateau()
-    before.set_model(functional({"units": 4}))
-    before.on_train_begin()
-    for epoch, loss in enumerate([1.0, 0.5, 0.6]):
-        before.on_epoch_end(epoch, {"loss": loss})
-    saved(tmp_path, functional, [before])
-    after = plateau()
-    checkpoint.restore_callbacks(str(tmp_path), [after])
-    assert (after.wait, after.best, after.monitor_op, after.min_delta) == (1, 0.5, before.monitor_op, before.min_delta)
-    with pytest.raises(ConfigError, match="needs the callbacks that it had"):
-        checkpoint.restore_callbacks(str(tmp_path), [])
+    model, x = saved(tmp_path, functional)
+    of_format_1(tmp_path)
+    checkpoint_files.check(str(tmp_path))
+    other, callback = functional({"units": 4}), keras.callbacks.EarlyStopping(patience=2)
+    checkpoint.restore(str(tmp_path), other, {"learning_rate": 0.5})
+    np.testing.assert_array_equal(model.get_weights()[0], other.get_weights()[0])
+    with pytest.warns(UserWarning, match="callbacks start anew"):
+        checkpoint.restore_callbacks(str(tmp_path), CallbackStates([callback]))
+    for loaded in (checkpoint.load_model(tmp_path), checkpoint.load_model(tmp_path, build_model=lambda c: other)):
+        np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_another_model_is_refused(tmp_path):
@@ -105,5 +153,89 @@ def test_another_model_is_refused(tmp_path):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="A model is loaded from"):
         checkpoint.load_model(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds state.json"):
+    with pytest.raises(ConfigError, match=r"state.json is missing"):
         checkpoint.read_state(str(tmp_path))
+
+
+def folder_of(path, **state):
+    """A folder with all parts of a checkpoint, of which no model can be built."""
+    path.mkdir()
+    np.savez(path / "seeds.npz", np.arange(2))
+    np.savez(path / "model.keras.npz", np.arange(100))
+    (path / "model.keras.npz").rename(path / "model.keras")
+    right = json.loads(checkpoint.State(2, 8, 0, False, [{"epoch": 1}, {"epoch": 2}]).to_json())
+    (path / "state.json").write_text(json.dumps(right | state))
+    checkpoint_files.write_manifest(str(path))
+    return path
+
+
+@pytest.mark.parametrize("part", ["model.keras", "state.json", "seeds.npz", "manifest.json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut off", "changed"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_part_that_is_not_as_it_was_written_is_named(tmp_path, part, damage, version):
+    folder = folder_of(tmp_path / "checkpoint_7")
+    if version == 1:
+        of_format_1_files(folder)
+        if part == "manifest.json":
+            return
+    checkpoint_files.check(str(folder))
+    content = (folder / part).read_bytes()
+    (folder / part).unlink()
+    if damage != "missing":
+        middle = len(content) // 2
+        changed = content[:middle] + bytes([content[middle] ^ 128]) + content[middle + 1 :]
+        (folder / part).write_bytes({"empty": b"", "cut off": content[:middle], "changed": changed}[damage])
+    with pytest.raises(DamagedCheckpointError, match=rf"checkpoint_7 \(.*{part}"):
+        checkpoint_files.check(str(folder))
+
+
+def of_format_1_files(folder):
+    (folder / "manifest.json").unlink()
+    state = json.loads((folder / "state.json").read_text())
+    del state["version"]
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *({"epoch": -1}, {"epoch": 1.5}, {"epoch": True}, {"step": "8"}, {"seed": None}, {"stopped": 0}),
+        *({"history": {}}, {"history": [[]]}, {"identity": []}, {"learning_rate": "0.1"}, {"version": "2"}),
+    ],
+)
+def test_a_state_of_wrong_types_is_refused(tmp_path, state):
+    folder = folder_of(tmp_path / "checkpoint_7", **state)
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_7 \("):
+        checkpoint_files.check(str(folder))
+
+
+def test_a_newer_format_is_refused_and_no_older_checkpoint_taken_in_its_place(tmp_path):
+    newer = folder_of(tmp_path / "checkpoint_8", version=3)
+    manifest = json.loads((newer / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps(manifest | {"version": 3}))
+    older = folder_of(tmp_path / "checkpoint_7")
+    with pytest.raises(ConfigError, match="checkpoint_8 of format 3. Use the raytf that wrote it") as caught:
+        checkpoint_files.first_whole([Stored(newer), Stored(older)], lambda c: checkpoint_files.check(c.path))
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+class Stored:
+    """A checkpoint by its path."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+
+def test_the_first_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
+    folders = [folder_of(tmp_path / f"checkpoint_{i}") for i in (9, 8, 7)]
+    (folders[0] / "seeds.npz").unlink()
+    (folders[1] / "state.json").write_text("")
+    stored = checkpoint_files.newest_first(map(Stored, reversed(folders)))
+    with pytest.warns(UserWarning, match=r"checkpoint_9 \(seeds.npz.*checkpoint_8 \(state.json.*checkpoint_7 is taken"):
+        found, _ = checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check(c.path))
+    assert found.path == str(folders[2])
+    (folders[2] / "model.keras").write_bytes(b"")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"checkpoint_9 \(.*checkpoint_8 \(.*checkpoint_7 \(model.keras is emp"
+    ):
+        checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check(c.path))

@@ -1,16 +1,19 @@
 import pickle
 
+import pytest
 from ray.train import TrainingFailedError, WorkerGroupError
 
 from raytf import failures
+from raytf.errors import PeerLostError
 
 
-class UnavailableError(Exception):
-    pass
+def tensorflow_error(name, message):
+    """An error of a type that bears TensorFlow's name, without TensorFlow."""
+    return type(name, (Exception,), {"__module__": "tensorflow.python.framework.errors_impl"})(message)
 
 
 def test_the_cause_is_named_and_not_its_consequence():
-    errors = {0: UnavailableError("Connection reset by peer"), 1: ValueError("bad row\nmore"), 2: KeyError("late")}
+    errors = {0: PeerLostError(0, "it hung up"), 1: ValueError("bad row\nmore"), 2: KeyError("late")}
     try:
         with failures.first_cause():
             raise WorkerGroupError("text", errors)
@@ -20,8 +23,25 @@ def test_the_cause_is_named_and_not_its_consequence():
         assert set(error.worker_failures) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("error", "consequence"),
+    [
+        (tensorflow_error("UnavailableError", "Graph execution error"), True),
+        (tensorflow_error("InternalError", "x\nRPC: /tensorflow.WorkerService"), True),
+        (tensorflow_error("UnknownError", "Graph execution error:\nPeerLostError: worker 0 lost a neighbour"), True),
+        (tensorflow_error("InvalidArgumentError", "labels must be below 4"), False),
+        (RuntimeError("CancelledError of our own, Connection reset by peer"), False),
+        (type("UnavailableError", (Exception,), {"__module__": "mine"})("closed today"), False),
+        (PeerLostError(0, "it hung up"), True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_consequence_is_told_by_the_type_and_words_count_in_those_of_tensorflow_only(error, consequence):
+    assert failures.is_consequence(error) == consequence
+
+
 def test_without_a_clear_cause_the_lowest_rank_is_named():
-    assert failures.first_rank({2: UnavailableError("a"), 1: UnavailableError("b")}) == 1
+    assert failures.first_rank({2: PeerLostError(2, "a"), 1: PeerLostError(1, "b")}) == 1
 
 
 def test_a_worker_that_died_is_named_with_what_ray_knows():
@@ -29,6 +49,14 @@ def test_a_worker_that_died_is_named_with_what_ray_knows():
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
     died = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
-    errors = {0: UnavailableError("Socket closed"), 1: died}
+    errors = {0: PeerLostError(0, "Socket closed"), 1: died}
     assert failures.first_rank(errors) == 1
     assert "died" in failures._line(died)
+
+
+def test_a_frozen_worker_is_the_cause_and_its_sentence_survives_the_way_to_the_driver():
+    frozen = failures.WorkerFrozenError("its process 7 on 10.0.0.2 is stopped by a signal (SIGSTOP?), for 10 s")
+    errors = {0: tensorflow_error("UnavailableError", "Graph execution error"), 1: pickle.loads(pickle.dumps(frozen))}
+    with pytest.raises(TrainingFailedError, match="worker 1 failed: .* its process 7 on 10.0.0.2 is stopped"):
+        with failures.first_cause():
+            raise WorkerGroupError("text", errors)

@@ -122,7 +122,7 @@ def test_positions_are_uniform():
     rows, epochs = 12, 3000
     counts = np.zeros((rows, rows))
     for epoch in range(epochs):
-        counts[order.permutation(rows, 1, epoch), np.arange(rows)] += 1
+        counts[order.shuffled(rows, 1, epoch).at(np.arange(rows)), np.arange(rows)] += 1
     expected = epochs / rows
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = (rows - 1) ** 2

@@ -1,8 +1,10 @@
 """The ring of sockets: sums are right for any number of processes, sizes and types, and a lost neighbour is told."""
 
+import contextlib
 import pickle
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -11,20 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytf import scaled_float16
 from raytf.errors import PeerLostError, RaytfError
 from raytf.ring import TOKEN_BYTES, Listener
 
 TOKEN = bytes(range(TOKEN_BYTES))
 
 
-def rings(size, hosts="unix", timeout=20.0, before_join=None):
+def rings(size, hosts="unix", timeout=20.0, before_join=None, **others):
     """The places of a ring in this process; "tcp" gives each a host of its own, so that no Unix socket is used."""
     listeners = [Listener(f"127.0.0.{rank + 1}" if hosts == "tcp" else "127.0.0.1") for rank in range(size)]
     addresses = [(one.host, one.port) for one in listeners]
     if before_join:
         before_join(listeners)
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda i: listeners[i].join(i, addresses, TOKEN, 20.0, timeout), range(size)))
+        return list(pool.map(lambda i: listeners[i].join(i, addresses, TOKEN, 20.0, timeout, **others), range(size)))
 
 
 @pytest.fixture
@@ -84,6 +87,20 @@ def test_all_have_the_same_bits_where_rounding_matters(ring_of):
         assert error < 3 * float(ml_dtypes.finfo(kind).eps)
 
 
+def test_sums_in_float16_with_scales_pass_its_end(ring_of):
+    places = ring_of(3)
+    wide = [np.random.default_rng(i).normal(0, 6e4, (9, scaled_float16.ITEMS)).astype(np.float32) for i in range(3)]
+    exact = np.sum([a.astype(np.float64) for a in wide], axis=0)
+    coded = [np.zeros(9, scaled_float16.BLOCK) for _ in wide]
+    for numbers, blocks in zip(wide, coded, strict=True):
+        scaled_float16.encode(numbers, blocks)
+    assert together(lambda place: place.add(coded[place.rank]), places) == [None] * 3
+    assert coded[0].tobytes() == coded[1].tobytes() == coded[2].tobytes()
+    found = np.empty_like(wide[0])
+    scaled_float16.decode(coded[0], found)
+    assert np.abs(found - exact).max() < 3 * 2.0**-11 * np.abs(exact).max()
+
+
 def test_workers_that_sum_different_things_are_told(ring_of):
     places = ring_of(2)
     first, second = together(lambda place: place.add(np.zeros(2 + 2 * place.rank)), places)
@@ -117,22 +134,98 @@ def test_a_silent_neighbour_is_waited_for_as_long_as_was_said(ring_of):
         places[0].add(np.zeros(2))
 
 
-def test_strangers_are_turned_away(ring_of):
+def test_a_neighbour_that_does_not_read_is_waited_for_longer_than_its_host(ring_of):
+    """What is unsent fills the connection, and the other's kernel answers that it takes nothing."""
+    places = ring_of(3, "tcp", timeout=None, host_gone=2)
+    arrays = [np.ones(places[0].padded(3 << 20), np.float32) for _ in places]
+
+    def work(place):
+        if place.rank == 1:
+            time.sleep(3)
+        place.add(arrays[place.rank])
+
+    assert together(work, places) == [None] * 3
+    assert all(array.min() == array.max() == 3 for array in arrays)
+
+
+def hello_of(rank, purpose=0):
+    return b"raytf/ring/2" + rank.to_bytes(4, "little") + purpose.to_bytes(4, "little") + bytes(TOKEN_BYTES)
+
+
+def test_many_strangers_are_turned_away_at_once(ring_of):
+    """Each of them would cost five seconds if they were asked one after the other."""
+    hellos = [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(48), hello_of(0)[:9], hello_of(0), hello_of(7)]
+    hellos += [hello_of(0) + bytes(32), hello_of(0, 1) + bytes(31), hello_of(0, 9)]
     strangers = []
 
     def knock(listeners):
-        for hello in (b"", b"GET / HTTP/1.1\r\n\r\n and more", bytes(TOKEN_BYTES) + bytes(4)):
-            one = socket.create_connection((listeners[1].host, listeners[1].port))
-            one.sendall(hello)
-            one.shutdown(socket.SHUT_WR)
+        for i in range(200):
+            one = socket.create_connection((listeners[1].host, listeners[1].port), 5)
+            one.sendall(hellos[i % len(hellos)])
+            if i % 2:
+                one.shutdown(socket.SHUT_WR)
             strangers.append(one)
 
+    began = time.monotonic()
     places = ring_of(2, "tcp", before_join=knock)
+    assert time.monotonic() - began < 5
     arrays = [np.ones(2), np.ones(2)]
     assert together(lambda place: place.add(arrays[place.rank]), places) == [None, None]
     assert arrays[0].tolist() == arrays[1].tolist() == [2.0, 2.0]
     for one in strangers:
+        one.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):  # it was turned away
+            assert TOKEN not in one.recv(1 << 16)
         one.close()
+
+
+def test_one_that_does_not_know_the_token_is_no_neighbour():
+    """Neither by what it says, nor by saying again what it heard."""
+    listeners = [Listener("127.0.0.1") for _ in range(2)]
+    addresses = [(one.host, one.port) for one in listeners]
+    tokens = [TOKEN, bytes(TOKEN_BYTES)]
+    found = together(
+        lambda one: one.join(listeners.index(one), addresses, tokens[listeners.index(one)], 5.0, None), listeners
+    )
+    assert all(isinstance(error, PeerLostError) for error in found)
+    assert any("does not know the token of this ring" in str(error) for error in found)
+
+
+def test_a_conversation_that_was_heard_is_of_no_use_again():
+    """Between neighbours stands one that passes on what they say and notes it; later it says the same."""
+    listeners = [Listener("127.0.0.1"), Listener("127.0.0.2")]
+    heard = []
+    with socket.create_server(("127.0.0.3", 0)) as between, ThreadPoolExecutor(8) as pool:
+        # worker 0 finds worker 1 where the one between them listens
+        tapped = [(listeners[0].host, listeners[0].port), between.getsockname()]
+        direct = [(one.host, one.port) for one in listeners]
+        joins = [
+            pool.submit(listeners[i].join, i, where, TOKEN, 20.0, 20.0) for i, where in enumerate([tapped, direct])
+        ]
+
+        def pump(source, target, notes):
+            while data := source.recv(1 << 16):
+                notes.append(data)
+                target.sendall(data)
+            target.close()
+
+        for _ in range(2):
+            one, other = between.accept()[0], socket.create_connection(direct[1])
+            heard.append([])
+            pool.submit(pump, one, other, heard[-1])
+            pool.submit(pump, other, one, [])
+        places = [join.result() for join in joins]
+        for place in places:
+            place.close()
+    said = [b"".join(notes) for notes in heard]
+    assert not any(TOKEN in text for text in said)
+    again = Listener("127.0.0.2")
+    with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as parrots:
+        for text in said:
+            parrot = parrots.enter_context(socket.create_connection((again.host, again.port)))
+            parrot.sendall(text)
+        with pytest.raises(PeerLostError, match="worker 0 did not connect in time"):
+            again.join(1, [silent.getsockname(), (again.host, again.port)], TOKEN, 0.5, None)
 
 
 def test_a_neighbour_that_never_comes():

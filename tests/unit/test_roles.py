@@ -44,6 +44,13 @@ def test_the_cause_is_named_not_its_consequence():
     assert roles.first_failure({one: Exit(0), two: Exit(0)}) is None
 
 
+def test_words_of_tensorflow_in_the_message_of_another_are_no_sign():
+    said = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: CancelledError in my own words"
+    assert not Exit(1, said).is_consequence()
+    assert not Exit(-9, NOISE).is_consequence(), "TensorFlow's log also holds what is no error"
+    assert Exit(-6, f"F{NOISE[1:]}").is_consequence()
+
+
 def test_a_reason_is_a_line_and_a_code_that_of_a_shell():
     assert Exit(1, CULPRIT).reason() == "exit code 1: ValueError: units must be odd"
     assert Exit(-9).reason() == "ended by signal 9" and Exit(-9).status == 137

@@ -1,13 +1,12 @@
-"""What a sweep is made of, without a cluster: spaces as text, names, scaled rates, keys that nothing reads."""
+"""What a sweep is made of, without a cluster: spaces as text, names, scaled rates."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray import tune
 from ray.tune import schedulers
 
-from raytf import rates, reads, space
+from raytf import rates, space
 from raytf.errors import ConfigError
 from raytf.topology import per_replica_batch
 
@@ -103,30 +102,6 @@ def test_scaled_rates(rate, base, batch, workers):
 def test_wrong_scalings(arguments, message):
     with pytest.raises(ConfigError, match=message):
         rates.Scaling(**arguments)
-
-
-def _reads_units(config):
-    return config["units"]
-
-
-def _hands_on(config):
-    return _reads_units(config)
-
-
-def _as_keywords(config):
-    return dict(**config)
-
-
-def _inside(config):
-    return [lambda: config.get("rate") for _ in range(2)]
-
-
-def test_keys_that_nothing_reads():
-    assert reads.may_read(_reads_units, "units") and not reads.may_read(_reads_units, "unit")
-    assert reads.may_read(_hands_on, "units") and not reads.may_read(_hands_on, "unit")
-    assert reads.may_read(_as_keywords, "anything")
-    assert reads.may_read(_inside, "rate") and not reads.may_read(_inside, "learning_rate")
-    assert reads.may_read(np.ufunc, "anything")
 
 
 def test_a_batch_too_large_is_said_to_be():

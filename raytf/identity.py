@@ -1,0 +1,268 @@
+"""Whether the run that a folder holds is the run that is asked for, and what differs. Pure.
+
+An identity is a dict of JSON values that `KerasTrainer` puts beside each checkpoint, see `fingerprint.py`. Differences
+of the model and of the optimizer's class and slots mean that the checkpoint's numbers stand for something else: such a
+run is not gone on with. All others are named, and the user says what is to happen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raytf.errors import ConfigError
+
+VERSION = 1
+_SHOWN = 6
+# Keys of a layer's config that a trained layer may have changed: its weights mean the same.
+_MAY_CHANGE = ("initializer", "regularizer", "constraint", "rate", "dropout", "recurrent_dropout")
+_MISSING = "nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What differs between two runs.
+
+    Args:
+        text: "learning_rate 0.1, was 0.01".
+        refused: whether no run goes on with it.
+    """
+
+    text: str
+    refused: bool
+
+
+def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, name: str) -> None:
+    """Warns of what differs, or refuses it.
+
+    Args:
+        was: the identity of the checkpoint; {} where it has none.
+        now: that of the run that is asked for.
+        resume: "auto", or True: go on nevertheless, where that has a meaning.
+        name: of the run.
+
+    Raises:
+        ConfigError: something differs, and the run does not go on with it.
+    """
+    if was.get("version") != VERSION:
+        warnings.warn(
+            f"{name}: its checkpoints do not say of which model, optimizer, columns and data they are, so that it "
+            "cannot be compared with the run that is asked for; it goes on",
+            stacklevel=3,
+        )
+        return
+    found = compare(was, now)
+    refused = [difference for difference in found if difference.refused]
+    if refused:
+        raise ConfigError(
+            "A run goes on with the model and the optimizer that its checkpoints are of",
+            f"{name!r} with {_shown(refused)}",
+            "Use resume=False to start anew, or choose another RunConfig(name=...)",
+        )
+    if not found:
+        return
+    if resume == "auto":
+        raise ConfigError(
+            'With resume="auto" a run goes on if it is the same run',
+            f"{name!r} with {_shown(found)}",
+            "Use resume=True to go on with what is new, resume=False to start anew, or another RunConfig(name=...)",
+        )
+    warnings.warn(f"{name}: goes on with {_shown(found)}", stacklevel=3)
+
+
+def _shown(found: list[Difference]) -> str:
+    texts = list(dict.fromkeys(difference.text for difference in found))
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more
+
+
+def rates_differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the optimizer of a run that goes on was given another learning rate; False where that is not known."""
+    try:
+        before, after = (_rate(identity["optimizers"]["optimizer"]) for identity in (was, now))
+    except KeyError:
+        return False
+    return before != after
+
+
+def _rate(optimizer: Mapping[str, Any]) -> Any:
+    return _rate(optimizer["inner"]) if "inner" in optimizer else optimizer["config"]["learning_rate"]
+
+
+def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """The differences between two identities, those that are refused first."""
+    # another version of Keras may know keys that this one does not
+    both_only = was.get("keras") != now.get("keras")
+    model = list(_model(was["model"], now["model"], both_only))
+    optimizer = list(_optimizers(was["optimizers"], now["optimizers"], both_only, not any(d.refused for d in model)))
+    rest = []
+    for name in ("loss", "loss_weights", "metrics", "weighted_metrics", "columns", "map", "seed", "batch_size"):
+        rest += _soft(was.get(name), now.get(name), name, both_only)
+    rest += _order(was["order"], now["order"])
+    for name in sorted({*was["data"], *now["data"]}):
+        rest += _data(was["data"].get(name), now["data"].get(name), name)
+    return sorted([*model, *optimizer, *rest], key=lambda difference: not difference.refused)
+
+
+def _model(was, now, both_only: bool) -> Iterator[Difference]:
+    if was["class"] != now["class"]:
+        yield Difference(f"a model of class {now['class']}, was {was['class']}", True)
+    before, after = was["layers"], now["layers"]
+    if isinstance(before, str) or isinstance(after, str):  # too many to be listed
+        if before != after:
+            yield Difference(f"the model's layers ({after}, was {before})", True)
+        return
+    classes = [[layer["class"] for layer in layers] for layers in (before, after)]
+    refused = False
+    if classes[0] != classes[1]:
+        yield Difference(f"the layers {_listed(classes[1])}, was {_listed(classes[0])}", True)
+        return
+    number = 0
+    for old, new in zip(before, after, strict=True):
+        number += new["class"] != "InputLayer"  # as a model's summary counts
+        for difference in _layer(old, new, f"{new['class']} (layer {number})", both_only):
+            refused |= difference.refused
+            yield difference
+    for difference in _layer(was, now, now["class"], both_only):
+        refused |= difference.refused
+        yield difference
+    if refused:
+        return
+    if was["weights"] != now["weights"]:
+        yield from _leaves(was["weights"], now["weights"], "weights", both_only, lambda path: True)
+    elif was["graph"] != now["graph"] and not both_only:
+        yield Difference("layers that are connected in another way", True)
+
+
+def _layer(was, now, what: str, both_only: bool) -> Iterator[Difference]:
+    def refused(path: tuple[str, ...]) -> bool:
+        return not any(part.endswith(_MAY_CHANGE) for part in path)
+
+    yield from _leaves(was.get("config"), now.get("config"), what, both_only, refused)
+    yield from _leaves(was.get("arguments"), now.get("arguments"), what, both_only, lambda path: False)
+    if _codes_differ(was.get("code"), now.get("code")):
+        yield Difference(f"another code of {what}", False)
+
+
+def _optimizers(was, now, both_only: bool, slots: bool) -> Iterator[Difference]:
+    """By the attribute that holds them: a GAN has several."""
+    if was.keys() != now.keys():
+        yield Difference(f"optimizers {_listed(sorted(now))}, was {_listed(sorted(was))}", True)
+        return
+    for name in now:
+        for difference in _optimizer(was[name], now[name], both_only, slots):
+            text = difference.text if len(now) == 1 else f"{name}: {difference.text}"
+            yield dataclasses.replace(difference, text=text)
+
+
+def _optimizer(was, now, both_only: bool, slots: bool) -> Iterator[Difference]:
+    if was["class"] != now["class"]:
+        yield Difference(f"optimizer {now['class']}, was {was['class']}", True)
+        rates = [part["config"].get("learning_rate", _MISSING) for part in (was, now)]
+        if rates[0] != rates[1] and _MISSING not in rates:
+            yield from _leaves(rates[0], rates[1], "learning_rate", both_only, lambda path: False)
+        return
+    others = slots and was["slots"] != now["slots"]
+    changed = []
+    for key in dict.fromkeys([*was["config"], *now["config"]]):
+        before, after = was["config"].get(key, _MISSING), now["config"].get(key, _MISSING)
+        if both_only and _MISSING in (before, after):
+            continue
+        changed += _leaves(before, after, key, both_only, lambda path: others)
+    yield from changed
+    if others and not any(difference.refused for difference in changed):
+        yield Difference(f"other state of the optimizer {now['class']} ({now['slots']}, was {was['slots']})", True)
+    if _codes_differ(was.get("code"), now.get("code")):
+        yield Difference(f"another code of {now['class']}", False)
+    if "inner" in was and "inner" in now:
+        yield from _optimizer(was["inner"], now["inner"], both_only, slots)
+
+
+def _order(was, now) -> Iterator[Difference]:
+    """The order of rows: what "auto" stands for follows from where the data is kept, which is no difference."""
+    if was["shuffle"] != now["shuffle"] and was["used"] != now["used"]:
+        yield Difference(f"shuffle {_value(now['used'])}, was {_value(was['used'])}", False)
+    elif was["used"] == now["used"] == "window" and was["window"] != now["window"]:
+        yield Difference(f"window {_value(now['window'])}, was {_value(was['window'])}", False)
+
+
+def _data(was, now, name: str) -> Iterator[Difference]:
+    what = f"datasets[{name!r}]"
+    if was is None or now is None:
+        yield Difference(f"{'no ' if now is None else 'a new '}{what}", False)
+        return
+    if was["rows"] != now["rows"]:
+        yield Difference(f"{what} of {now['rows']:,} rows, was {was['rows']:,}", False)
+    # rows that come from memory may have come from files, and are not compared with these
+    elif was["sources"] != now["sources"] and [set(s) for s in was["sources"]] == [set(s) for s in now["sources"]]:
+        yield Difference(f"other contents of {what}", False)
+    if list(_leaves(was["operations"], now["operations"], what, False, lambda path: False)):
+        yield Difference(f"other operations of {what}", False)
+
+
+def _soft(was, now, what: str, both_only: bool) -> Iterator[Difference]:
+    return _leaves(was, now, what, both_only, lambda path: False)
+
+
+def _leaves(was, now, what: str, both_only: bool, refused, path: tuple[str, ...] = ()) -> Iterator[Difference]:
+    """A difference for each value in which two nested ones differ.
+
+    Args:
+        was, now: JSON.
+        what: to begin each text with.
+        both_only: leave out keys that only one of two dicts has.
+        refused: refused(keys on the way to the value).
+    """
+    if was == now:
+        return
+    if isinstance(was, Mapping) and isinstance(now, Mapping) and was.get("class") == now.get("class"):
+        # a function of the user's is told by its code, whatever its name
+        by_code = "code" in was and "code" in now
+        for key in dict.fromkeys([*was, *now]):
+            if (both_only and (key not in was or key not in now)) or (by_code and key == "function"):
+                continue
+            if by_code and key == "code":
+                if _codes_differ(was[key], now[key]):
+                    yield Difference(f"{' '.join((what, *path))} of another code", bool(refused(path)))
+                continue
+            before, after = was.get(key, _MISSING), now.get(key, _MISSING)
+            yield from _leaves(before, after, what, both_only, refused, (*path, key))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for before, after in zip(was, now, strict=True):
+            yield from _leaves(before, after, what, both_only, refused, path)
+    else:
+        yield _difference(what, path, _value(now), _value(was), refused)
+
+
+def _difference(what: str, path: tuple[str, ...], now: str, was: str, refused) -> Difference:
+    return Difference(f"{' '.join((what, *path))} {now}, was {was}", bool(refused(path)))
+
+
+def _codes_differ(was: str | None, now: str | None) -> bool:
+    """Whether code differs; that of two versions of Python is not compared."""
+    if was is None or now is None:
+        return was != now
+    return was != now and was.partition(" ")[0] == now.partition(" ")[0]
+
+
+def _value(value: Any) -> str:
+    if value is _MISSING:
+        return value
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        name = value.get("function") or value.get("class")
+        inner = ", ".join(f"{k}={_value(v)}" for k, v in value.items() if k not in ("function", "class", "code"))
+        return f"{name}({inner})" if name and inner else str(name) if name else "{" + inner + "}"
+    if isinstance(value, list):
+        return _listed([_value(part) for part in value])
+    return str(value)
+
+
+def _listed(values: list) -> str:
+    shown = [str(value) for value in values]
+    if len(shown) > 8:
+        shown = [*shown[:4], f"... {len(shown) - 8} more ...", *shown[-4:]]
+    return "[" + ", ".join(shown) + "]"

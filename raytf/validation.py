@@ -1,0 +1,54 @@
+"""Values that are wrong by themselves: numbers out of range, unknown words. Pure; needs neither Ray nor TensorFlow."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raytf.errors import ConfigError
+
+# What a sweep knows by name.
+SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
+SEARCHES = ("random", "optuna")
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raises ConfigError unless `value` is an integer of at least `least`; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Change it")
+
+
+def check_word(name: str, value: Any, known: Sequence[str]) -> None:
+    """Raises ConfigError unless `value` is one of the known words."""
+    if value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}", repr(value), "Choose one of these")
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for values of `config` that the trainer itself reads."""
+    for name in ("batch_size", "epochs"):
+        check_whole(f"config[{name!r}]", config[name], 1)
+    rate = config.get("learning_rate")
+    if isinstance(rate, numbers.Real) and not (math.isfinite(rate) and rate > 0):
+        raise ConfigError("config['learning_rate'] must be a finite number above 0", repr(rate), "Change it")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ConfigError unless `seed` is one that a run can have."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(seed), "Choose such a seed")
+
+
+def check_num_ps(strategy: str, num_ps: Any) -> None:
+    """Raises ConfigError if parameter servers are asked for without their strategy, or the other way round."""
+    check_whole("num_ps", num_ps, 0)
+    if num_ps and strategy != "parameter_server":
+        raise ConfigError(
+            "Parameter servers belong to strategy 'parameter_server'",
+            f"num_ps={num_ps} with strategy={strategy!r}",
+            "Use strategy='parameter_server', or leave num_ps out",
+        )
+    if strategy == "parameter_server" and not num_ps:
+        raise ConfigError("strategy 'parameter_server' needs a parameter server", "num_ps=0", "Use num_ps=1 or more")

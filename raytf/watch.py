@@ -1,0 +1,106 @@
+"""Whether a process lives, seen from another one of its host: a process that computes for long is not a stopped one.
+
+Linux tells it (`/proc/PID/stat`) without asking the process, so that neither a long step nor Python's lock is in the
+way. Pure, but for the reading of that file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# A process that is stopped for so long, by SIGSTOP or a debugger, is given up; one that goes on before is not.
+# TensorFlow's coordination service gives up the others after 22 s, and blames the wrong one: this must come before.
+STOPPED_SECONDS = 10.0
+# A disk or a network file system that does not answer holds a process for so long before it is given up.
+UNINTERRUPTIBLE_SECONDS = 300.0
+# Between two looks.
+LOOK_SECONDS = 2.0
+
+_WORDS = {
+    "T": "stopped by a signal (SIGSTOP?)",
+    "t": "stopped by a debugger",
+    "D": "in uninterruptible sleep without using its processor: a disk or file system does not answer it",
+    "Z": "dead, though its parent has not noticed it",
+    "X": "gone",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A process at a moment.
+
+    Args:
+        state: Linux' letter: "R" runs, "S" waits, "D" waits uninterruptibly, "T" stopped, "t" traced, "Z" zombie.
+        started: when it started, in clock ticks since the host's boot; tells it from a later one of the same number.
+        ticks: processor time that it has used, all threads, in clock ticks.
+    """
+
+    state: str
+    started: int
+    ticks: int
+
+
+def look(pid: int, proc: str = "/proc") -> Look | None:
+    """A process of this host as it is now; None where there is none, or where `proc` tells nothing of processes."""
+    try:
+        with open(f"{proc}/{pid}/stat") as file:
+            text = file.read()
+    except OSError:  # ProcessLookupError comes for one that ends meanwhile
+        return None
+    return parse(text)
+
+
+def parse(text: str) -> Look:
+    """A `Look` from the text of `/proc/PID/stat`; the command in it may hold blanks and brackets."""
+    fields = text.rpartition(")")[2].split()
+    return Look(state=fields[0], started=int(fields[19]), ticks=int(fields[11]) + int(fields[12]))
+
+
+class Watch:
+    """Judges the looks at one process: what is to be said when it has stood still for too long.
+
+    Args:
+        seconds: of a stop that is one too long.
+        clock: gives seconds; for tests.
+
+    Attributes:
+        stands: how the process stood still at the last look, or None if it did not.
+    """
+
+    def __init__(self, seconds: float = STOPPED_SECONDS, clock: Callable[[], float] = time.monotonic):
+        self._limit, self._clock = seconds, clock
+        self.stands: str | None = None
+        self._last: Look | None = None
+        self._since: float | None = None
+
+    def judge(self, seen: Look | None) -> str | None:
+        """Takes the next look (None: no such process); a clause that follows "it is", or None while all is well."""
+        last, self._last = self._last, seen or self._last
+        if last is not None and seen is not None and seen.started != last.started:
+            self._last, seen = last, None  # another process has its number
+        letter = _letter(last, seen)
+        self.stands = _WORDS.get(letter)
+        if self.stands is None:
+            self._since = None
+            return None
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        limit = UNINTERRUPTIBLE_SECONDS if letter == "D" else self._limit
+        return f"{self.stands}, for {now - self._since:.0f} s" if now - self._since >= limit else None
+
+
+def _letter(last: Look | None, seen: Look | None) -> str:
+    """Linux' letter of what keeps a process from going on, "R" if nothing does, "X" if it is no more."""
+    if seen is None:
+        return "X"
+    if seen.state == "D":
+        return "D" if last is not None and seen.ticks == last.ticks else "R"
+    return seen.state if seen.state in _WORDS else "R"
+
+
+def looks(pids: list[int]) -> dict[int, Look | None]:
+    """A look at each of several processes of this host."""
+    return {pid: look(pid) for pid in pids}

@@ -1,0 +1,102 @@
+"""All that a run holds of a cluster is taken at once: while it waits it holds nothing, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from raytf import guard, reservation, watch, watchdog
+from raytf.errors import ResourceError
+from raytf.reservation import Reservation
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+BESIDE = {"evaluator 0": {"CPU": 1.0}}
+
+
+@contextlib.contextmanager
+def three_of_four_cpus():
+    other = Reservation({})
+    other.take(3, {"CPU": 1.0}, "PACK", None)
+    try:
+        yield other
+    finally:
+        other.release()
+
+
+def groups():
+    return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def test_a_run_that_waits_holds_nothing_says_what_for_and_goes_on(monkeypatch, capfd):
+    monkeypatch.setattr(reservation, "_PATIENCE_SECONDS", 0.0)
+    run = Reservation(BESIDE)
+    with three_of_four_cpus() as other:
+        run.hold(1, {"CPU": 1.0}, "PACK", None)
+        assert not run.wait(1.0) and ray.available_resources()["CPU"] == 1
+        other.release()
+        assert run.wait(30.0) and run.places == {"evaluator 0": 1}
+        assert run.hold(1, {"CPU": 1.0}, "PACK", None) == run.group, "workers that start anew have it still"
+    run.release()
+    said = capfd.readouterr().err
+    # what Ray counts as free may be a moment old
+    assert re.search(r"needs 2 CPU at once \(1 worker\(s\), evaluator 0\), and \d of 4 CPU are free; waiting for", said)
+    assert "the cluster has given the run its resources" in said
+    assert not groups()
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_wait_that_ends_badly_leaves_no_group(monkeypatch, error):
+    run = Reservation(BESIDE, seconds=1.0)
+    with three_of_four_cpus():
+        if error is not None:
+            monkeypatch.setattr(Reservation, "_wanted", lambda _: (_ for _ in ()).throw(error()))
+        with pytest.raises(error or ResourceError, match=None if error else "needs 3 CPU .* for 1 s"):
+            run.take(2, {"CPU": 1.0}, "PACK", None)
+    assert not groups()
+
+
+def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
+    node = ray.get_runtime_context().get_node_id()
+    busy = subprocess.Popen(["sh", "-c", "while :; do :; done"])
+    stopped = subprocess.Popen(["sleep", "1000"])
+    try:
+        watching = watchdog.Watchdog(seconds=1.0)
+        # as if on another node: a task looks there
+        watching._node = "elsewhere"
+        for name, process in (("busy", busy), ("stopped", stopped)):
+            watching.watch(name, guard.Place(node, "10.0.0.2", process.pid, None))
+        stopped.send_signal(19)
+        assert stopped.wait(60) == -9 and busy.poll() is None
+        watching.close()
+        assert list(watching.ended) == ["stopped"]
+        assert f"its process {stopped.pid} on 10.0.0.2 is stopped by a signal" in watching.ended["stopped"]
+        assert watch.look(busy.pid).state in "RS"
+    finally:
+        for process in (busy, stopped):
+            process.kill()
+            process.wait()
+
+
+def test_who_answers_is_not_looked_at():
+    """A process that was stopped, went on and answered begins anew."""
+    node = ray.get_runtime_context().get_node_id()
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        with watchdog.Watchdog(seconds=0.0) as watching:
+            watching.watch("it", guard.Place(node, "here", process.pid, None))
+            process.send_signal(19)
+            until = time.monotonic() + 2.5 * watch.LOOK_SECONDS
+            while time.monotonic() < until:
+                watching.heard("it")
+                time.sleep(0.2)
+            assert process.poll() is None and not watching.ended
+    finally:
+        process.kill()
+        process.wait()

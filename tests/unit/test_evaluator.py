@@ -1,0 +1,66 @@
+"""What becomes of checkpoints whose evaluator dies; the actor itself is in tests/cluster."""
+
+import json
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.train import Checkpoint
+
+from raytf import evaluator
+from raytf.evaluator import Record
+
+
+class Memory(dict):
+    """Entries without Ray."""
+
+    put = dict.__setitem__
+    names = dict.keys
+
+
+def ask(monkeypatch, tmp_path, *calls):
+    """The results, and the calls left, of as many checkpoints as there are lists of what each try comes to."""
+    record, left = Record(Memory()), [list(tries) for tries in calls]
+
+    def evaluated(record, checkpoint):
+        found = left[evaluator._epoch(checkpoint) - 1].pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return {"eval_loss": found}
+
+    monkeypatch.setattr(evaluator, "_evaluated", evaluated)
+    monkeypatch.setattr(evaluator, "_end", lambda record: record.entries.put("ended", True))
+    for epoch, _ in enumerate(calls, 1):
+        (tmp_path / "state.json").write_text(json.dumps({"epoch": epoch}))
+        evaluator._ask(record, Checkpoint.from_directory(tmp_path))
+    assert bool(record.entries.get("ended")) == record.given_up()
+    return *record.results(), [len(tries) for tries in left]
+
+
+def test_a_checkpoint_is_tried_twice_and_after_two_in_a_row_none_is(monkeypatch, tmp_path):
+    died = ActorDiedError()
+    metrics, why, left = ask(
+        monkeypatch, tmp_path, [died, 1.0], [died, died], [died, 3.0], [died, died], [died, died], [6.0]
+    )
+    assert metrics == {1: {"eval_loss": 1.0}, 3: {"eval_loss": 3.0}} and left == [0, 0, 0, 0, 0, 1]
+    said = evaluator.sentence(why)
+    assert "of epoch 2, 4, 5 (the evaluator's process was killed" in said
+    assert "of epoch 6 (the evaluator was given up, as it died of 2 checkpoints in a row)" in said
+    assert said.endswith("The training itself is complete") and len(said.splitlines()) == 1
+
+
+def test_why_an_evaluation_is_missing(monkeypatch, tmp_path):
+    full = OutOfMemoryError("Task was killed due to the node running low on memory.")
+    wrong = RayTaskError("evaluate", "text", ValueError("labels must be below 4"))
+    _, why, left = ask(monkeypatch, tmp_path, [full, full], [wrong, 1.0], [evaluator._NotStartedError("late"), 1.0])
+    assert "its node was out of memory" in why[1]
+    assert why[2] == "ValueError: labels must be below 4" and why[3] == "late"
+    assert left == [0, 1, 1], "what would be the same again is not tried twice"
+
+
+def test_the_record_says_what_is_missing_and_forgets_all():
+    record = Record(Memory())
+    record.found(1, {"eval_loss": 0.5})
+    record.missing(2, "it rained")
+    with pytest.warns(UserWarning, match=r"The evaluation is missing of epoch 2 \(it rained\)"):
+        assert record.close() == {1: {"eval_loss": 0.5}}
+    assert not record.entries

@@ -1,0 +1,89 @@
+"""Gradients over the ring: means and sums are right whatever their size, on a wire of 16 bits, too."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from raytf.errors import ConfigError
+from raytf.ring import TOKEN_BYTES, Listener
+
+# Enough to fill blocks of numbers with a scale each; fewer travel in float32.
+COPIES = 4000
+
+
+@pytest.fixture(scope="module")
+def sums():
+    """sums(gradients of each worker, rows of each or None, wire dtype): what each worker gets."""
+    import tensorflow as tf
+
+    from raytf.gradient_ring import GradientRing
+
+    listeners = [Listener("127.0.0.1") for _ in range(3)]
+    addresses = [(one.host, one.port) for one in listeners]
+    with ThreadPoolExecutor(3) as pool:
+        places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(3)))
+
+        def make(gradients, rows, wire):
+            def work(place):
+                mine = None if rows is None else tf.constant(rows[place.rank])
+                ring = GradientRing(place, wire_dtype=None if wire is None else tf.as_dtype(wire))
+                found, _ = ring.sum([tf.constant(g) for g in gradients[place.rank]], mine)
+                return [g.numpy() for g in found]
+
+            return list(pool.map(work, places))
+
+        yield make
+        for place in places:
+            place.close()
+
+
+@pytest.mark.parametrize("wire", [None, "float16", "bfloat16"])
+def test_gradients_larger_and_smaller_than_float16_can_be(sums, wire):
+    big, small = (np.tile(np.float32(a), COPIES) for a in ([3e5, -2e30, 1], [1e-8, -3e-12]))
+    few = np.zeros((0, 2), np.float32)
+    rows = [2, 2, 4]
+    found = sums([[big * k, small * k, few] for k in (1, -1, 2)], rows, wire)
+    assert all(a.tobytes() == b.tobytes() for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert found[0][2].shape == (0, 2)
+    together = np.concatenate([big, small])
+    exact = together.astype(np.float64) * (2 - 2 + 8) / 8
+    got = np.concatenate(found[0][:2])
+    if wire == "float16":  # what is small beside 2e30 is lost, and nothing is infinite
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, exact, atol=2e30 * 2.0**-24, rtol=2e-3)
+    else:
+        np.testing.assert_allclose(got, exact, rtol=2e-2 if wire else 1e-6)
+
+
+def test_small_gradients_do_not_vanish(sums):
+    small = np.tile(np.float32([1e-8, 3e-9]), COPIES)
+    found = sums([[small] for _ in range(3)], [1, 1, 1], "float16")
+    np.testing.assert_allclose(found[0][0], small, rtol=1e-3)
+
+
+@pytest.mark.parametrize("copies", [1, COPIES])
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_what_is_infinite_stays_so_for_loss_scaling(sums, kind, copies):
+    parts = [1, np.inf, 2, 3], [1, 1, np.nan, 4], [1, 1, 1, 1]
+    gradients = [[np.tile(np.array(part, kind), copies)] for part in parts]
+    for found in sums(gradients, [1, 1, 1], "float16"):
+        assert found[0].size == 4 * copies
+        np.testing.assert_allclose(found[0], np.tile([1, np.inf, np.nan, 8 / 3], copies), rtol=1e-3)
+
+
+@pytest.mark.parametrize("copies", [1, COPIES])
+def test_float16_gradients_whose_sum_passes_its_end_on_the_way(sums, copies):
+    found = sums([[np.full(copies, k, np.float16)] for k in (60000, 60000, -60000)], None, None)
+    assert [set(one[0].tolist()) for one in found] == [{60000}] * 3
+
+
+def test_workers_without_a_token_are_told():
+    from raytf.gradient_ring import _check_without
+
+    with pytest.warns(UserWarning, match="no token for raytf's ring"):
+        _check_without(np.array([0, 0]), None)
+    with pytest.raises(ConfigError, match="gradient_dtype='float16' without a token"):
+        _check_without(np.array([0, 0]), "float16")
+    with pytest.raises(ConfigError, match=r"none on workers \[1\]"):
+        _check_without(np.array([7, 0]), None)

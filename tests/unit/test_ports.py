@@ -1,0 +1,87 @@
+"""Connections of this process that are hung up, and what may listen where."""
+
+import os
+import random
+import socket
+import sys
+
+import pytest
+
+from raytf import cli, ports
+from raytf.errors import ConfigError
+
+
+def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        ours, kept = socket.create_connection(server.getsockname()), socket.create_connection(other.getsockname())
+        with ours, kept, server.accept()[0] as theirs, other.accept()[0] as its:
+            open_before = len(os.listdir("/proc/self/fd"))
+            for _ in range(5):
+                ports.hang_up(address)
+            assert len(os.listdir("/proc/self/fd")) == open_before
+            assert ours.recv(1) == b"" and theirs.recv(1) == b""
+            its.sendall(b"x")
+            assert kept.recv(1) == b"x"
+
+
+def test_the_ring_listens_within_the_range_and_beside_what_is_reserved(monkeypatch):
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    allowed = (31_910, 31_911)
+    _, port = ports.split(ports.reserve_address(allowed))
+    try:
+        ports.release_port()  # TensorFlow is about to bind it
+        with ports.bound("127.0.0.1", allowed) as ring:
+            assert {port, ring.getsockname()[1]} == set(allowed)
+            with pytest.raises(ConfigError, match=r"two free ports.*none of 31910 to 31911 is free.*ports=\(first"):
+                ports.bound("127.0.0.1", allowed)
+    finally:
+        ports._claims.pop().close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+@pytest.mark.parametrize(
+    ("everywhere", "here", "elsewhere"), [("", "127.0.0.2", "127.0.0.1"), ("::", "127.0.0.2", "::1")]
+)
+def test_what_listens_everywhere_is_kept_to_an_address(everywhere, here, elsewhere):
+    """As TensorFlow's server listens, and gRPC with a socket for both kinds of addresses."""
+    both = everywhere == "::"
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server((everywhere, 0), family=family, dualstack_ipv6=both) as server:
+        port = server.getsockname()[1]
+        ports.listen_only_at(f"192.0.2.1:{port}")  # not this host's: nothing happens
+        assert ports.answers(f"127.0.0.1:{port}")
+        server.accept()[0].close()
+        ports.listen_only_at(f"{here}:{port}")
+        assert not ports.answers(f"[{elsewhere}]:{port}" if both else f"{elsewhere}:{port}", 0.2)
+        assert not ports.answers(f"127.0.0.1:{port}", 0.2)
+        with socket.create_connection((here, port), 5) as one, server.accept()[0] as other:
+            other.sendall(bytes(100_000))
+            assert len(one.recv(100_000, socket.MSG_WAITALL)) == 100_000
+
+
+def test_an_address_of_ipv6_too():
+    steps = ports._to_address_only("2001:db8::7")
+    assert [argument for *_, argument in steps[3:-2:2]] == [0xFFF00000 + i for i in (24, 28, 32, 36)]
+    assert [argument for *_, argument in steps[4:-2:2]] == [0x20010DB8, 0, 0, 7]
+    # every comparison that fails leads to the last step, which drops
+    assert {i + 1 + step[2] for i, step in enumerate(steps) if step[0] == 0x15} == {len(steps) - 1}
+
+
+def test_ports_of_a_command():
+    assert cli.parse_ports("20000-20099") == (20_000, 20_099)
+    for wrong in ("20000", "a-b", "1-", "20000:20099"):
+        with pytest.raises(ConfigError, match="--ports takes FIRST-LAST"):
+            cli.parse_ports(wrong)
+
+
+def test_an_address_that_is_not_this_hosts_is_no_matter_of_ports():
+    with pytest.raises(OSError, match="assign requested address"):
+        ports.bound("192.0.2.1", (31_910, 31_919))
+
+
+def test_a_port_takes_nothing_from_the_users_random_numbers():
+    """Keras draws seeds from Python's own: a loop that builds its strategy had other weights than its seed says."""
+    before = random.getstate()
+    ports.bound("127.0.0.1").close()
+    assert random.getstate() == before

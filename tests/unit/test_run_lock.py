@@ -1,0 +1,203 @@
+"""The lock of a run's folder, on a mounted file system and on an object store; owners that live, die and freeze."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import fsspec
+import pyarrow.fs
+import pytest
+
+from raytf import run_lock
+from raytf.errors import ConfigError, TrainingError
+from raytf.run_lock import LOCK, RunLock
+
+
+@pytest.fixture(params=["mounted", "object store"])
+def place(request, tmp_path):
+    """(file system, folder): local, or one without exclusive creation and without times."""
+    if request.param == "mounted":
+        yield pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")
+        return
+    memory = fsspec.filesystem("memory")
+    folder = f"/bucket_{tmp_path.name}/run"
+    yield pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory)), folder
+    memory.rm(folder.rpartition("/")[0], recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(run_lock, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "_SETTLE_SECONDS", 0.2)
+    yield
+    assert not [t for t in threading.enumerate() if t.name == "raytf_heartbeat"], "a heartbeat goes on"
+
+
+def owner(place):
+    filesystem, folder = place
+    with filesystem.open_input_stream(f"{folder}/{LOCK}") as file:
+        return json.loads(file.read())
+
+
+def left_by(place, **changes):
+    """A lock that somebody has left behind."""
+    filesystem, folder = place
+    there = RunLock(filesystem, folder)._owner | {"id": "another"} | changes
+    filesystem.create_dir(folder)
+    with filesystem.open_output_stream(f"{folder}/{LOCK}") as file:
+        file.write(json.dumps(there).encode())
+
+
+def until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_one_driver_has_the_folder(place):
+    with RunLock(*place) as lock:
+        lock.confirm()
+        beat = owner(place)["beat"]
+        with pytest.raises(ConfigError, match=rf"held by process {os.getpid()} on .* heartbeat|held by process"):
+            RunLock(*place).acquire()
+        until(lambda: owner(place)["beat"] > beat)
+    with RunLock(*place) as lock:
+        lock.confirm()
+    filesystem, folder = place
+    left = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True))
+    assert not left, "files of the lock are left"
+
+
+def test_of_two_that_come_at_once_one_gets_it(place):
+    got, refused = [], []
+    barrier = threading.Barrier(4)
+
+    def come():
+        lock = RunLock(*place)
+        barrier.wait()
+        try:
+            with lock:
+                lock.confirm()
+                barrier.wait()
+                lock._file.settle()  # on a store where two wrote at once, the one that lost it sees so
+                barrier.wait()
+            got.append(lock)
+        except ConfigError as error:
+            refused.append(error)
+            barrier.wait()
+            barrier.wait()
+        except TrainingError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=come) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(got), len(refused)) == (1, 3)
+
+
+def killed_driver(folder):
+    """The id of a process that held the lock and was killed."""
+    program = (
+        "import sys, pyarrow.fs\nfrom raytf.run_lock import RunLock\n"
+        "RunLock(pyarrow.fs.LocalFileSystem(), sys.argv[1]).acquire()\nprint('held', flush=True)\nsys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", program, folder]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"held by process {process.pid} on .*, whose last heartbeat is 0 s old"):
+            RunLock(pyarrow.fs.LocalFileSystem(), folder).acquire()
+        process.kill()
+    return process.pid
+
+
+def test_a_killed_driver_is_followed_at_once(tmp_path, capsys):
+    pid = killed_driver(str(tmp_path / "run"))
+    with RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")) as lock:
+        lock.confirm()
+    assert re.search(
+        rf"the lock of process {pid} on \S+ \(since .*\), which is gone, is taken over", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("changes", [{"started": "0"}, {"pid": 2**22 + 1}, {"pid": None}, {}])
+def test_the_lock_of_a_process_that_is_no_more(place, changes):
+    """Another process has its number, there is none, or it is this one, which does not know of it."""
+    left_by(place, **changes)
+    with RunLock(*place) as lock:
+        lock.confirm()
+
+
+def test_a_driver_on_another_machine_is_judged_by_its_heartbeat(place, monkeypatch, capsys):
+    left_by(place, machine="another", host="far")
+    with pytest.raises(ConfigError, match=r"on far .*lapses after"):
+        monkeypatch.setattr(run_lock, "_LIMIT_SECONDS", 60.0)
+        lock = RunLock(*place)
+        # a store without times is watched
+        monkeypatch.setattr(lock, "_age", lambda owner, seen: 3.0)
+        lock.acquire()
+    monkeypatch.setattr(run_lock, "_LIMIT_SECONDS", 0.3)
+    path = f"{place[1]}/{LOCK}"
+    if isinstance(place[0], pyarrow.fs.LocalFileSystem):
+        os.utime(path, (time.time() - 100, time.time() - 100))
+    with RunLock(*place) as lock:
+        lock.confirm()
+    assert "gave no sign of life" in capsys.readouterr().out
+
+
+def test_a_driver_that_was_frozen_ends(place):
+    """Its lock was taken over meanwhile: it says so, and neither writes to it nor removes it."""
+    told = []
+    lock = RunLock(*place, on_lost=lambda: told.append(1))
+    with pytest.raises(TrainingError, match="process .* on far .* has taken over .*run' while this driver"):
+        with lock:
+            lock.confirm()
+            if isinstance(place[0], pyarrow.fs.LocalFileSystem):
+                os.unlink(f"{place[1]}/{LOCK}")
+            left_by(place, host="far")
+            until(lambda: told)
+            lock.check()
+    assert owner(place)["host"] == "far"
+
+
+def test_a_lock_that_is_gone_is_lost(place):
+    with pytest.raises(TrainingError, match="another driver, which has ended since"):
+        with RunLock(*place):
+            place[0].delete_file(f"{place[1]}/{LOCK}")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"pid": "x"}'])
+def test_what_cannot_be_read_is_held_until_it_is_old(tmp_path, text):
+    (tmp_path / LOCK).write_text(text)
+    place = pyarrow.fs.LocalFileSystem(), str(tmp_path)
+    with pytest.raises(ConfigError, match="held by"):
+        RunLock(*place).acquire()
+    os.utime(tmp_path / LOCK, (0, 0))
+    with RunLock(*place):
+        pass
+
+
+def test_a_storage_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="The storage of a run must be one that this process can write to"):
+        RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "file" / "run")).acquire()
+
+
+def test_what_was_left_by_one_that_died_while_taking_over(tmp_path):
+    place = pyarrow.fs.LocalFileSystem(), str(tmp_path)
+    left_by(place, started="0")
+    (tmp_path / f"{LOCK}.taking").write_text("")
+    with pytest.raises(ConfigError, match="takes one driver at a time"):
+        RunLock(*place).acquire()
+    os.utime(tmp_path / f"{LOCK}.taking", (0, 0))
+    with RunLock(*place):
+        pass
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,47 @@
+"""Temporary folders go with the process that made them, at the latest when another one makes one."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from raytf import scratch
+
+MAKES = "from raytf import scratch; print(scratch.make(), flush=True); input()"
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_killed_process_left_is_removed(temporary):
+    mine = scratch.make()
+    process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    its = process.stdout.readline().strip()
+    os.makedirs(os.path.join(its, "checkpoint"))
+    assert scratch.clean() == 0 and os.path.isdir(its), "its owner lives"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert scratch.clean() == 1 and not os.path.exists(its) and os.path.isdir(mine)
+
+
+def test_what_others_have_is_left_alone(temporary):
+    mine = os.path.basename(scratch.make())
+    _, host, pid, started, _ = mine.split("_", 4)
+    names = ["raytf_x", f"raytf_elsewhere_{pid}_1_x", f"other_{host}_{pid}_1_x", f"raytf_{host}_{pid}", mine]
+    for name in names:
+        (temporary / name).mkdir(exist_ok=True)
+    (temporary / f"raytf_{host}_{pid}_{int(started) + 1}_x").mkdir()  # of an earlier process of this number
+    assert scratch.clean() == 1 and sorted(os.listdir(temporary)) == sorted(names)
+
+
+def test_a_folder_is_removed_behind(temporary):
+    with scratch.folder() as path:
+        assert os.path.isdir(path)
+    assert not os.path.exists(path)

@@ -1,0 +1,114 @@
+"""What a script prints and how it ends, whatever it leaves behind; without Ray."""
+
+import math
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+
+import raytf
+from raytf import ring, settings, tasks
+from raytf.tasks import Place, Runner
+
+LEAVES = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+print(child.pid)
+print('x' * 50 + '\\n', end='')
+sys.stdout.write('no end')
+{then}
+"""
+
+
+ROOT = str(pathlib.Path(raytf.__file__).parents[1])
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "LOOK_SECONDS", 0.1)
+    runner = Runner()
+    runner._place, runner._ports = Place("127.0.0.1:1", str(tmp_path)), settings.PORTS
+    yield runner
+    runner.stop(0.0)
+
+
+def start(runner, tmp_path, text, frozen_s=math.inf):
+    (tmp_path / "script.py").write_text(text)
+    return runner.start(["script.py"], False, {"PYTHONPATH": ROOT}, ring.new_token(), frozen_s)
+
+
+def follow(runner, number, seconds=30.0):
+    """(lines of stdout, lines of stderr, how it ended)."""
+    lines = {"stdout": [], "stderr": []}
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for kind, value in runner.follow(number):
+            if kind == "exit":
+                return lines["stdout"], lines["stderr"], value
+            lines[kind].append(value)
+    raise AssertionError(f"no end; {lines}")
+
+
+def test_the_end_does_not_wait_for_what_a_script_left_behind(runner, tmp_path):
+    out, _, end = follow(runner, start(runner, tmp_path, LEAVES.format(then="sys.exit(3)")))
+    os.kill(int(out[0]), signal.SIGKILL)
+    assert out[1:] == ["x" * 50, "no end"] and end.code == 3
+
+
+def test_the_end_of_one_is_not_taken_for_that_of_the_next(runner, tmp_path):
+    first = start(runner, tmp_path, LEAVES.format(then="sys.stdout.flush()\nimport time\ntime.sleep(60)"))
+    child = int(runner.follow(first)[0][1])
+    try:
+        runner.stop(5.0)
+        second = start(runner, tmp_path, "import time\ntime.sleep(2.5)\nprint('second')")
+        assert runner.follow(first) == [], "who still follows the first gets nothing of the second"
+        out, _, end = follow(runner, second)
+        assert (out, end.code) == (["second"], 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_restart_ends_what_is_left_of_the_one_before(runner, tmp_path):
+    first = start(runner, tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
+    pid = int(runner.follow(first)[0][1])
+    assert follow(runner, start(runner, tmp_path, ""))[2].code == 0
+    assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
+def test_all_lines_come_though_nobody_follows_for_a_while(runner, tmp_path):
+    number = start(runner, tmp_path, "for i in range(30_000): print(i)\nraise SystemExit('why')")
+    while not runner._script.events.full():
+        time.sleep(0.01)
+    time.sleep(2.5)  # longer than is waited for what a script leaves behind
+    out, error, end = follow(runner, number)
+    assert out == [str(i) for i in range(30_000)] and error == ["why"] and (end.code, end.error) == (1, "why")
+
+
+def test_a_stopped_script_is_ended_and_said_to_be(runner, tmp_path):
+    text = "import os, signal\nprint(os.getpid(), flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')"
+    number = start(runner, tmp_path, text, frozen_s=0.5)
+    out, _, end = follow(runner, number)
+    assert len(out) == 1 and end.status == 128 + signal.SIGSTOP and not end.is_consequence()
+    assert end.reason().startswith(f"frozen: its process {out[0]} on 127.0.0.1 is stopped by a signal (SIGSTOP?), for ")
+
+
+def test_a_script_that_goes_on_in_time_is_left_alone(runner, tmp_path):
+    text = "import os, signal\nprint(os.getpid(), flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')"
+    number = start(runner, tmp_path, text, frozen_s=60)
+    pid = int(runner.follow(number)[0][1])
+    while runner.stands() is None:
+        time.sleep(0.01)
+    assert "stopped by a signal" in runner.stands().reason()
+    looked = runner._script._looked
+    while runner._script._looked == looked:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGCONT)
+    out, _, end = follow(runner, number)
+    assert (out, end.code) == (["on"], 0)
+
+
+def test_a_script_that_closes_its_pipes_is_followed_to_its_end(runner, tmp_path):
+    number = start(runner, tmp_path, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(1)\nos._exit(4)")
+    assert follow(runner, number)[2].code == 4

@@ -1,0 +1,47 @@
+"""The ring's token reaches a script through its pipe, and is where no other user's process can read it."""
+
+import math
+import pathlib
+
+import ray.util
+
+import raytf
+from raytf import ring
+from raytf.folders import folder
+from raytf.tasks import Runner
+
+SCRIPT = """
+import os, subprocess, sys
+from raytf import ring
+token = ring.token()
+print(token.hex(), any(token.hex() in text for text in (*os.environ.values(), *sys.argv)))
+for name in ("environ", "cmdline"):
+    with open(f"/proc/self/{name}", "rb") as file:
+        found = file.read()
+    print(token in found or token.hex().encode() in found)
+child = "import raytf.ring; print(raytf.ring.token())"
+print(subprocess.run([sys.executable, "-c", child], capture_output=True).stdout)
+"""
+
+
+def test_a_script_gets_the_token_through_its_pipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    runner, token = Runner(), ring.new_token()
+    try:
+        runner.reserve(folder(str(tmp_path)), (31_920, 31_929))
+        root = str(pathlib.Path(raytf.__file__).parents[1])
+        number = runner.start(["script.py"], False, {"PYTHONPATH": root}, token, math.inf)
+        events = []
+        while not events or events[-1][0] != "exit":
+            events += runner.follow(number)
+        assert events[-1][1].code == 0, events[-1][1].error
+        lines = [text for kind, text in events if kind == "stdout"]
+        assert lines == [f"{token.hex()} False", "False", "False", r"b'None\n'"]
+    finally:
+        runner.stop(1.0)
+
+
+def test_each_ring_has_a_token_of_its_own():
+    assert len({ring.new_token() for _ in range(10)}) == 10
+    assert all(len(ring.new_token()) == ring.TOKEN_BYTES for _ in range(2))

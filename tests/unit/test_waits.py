@@ -1,0 +1,60 @@
+"""No wait on several actors goes in the order of their ranks: `answers.collect` takes answers as they come."""
+
+import ast
+import pathlib
+
+import pytest
+
+import raytf
+
+FOLDER = pathlib.Path(raytf.__file__).parent
+# Waits that stand in the tree, by module: those for blocks of data may stay, as no peer of theirs is waited for.
+THERE = {"blocks": 1, "fingerprint": 1, "pieces": 1, "readers": 2}
+
+
+def is_get(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("ray.get", "get") and node.args
+
+
+def waits(text):
+    """Lines in which several things are waited for in their order."""
+    several = (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)
+    made = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if is_get(node) and isinstance(node.args[0], several):
+            found.add(node.lineno)
+        elif isinstance(node, made):
+            parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            found |= {inner.lineno for part in parts for inner in ast.walk(part) if is_get(inner)}
+        elif isinstance(node, ast.For):
+            looped = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+            for inner in (i for part in node.body for i in ast.walk(part)):
+                if is_get(inner) and isinstance(inner.args[0], ast.Name) and inner.args[0].id in looped:
+                    found |= set() if "as_they_come" in ast.unparse(node.iter) else {inner.lineno}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ray.get([a.f.remote() for a in actors])",
+        "ray.get([first, second], timeout=3)",
+        "found = [ray.get(ref) for ref in refs]",
+        "found = {name: ray.get(ref) for name, ref in refs.items()}",
+        "for ref in refs:\n    found.append(ray.get(ref))",
+    ],
+)
+def test_they_are_seen(text):
+    assert waits(text)
+
+
+def test_answers_are_taken_as_they_come():
+    found = {path.stem: waits(path.read_text()) for path in FOLDER.glob("*.py")}
+    assert {name: len(lines) for name, lines in found.items() if lines and name not in THERE} == {}, found
+    assert all(len(found[name]) <= count for name, count in THERE.items()), found
+
+
+def test_what_is_there_is_still_there():
+    """The list shrinks as waits go."""
+    assert {name: len(waits((FOLDER / f"{name}.py").read_text())) for name in THERE} == THERE

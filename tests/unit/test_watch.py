@@ -1,0 +1,69 @@
+"""A stopped process is told from one that works, by what Linux says of it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from raytf import watch
+from raytf.watch import Look, Watch
+
+
+def at(*looks):
+    """What `Watch` says to looks, each (seconds, Look)."""
+    now = [0.0]
+    judge = Watch(15, lambda: now[0]).judge
+    said = []
+    for seconds, seen in looks:
+        now[0] = seconds
+        said.append(judge(seen))
+    return said
+
+
+def test_a_line_of_proc():
+    text = "4242 (a) b (c) T 1 " + " ".join(str(n) for n in range(5, 53))
+    assert watch.parse(text) == Look(state="T", started=22, ticks=14 + 15)
+
+
+@pytest.mark.parametrize("state, word", [("T", "by a signal"), ("t", "by a debugger"), ("Z", "dead")])
+def test_a_stop_that_lasts(state, word):
+    said = at((0, Look("R", 7, 1)), (2, Look(state, 7, 1)), (10, Look(state, 7, 1)), (18, Look(state, 7, 1)))
+    assert said[:3] == [None] * 3 and word in said[3] and "for 16 s" in said[3]
+
+
+def test_a_stop_that_ends_in_time_is_none():
+    stops = [(2, "T"), (14, "T"), (16, "S"), (18, "T"), (32, "T"), (32.5, "t"), (33, "R"), (40, "t")]
+    assert at(*((s, Look(state, 7, 1)) for s, state in stops)) == [None] * len(stops)
+
+
+def test_long_work_and_slow_disks_are_no_stop():
+    assert at(*((s, Look("R", 7, s)) for s in range(0, 10_000, 100))) == [None] * 100
+    assert at(*((s, Look("S", 7, 1)) for s in range(0, 10_000, 100))) == [None] * 100
+    assert at(*((s, Look("D", 7, s)) for s in range(0, 10_000, 100))) == [None] * 100
+    assert at(*((s, Look("D", 7, 1)) for s in (0, 10, 300))) == [None] * 3
+    assert "file system" in at(*((s, Look("D", 7, 1)) for s in (0, 10, 400)))[2]
+
+
+def test_who_has_gone():
+    assert at((0, Look("S", 7, 1)), (1, None), (16, None)) == [None, None, "gone, for 15 s"]
+    other = Look("S", 8, 0)
+    assert at((0, Look("S", 7, 1)), (1, other), (10, other), (16, other))[3] == "gone, for 15 s", "its number only"
+
+
+def test_a_real_process_is_stopped_goes_on_and_ends():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert watch.look(process.pid).state == "T"
+        process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        assert watch.looks([process.pid])[process.pid].state in "RSD"
+    finally:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert watch.look(process.pid).state == "Z"
+        process.communicate()
+    assert watch.look(process.pid) is None
