@@ -110,11 +110,12 @@ class RunLock:
             ConfigError: another driver has it.
         """
         self._file.settle()
-        owner = _parsed(self._file.read())
+        owner = _look(self._file)[1]
         if owner.get("id") != self._id:
             self._stop()
             _held.discard(self._id)
             self._thread = None
+            self.lost = None  # a heartbeat may have seen it first; what is raised here says more
             raise self._refused(owner, 0.0)
 
     def check(self) -> None:
@@ -130,7 +131,7 @@ class RunLock:
         self._thread = None
         _held.discard(self._id)
         try:
-            if self.lost is None and _parsed(self._file.read()).get("id") != self._id:
+            if self.lost is None and _look(self._file)[1].get("id") != self._id:
                 self._lose()
             if self.lost is None:
                 self._file.delete()
@@ -149,17 +150,16 @@ class RunLock:
         mine = self._text()
         if self._file.create(mine):
             return
-        seen = self._file.read()
+        seen, owner = _look(self._file)
         if seen is None:  # given back meanwhile
             if self._file.create(mine):
                 return
-            seen = self._file.read()
-        owner = _parsed(seen)
+            seen, owner = _look(self._file)
         age = None if _same_machine(owner) else self._age(owner, seen)
         if not _is_dead(owner, age):
             raise self._refused(owner, self._file.age() if age is None else age)
         if not self._file.replace(mine, seen):
-            raise self._refused(_parsed(self._file.read()), 0.0)
+            raise self._refused(_look(self._file)[1], 0.0)
         why = "is gone" if age is None else f"gave no sign of life for {age:.0f} s"
         print(f"{self._folder}: the lock of {_shown(owner)}, which {why}, is taken over")
 
@@ -201,7 +201,7 @@ class RunLock:
 
     def _lose(self) -> None:
         with contextlib.suppress(Exception):  # it only says who
-            other = _parsed(self._file.read())
+            other = _look(self._file)[1]
             who = _shown(other) if other else "another driver, which has ended since,"
             self.lost = f"{who} has taken over {self._folder!r} while this driver did not answer; it writes no more"
         self.lost = self.lost or f"another driver has taken over {self._folder!r}; this one writes no more"
@@ -344,7 +344,7 @@ class _StoredFile:
         return (now.mtime_ns - then.mtime_ns) / 1e9
 
     def beat(self, text: str) -> bool:
-        if _parsed(self.read()).get("id") != self._own:
+        if _look(self)[1].get("id") != self._own:
             return False
         self._write(self._path, text)
         return True
@@ -364,6 +364,17 @@ class _StoredFile:
 
 def _exclusive(path: str) -> int:
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+
+
+def _look(file: _MountedFile | _StoredFile) -> tuple[str | None, dict]:
+    """The lock's text and its owner; one that names nobody is read again for a moment, as it may be half written."""
+    end = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        text = file.read()
+        owner = _parsed(text)
+        if text is None or owner or time.monotonic() >= end:
+            return text, owner
+        time.sleep(_SETTLE_SECONDS / 20)
 
 
 def _parsed(text: str | None) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -21,6 +22,9 @@ _FREE_VARIABLES = (
 def leaves_nothing_behind():
     """Fails a test that leaves environment variables or threads of raytf behind; TF_CONFIG is the dangerous one."""
     before = dict(os.environ)
+    if (keras := sys.modules.get("keras")) is not None and keras.config.floatx() != "float32":
+        keras.config.set_floatx("float32")  # a model of an earlier test was built for float64 in this process
+        keras.config.set_dtype_policy("float32")
     yield
     changed = {k for k in before.keys() ^ os.environ.keys() if not k.startswith(_FREE_VARIABLES)}
     changed |= {k for k in before.keys() & os.environ.keys() if before[k] != os.environ[k] and "PYTEST" not in k}

@@ -77,7 +77,7 @@ def test_one_driver_has_the_folder(place):
 
 def test_of_two_that_come_at_once_one_gets_it(place):
     got, refused = [], []
-    barrier = threading.Barrier(4)
+    barrier = threading.Barrier(4, timeout=60)  # one that fails ends the others, and not with the whole suite
 
     def come():
         lock = RunLock(*place)
@@ -96,7 +96,7 @@ def test_of_two_that_come_at_once_one_gets_it(place):
         except TrainingError as error:
             refused.append(error)
 
-    threads = [threading.Thread(target=come) for _ in range(4)]
+    threads = [threading.Thread(target=come, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
