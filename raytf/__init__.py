@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from raytf import quiet
+
 _PLACES = {
     "Column": "columns",
     "KerasTrainer": "trainer",
@@ -22,6 +24,8 @@ _PLACES = {
 }
 __all__ = sorted(_PLACES)
 __version__ = "0.1.0"
+
+quiet.ray_starts()
 
 
 def __getattr__(name: str):

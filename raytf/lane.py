@@ -23,7 +23,7 @@ import ray.cloudpickle
 from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
 
-from raytf import backend, guard, ports, ring, scratch
+from raytf import backend, guard, once, output, ports, ring, scratch
 from raytf.answers import NoAnswerError, as_they_come, collect
 from raytf.errors import RaytfError, in_a_line
 from raytf.guard import FrozenError, Guard, Place
@@ -265,16 +265,19 @@ class LaneWorker(Process):
     def open(self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
         backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
-        from raytf import strategy
+        from raytf import strategy, verbosity
 
         self._rank, self._size = rank, len(addresses)
         self._stack.enter_context(strategy.prepared(tensorflow_config))
+        self._stack.enter_context(verbosity.of(rank == 0, None))
+        self._stack.enter_context(once.shown(tensorflow_config.warned))
         strategy.get_strategy()
         self._defaults = _keras_defaults()
 
     def begin(self, job: Job) -> None:
         from raytf import session
 
+        output.say_who(f"{job.name} worker {self._rank}")
         self._folder = scratch.make()
         checkpoint = None
         if job.files is not None:
@@ -292,7 +295,8 @@ class LaneWorker(Process):
         set_train_fn_utils(LaneTrainFnUtils(session, job.datasets, _broadcast, folder))
         try:
             session.park()
-            job.train(session, job.config)
+            with output.telling():
+                job.train(session, job.config)
             session.events.put(("end", None))
             session.park()
         except TrialStopped:

@@ -6,7 +6,7 @@ import pathlib
 import raytf
 
 FLOORS = [
-    {"allocator", "errors", "folders", "plain_values", "reads", "scaled_float16", "watch"},
+    {"allocator", "errors", "folders", "plain_values", "quiet", "reads", "scaled_float16", "watch"},
     {"callback_state", "columns", "identity", "ring", "scratch", "settings", "topology", "validation"},
     {"order", "rates", "roles"},
     {
@@ -19,7 +19,9 @@ FLOORS = [
         "hyperband",
         "keras_import",
         "optimizers",
+        "once",
         "options",
+        "output",
         "pieces",
         "ports",
         "progress",
@@ -72,6 +74,7 @@ FLOORS = [
         "run",
         "storage",
         "trial",
+        "verbosity",
     },
     {"keras_multiworker", "planning", "sweep_table", "trainer"},
     {"strategy", "sweeping"},
