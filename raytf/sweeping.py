@@ -26,7 +26,20 @@ from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import blocks, checkpoint, rates, reads, report, resources, run_folder, scratch, space, storage, streams
+from raytf import (
+    blocks,
+    checkpoint,
+    rates,
+    reads,
+    report,
+    resources,
+    run_folder,
+    scratch,
+    space,
+    storage,
+    streams,
+    trusted,
+)
 from raytf.answers import NoAnswerError, as_they_come
 from raytf.connection import connect
 from raytf.errors import ConfigError, ResourceError, TrainingError
@@ -88,7 +101,7 @@ def sweep(
         warmup_steps: in which the learning rate rises from 0.
         resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
             checkpoints. `trainer` must be the same, and `param_space` is not needed. Tune keeps a sweep's state as
-            pickles, which run what they say: resume a folder only if nobody else can write to it.
+            pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
         progress: show a table of the trials in a terminal.
 
     Returns:
@@ -104,6 +117,7 @@ def sweep(
     known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
         known = report.settings(resume)
+        trusted.check_own(report.located(resume), "A sweep's state")
     else:
         known["sample"] = space.sample(dict(param_space))
     metric, mode = known["metric"], known["mode"]

@@ -7,7 +7,7 @@ import raytf
 
 FLOORS = [
     {"allocator", "errors", "folders", "plain_values", "reads", "scaled_float16", "watch"},
-    {"callback_state", "columns", "identity", "ring", "scratch", "settings", "topology", "validation"},
+    {"callback_state", "columns", "identity", "ring", "scratch", "settings", "topology", "trusted", "validation"},
     {"order", "rates", "roles"},
     {
         "answers",
