@@ -6,8 +6,19 @@ import pathlib
 import raytf
 
 FLOORS = [
-    {"allocator", "errors", "folders", "plain_values", "reads", "scaled_float16", "watch"},
-    {"callback_state", "columns", "identity", "ring", "scratch", "settings", "topology", "trusted", "validation"},
+    {"allocator", "errors", "folders", "lock_file", "plain_values", "reads", "scaled_float16", "watch"},
+    {
+        "callback_state",
+        "columns",
+        "identity",
+        "lock_file",
+        "ring",
+        "scratch",
+        "settings",
+        "topology",
+        "trusted",
+        "validation",
+    },
     {"order", "rates", "roles"},
     {
         "answers",
