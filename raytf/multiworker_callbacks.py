@@ -8,9 +8,16 @@ import os
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, TensorBoard
+from keras.callbacks import (
+    BackupAndRestore,
+    CSVLogger,
+    ModelCheckpoint,
+    OrbaxCheckpoint,
+    RemoteMonitor,
+    TensorBoard,
+)
 
-from raytf import collectives, optimizers, scratch
+from raytf import chief_callbacks, collectives, optimizers, scratch
 
 # Keras callbacks that write files, and the attribute that says where.
 WRITERS = {
@@ -19,6 +26,8 @@ WRITERS = {
     TensorBoard: "log_dir",
     CSVLogger: "filename",
 }
+# Those that write or send in a way that no attribute leads elsewhere.
+_ALONE = (OrbaxCheckpoint, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
@@ -72,20 +81,25 @@ def settable_rate(optimizer):
 
 def looks_at_batches(callback) -> bool:
     """Whether a callback reads the logs of single training batches, or may stop the training between two."""
-    if isinstance(callback, (ModelCheckpoint, BackupAndRestore)):
+    if isinstance(callback, (ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint)):
         return callback.save_freq != "epoch"
     if type(callback) is TensorBoard:
         return callback.update_freq != "epoch"
     if getattr(callback, "raytf_local_batches", False):
         return False
+    tracked = chief_callbacks.tracks_batches(callback)
+    if tracked is not None:
+        return tracked
     base = keras.callbacks.Callback
-    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    hooks = chief_callbacks.BATCH_HOOKS
     return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
 
 
 def _redirected(callbacks, folder: str):
     """What a worker that is not the chief runs: writers are left out, or write to a folder that is thrown away."""
     for i, callback in enumerate(callbacks):
+        if isinstance(callback, _ALONE) or chief_callbacks.is_chiefs(callback):
+            continue
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
         if kind is None:
             yield callback

@@ -12,6 +12,7 @@ FLOORS = [
     {
         "answers",
         "checkpoint_files",
+        "chief_callbacks",
         "collectives",
         "connection",
         "failures",
