@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import types
+import warnings
 
 import keras
 import pytest
 
 import raytf
-from raytf import chief_callbacks
+from raytf import chief_callbacks, double_writes
 from raytf.multiworker_callbacks import _redirected, looks_at_batches
 
 
@@ -95,3 +96,26 @@ def test_what_the_user_says_is_the_chiefs(monkeypatch, tmp_path):
     for wrong, message in ((3, "received: 3"), (lambda: None, "a function that gave None"), ([kept], "takes a Keras")):
         with pytest.raises(raytf.ConfigError, match=message):
             raytf.on_chief(wrong)
+
+
+def test_a_file_that_several_workers_write_is_warned_of_once(tmp_path):
+    class Appends(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with open(tmp_path / "log", "a") as file:
+                file.write("a")
+            with open(tmp_path / "log") as file:
+                file.read()
+
+    def warned(total):
+        before = double_writes.Before()
+        after = double_writes.After(before, ["Appends"], total, True)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for epoch in range(2):
+                for callback in (before, Appends(), after):
+                    callback.on_epoch_end(epoch)
+        return [str(one.message) for one in found]
+
+    (message,) = warned(lambda counts: 2 * counts)
+    assert str(tmp_path / "log") in message and "raytf.on_chief(callback)" in message
+    assert not warned(lambda counts: counts), "this worker alone writes it"

@@ -15,6 +15,7 @@ FLOORS = [
         "chief_callbacks",
         "collectives",
         "connection",
+        "double_writes",
         "failures",
         "guard",
         "hyperband",
