@@ -125,6 +125,7 @@ class PromptTrainer(DataParallelTrainer):
             self._reservation.release()
 
     def _fit_here(self):
+        self._cancelled = False
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
         return local.run(self._get_train_func(), self.train_run_context, self.datasets, cancelled)
 

@@ -6,12 +6,10 @@ with workers, or without them. Errors are those of the user's code: no other pro
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ray.train import CheckpointUploadMode, Result, RunConfig, UserCallback
-from ray.train.v2._internal.constants import RAY_TRAIN_CALLBACKS_ENV_VAR
+from ray.train import CheckpointUploadMode, Result
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.context import is_managed_checkpoint
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
@@ -36,6 +34,10 @@ class Here(Processes):
         self.run_config = run_config
         super().__init__(Process, scaling_config, run_config, 1)
 
+    def settle(self) -> None:
+        """Ends the process, as none becomes a worker."""
+        super().cancel()
+
     def cancel(self) -> None:
         self.cancelled = True
         super().cancel()
@@ -51,9 +53,8 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
         cancelled: whether the run is to end.
 
     Raises:
-        ConfigError: the run's config asks for what needs Ray Train's controller.
+        TrainingError: the run was cancelled.
     """
-    _check(context.run_config)
     import keras  # noqa: F401, as raytf's quicker import changes a process that is to be a worker's
 
     utils = _Utils(context, datasets, cancelled)
@@ -67,18 +68,6 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     finally:
         set_train_fn_utils(None)
     return utils.result(value)
-
-
-def _check(run_config: RunConfig) -> None:
-    others = [type(c).__name__ for c in run_config.callbacks if not isinstance(c, UserCallback)]
-    if os.environ.get(RAY_TRAIN_CALLBACKS_ENV_VAR):
-        others.append(f"{RAY_TRAIN_CALLBACKS_ENV_VAR}={os.environ[RAY_TRAIN_CALLBACKS_ENV_VAR]}")
-    if others:
-        raise ConfigError(
-            "With num_workers=0 there is no controller of Ray Train, whose internal callbacks could run",
-            ", ".join(others),
-            "Use a ray.train.UserCallback in RunConfig(callbacks=[...]), or ScalingConfig(num_workers=1)",
-        )
 
 
 class _Manager(CheckpointManager):

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ray.train import DataConfig, FailureConfig, ValidationConfig
+from ray.train import DataConfig, FailureConfig, UserCallback, ValidationConfig
 from ray.train.v2._internal.constants import RAY_TRAIN_CALLBACKS_ENV_VAR
 
 from raytf.errors import ConfigError
@@ -64,10 +64,19 @@ def check_validation(validation_config: ValidationConfig | None, evaluator: bool
         )
 
 
-def check_local(scaling_config, num_ps: int, validation_config, evaluator: bool = False) -> None:
+def check_local(scaling_config, run_config, num_ps: int, validation_config, evaluator: bool = False) -> None:
     """Raises ConfigError if a run with num_workers=0 asks for what needs processes of its own."""
     if scaling_config.num_workers != 0:
         return
+    callbacks = [type(c).__name__ for c in getattr(run_config, "callbacks", ()) if not isinstance(c, UserCallback)]
+    if os.environ.get(RAY_TRAIN_CALLBACKS_ENV_VAR):
+        callbacks.append(f"{RAY_TRAIN_CALLBACKS_ENV_VAR}={os.environ[RAY_TRAIN_CALLBACKS_ENV_VAR]}")
+    if callbacks:
+        raise ConfigError(
+            "With num_workers=0 there is no controller of Ray Train, whose internal callbacks could run",
+            ", ".join(callbacks),
+            "Use a ray.train.UserCallback in RunConfig(callbacks=[...]), or ScalingConfig(num_workers=1)",
+        )
     asked = {
         "num_ps": num_ps,
         "evaluator=True": evaluator,

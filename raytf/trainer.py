@@ -153,7 +153,8 @@ class KerasTrainer:
             checks.check_pickles(self.map, "map", "batches")
         if self.variable_partitioner is not None:
             checks.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
-        ray_config.check_local(self.scaling_config, self.num_ps, self.validation_config, self.evaluator)
+        given = self.scaling_config, self.run_config
+        ray_config.check_local(*given, self.num_ps, self.validation_config, self.evaluator)
         ray_config.check_validation(self.validation_config, self.evaluator)
         checks.check_servers(self.strategy, self.num_ps, self.scaling_config)
         validation.check_config(self.config)
@@ -464,7 +465,7 @@ class TensorflowTrainer(PromptTrainer):
         num_ps: int = 0,
     ):
         scaling_config = scaling_config or ScalingConfig()
-        ray_config.check_local(scaling_config, num_ps, validation_config)
+        ray_config.check_local(scaling_config, run_config, num_ps, validation_config)
         checks.check_strategy(strategy, scaling_config)
         checks.check_servers(strategy, num_ps, scaling_config)
         run_folder.check_name(None if run_config is None else run_config.name)
