@@ -13,6 +13,7 @@ _PLACES = {
     "get_dataset": "feed",
     "get_strategy": "strategy",
     "load_model": "checkpoint",
+    "on_chief": "chief_callbacks",
     "plan": "planning",
     "show_result": "summary",
     "sweep": "sweeping",

@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.util import TrainingFramework
 
 from raytf import ports, ring, settings
 from raytf.answers import NoAnswerError, collect
@@ -31,6 +32,11 @@ class TensorflowConfig(Settings, BackendConfig):
     @property
     def train_func_context(self):
         return functools.partial(_worker_context, self)
+
+    @property
+    def framework(self) -> TrainingFramework:
+        """What the Train tab of Ray's dashboard shows."""
+        return TrainingFramework.TENSORFLOW
 
     def to_dict(self) -> dict[str, Any]:
         hidden = ("feed", "servers", "tpu")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.train
 from ray import tune
 from ray.train._internal.storage import get_fs_and_path
 from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
@@ -30,6 +31,7 @@ from raytf import (
     blocks,
     checkpoint,
     rates,
+    ray_config,
     reads,
     report,
     resources,
@@ -113,6 +115,7 @@ def sweep(
         ResourceError: the cluster can never hold a trial.
     """
     _check(trainer, param_space, num_samples, mode, max_concurrent_trials, report_every_steps, resume)
+    ray_config.check_sweep(trainer, param_space, run_config is not None)
     known = {"metric": metric, "mode": mode, "rule": scale_learning_rate, "base_batch_size": base_batch_size}
     known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
@@ -291,6 +294,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
                 trainer.backend_config, feed=found, seed=trainer.backend_config.seed or 0
             ),
             datasets=datasets,
+            dataset_config=trainer.data_config,
             rows=sum(found["train"].rows) if "train" in found else None,
             **common,
         )
@@ -308,6 +312,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
         config=config,
         tensorflow_config=trainer.worker_config(),
         datasets={},
+        dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),
         **common,
     )
@@ -376,13 +381,17 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     """Tune's RunConfig: the sweep's own, or what the trainer's says."""
     if given is None:
         failure = getattr(trainers, "failure_config", None)
-        checkpoint = getattr(trainers, "checkpoint_config", None)
+        kept = trainers.checkpoint_config
         given = tune.RunConfig(
             name=None if run_folder.is_unnamed(trainers) else trainers.name,
             storage_path=trainers.storage_path,
             storage_filesystem=trainers.storage_filesystem,
             failure_config=tune.FailureConfig(max_failures=getattr(failure, "max_failures", 0)),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=getattr(checkpoint, "num_to_keep", None) or keep),
+            checkpoint_config=tune.CheckpointConfig(
+                num_to_keep=kept.num_to_keep or keep,
+                checkpoint_score_attribute=kept.checkpoint_score_attribute,
+                checkpoint_score_order=kept.checkpoint_score_order,
+            ),
         )
     checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
     if checkpoint.checkpoint_at_end is None:
