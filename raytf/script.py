@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from raytf import keras_import, ring
+from raytf import keras_import, legacy_keras, ring
 
 _prepared = contextlib.ExitStack()
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     order = Order(**json.loads(order))
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
-    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() not in ("1", "true"):
+    if not legacy_keras.is_on():
         sys.meta_path.insert(0, _AfterImport(functools.partial(_prepare, tuple(order.ports))))
     sys.argv = [script, *rest]
     sys.excepthook = _show

@@ -11,6 +11,9 @@ _IMPLEMENTATIONS = ("auto", "ring", "nccl")
 _WIRE_DTYPES = (None, "bfloat16", "float16")
 # First and last: below the range that Linux hands out for outgoing connections, above the ports of Ray's own workers.
 PORTS = (20_000, 31_999)
+# Coordinator and servers wait for each other in several operations at once: on two cores, TensorFlow's default of two
+# threads hung, and six ran.
+SERVER_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)

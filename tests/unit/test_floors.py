@@ -7,7 +7,7 @@ import raytf
 
 FLOORS = [
     {"allocator", "errors", "folders", "plain_values", "reads", "scaled_float16", "watch"},
-    {"callback_state", "columns", "identity", "ring", "scratch", "settings", "topology", "validation"},
+    {"callback_state", "columns", "identity", "legacy_keras", "ring", "scratch", "settings", "topology", "validation"},
     {"order", "rates", "roles"},
     {
         "answers",
@@ -18,6 +18,7 @@ FLOORS = [
         "guard",
         "hyperband",
         "keras_import",
+        "launch_spec",
         "optimizers",
         "options",
         "pieces",
@@ -117,6 +118,8 @@ DRIVER = (
     "planning",
     "evaluator",
     "options",
+    "launch_spec",
+    "legacy_keras",
     "connection",
     "validation",
 )
