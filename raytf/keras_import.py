@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import sys
+
+from raytf import legacy_keras
 
 _LATER = ("sklearn", "matplotlib")
 # Objects that are made before the collector looks at the young ones: 700 by default, and a traced step makes thousands.
@@ -21,8 +24,15 @@ _WRAPPERS = ("SKLearnClassifier", "SKLearnRegressor", "SKLearnTransformer")
 
 
 def import_keras() -> None:
-    """`import keras`, quicker; nothing if it is imported already."""
-    if "keras" not in sys.modules:
+    """`import keras`, quicker; nothing if it is imported already. In a process for Keras 2, that.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if legacy_keras.is_on():
+        legacy_keras.check_installed(f"{legacy_keras.VARIABLE}=1", f" on host {os.uname().nodename}")
+        importlib.import_module("tf_keras")
+    elif "keras" not in sys.modules:
         with quick():
             import keras  # noqa: F401
 

@@ -18,6 +18,31 @@ def is_on(environment: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environment is None else environment).get(VARIABLE) in ("1", "true", "True")
 
 
+def asked(option: bool, *environments: Mapping[str, str]) -> str | None:
+    """What asks for Keras 2 in the workers, in a word or two; None where nothing does.
+
+    Args:
+        option: `TensorflowConfig.legacy_keras`.
+        environments: variables by name; the first that has the variable counts, and then the driver's own.
+    """
+    if option:
+        return "legacy_keras=True"
+    for environment in (*environments, os.environ):
+        if VARIABLE in environment:
+            return f"{VARIABLE}={environment[VARIABLE]}" if is_on(environment) else None
+    return None
+
+
+def refuse(received: str | None) -> None:
+    """Raises ConfigError where Keras 2 is asked for and only Keras 3 will do; see `asked`."""
+    if received is not None:
+        raise ConfigError(
+            "A KerasTrainer trains models of Keras 3 only",
+            received,
+            "Leave that out, or train with raytf.TensorflowTrainer, whose loop may use Keras 2",
+        )
+
+
 def check_installed(received: str, where: str = "") -> None:
     """Raises ConfigError where Keras 2 is not installed.
 

@@ -22,6 +22,7 @@ from raytf import (
     failures,
     fingerprint,
     identity,
+    legacy_keras,
     order,
     progress,
     resources,
@@ -35,7 +36,7 @@ from raytf.connection import connect
 from raytf.errors import ConfigError
 from raytf.inspection import Tried, inspect
 from raytf.launching import Launch, PromptTrainer
-from raytf.processes import Process, Processes, worker_environment
+from raytf.processes import Process, Processes, with_variables, worker_environment
 from raytf.run_folder import RunFolder
 from raytf.run_lock import RunLock
 from raytf.topology import per_replica_batch
@@ -137,6 +138,7 @@ class KerasTrainer:
         self._check_arguments()
 
     def _check_arguments(self) -> None:
+        legacy_keras.refuse(_keras_2(self.tensorflow_config, self.run_config))
         checks.check_pickles(self.build_model, "build_model")
         if self.callbacks is not None:
             checks.check_pickles(self.callbacks, "callbacks")
@@ -408,8 +410,18 @@ def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] |
     return result
 
 
+def _keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
+    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
+    worker = (run_config.worker_runtime_env if run_config else None) or {}
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
+
+
 class TensorflowTrainer(PromptTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
+
+    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime
+    environment of Ray, `tf.keras` of the workers is Keras 2, as it is under Ray's own.
 
     Args:
         train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
@@ -454,6 +466,10 @@ class TensorflowTrainer(PromptTrainer):
                     "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
                 )
             tensorflow_config = TensorflowConfig()
+        asked = _keras_2(tensorflow_config, run_config)
+        if asked is not None:
+            legacy_keras.check_installed(asked)
+            run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
@@ -481,6 +497,8 @@ class TensorflowTrainer(PromptTrainer):
         resources.check_cluster(self._workers)
         resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
+        if (asked := _keras_2(config, self.run_config)) is not None:
+            legacy_keras.check_installed(asked)  # Ray may have started with such an environment meanwhile
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
         self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
         given, context = self.run_config, self.train_run_context
