@@ -24,14 +24,16 @@ _WRAPPERS = ("SKLearnClassifier", "SKLearnRegressor", "SKLearnTransformer")
 
 
 def import_keras() -> None:
-    """`import keras`, quicker; nothing if it is imported already. In a process for Keras 2, that.
+    """`import keras`, quicker; nothing if it is imported already. In a process for Keras 2, that, for
+    the thread that calls.
 
     Raises:
         ConfigError: it is not installed.
     """
     if legacy_keras.is_on():
         legacy_keras.check_installed(f"{legacy_keras.VARIABLE}=1", f" on host {os.uname().nodename}")
-        importlib.import_module("tf_keras")
+        # Unset in a thread that did not import Keras 2, whose second `model.save("a.keras")` is then of another format.
+        importlib.import_module("tf_keras.src.saving.saving_lib")._SAVING_V3_ENABLED.value = True
     elif "keras" not in sys.modules:
         with quick():
             import keras  # noqa: F401

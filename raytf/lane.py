@@ -27,6 +27,7 @@ from raytf import backend, guard, legacy_keras, legacy_names, ports, ring, scrat
 from raytf.answers import NoAnswerError, as_they_come, collect
 from raytf.errors import RaytfError, in_a_line
 from raytf.guard import FrozenError, Guard, Place
+from raytf.keras_import import import_keras
 from raytf.processes import Process, import_raytf
 from raytf.resources import placed_actor
 
@@ -290,6 +291,7 @@ class LaneWorker(Process):
         from raytf.session import LaneTrainFnUtils, TrialStopped
 
         set_train_fn_utils(LaneTrainFnUtils(session, job.datasets, _broadcast, folder))
+        import_keras()  # for this thread
         try:
             session.park()
             job.train(session, job.config)
