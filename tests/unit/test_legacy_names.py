@@ -83,6 +83,5 @@ def test_without_keras_2_that_is_said_first(tmp_path):
         "raytf.TensorflowTrainer(lambda: None, tensorflow_config=raytf.TensorflowConfig(legacy_keras=True))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=120)
-    assert done.stderr.splitlines()[-1].startswith(
-        "raytf.errors.ConfigError: Keras 2 is the package tf_keras; received: legacy_keras=True, and no tf_keras. Install"
-    ), done.stderr
+    said = "Keras 2 is the package tf_keras; received: legacy_keras=True, and no tf_keras. Install it"
+    assert done.stderr.splitlines()[-1].startswith(f"raytf.errors.ConfigError: {said}"), done.stderr
