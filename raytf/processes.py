@@ -17,7 +17,11 @@ from raytf.allocator import allocator
 from raytf.answers import as_they_come, collect
 
 # A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
-_VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
+_VARIABLES = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0",
+    legacy_keras.VARIABLE: "0",  # whatever Ray was started with on its hosts
+}
 
 # A process starts in a minute where no runtime environment has to be set up first.
 _START_SECONDS = 900.0

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from raytf import keras_import, legacy_keras, ring
+from raytf import keras_import, legacy_keras, legacy_names, ring
 
 _prepared = contextlib.ExitStack()
 
@@ -118,6 +118,11 @@ def _show(kind, error, traceback) -> None:
     inner = traceback
     while inner is not None and inner.tb_frame.f_code.co_filename in ours:
         inner = inner.tb_next
+    try:
+        legacy_names.explain(error.with_traceback(inner or traceback), "start the script with raytf run --legacy-keras")
+    except legacy_names.Keras2Error as told:
+        sys.__excepthook__(type(told), told.with_traceback(None), None)
+        return
     sys.__excepthook__(kind, error.with_traceback(inner or traceback), inner or traceback)
 
 

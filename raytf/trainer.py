@@ -470,6 +470,7 @@ class TensorflowTrainer(PromptTrainer):
         if asked is not None:
             legacy_keras.check_installed(asked)
             run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
+            tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
@@ -497,8 +498,6 @@ class TensorflowTrainer(PromptTrainer):
         resources.check_cluster(self._workers)
         resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
-        if (asked := _keras_2(config, self.run_config)) is not None:
-            legacy_keras.check_installed(asked)  # Ray may have started with such an environment meanwhile
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
         self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
         given, context = self.run_config, self.train_run_context
