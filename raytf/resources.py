@@ -10,7 +10,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf.errors import ResourceError
 
-
 # How processes come to share cores of a cluster that is there already.
 LESS = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
 
