@@ -43,25 +43,42 @@ def connect(bundles: Sequence[Mapping[str, float]], address: str | None = None, 
     """
     if ray.is_initialized():
         return
-    where = address or os.environ.get("RAY_ADDRESS") or "this machine"
+    where, found = _named(address), located(address)
     try:
-        found = services.canonicalize_bootstrap_address(address)
         if found is None:
             wanted, cores = math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), os.cpu_count() or 1
             if wanted > cores:
                 print(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
-        elif "://" not in where:
+        elif "://" not in where:  # which Ray's client is for
             _knock(found, where)
         ray.init(address=address, **options)
-    except (AuthenticationError, ConnectionError, OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             "raytf needs a Ray cluster that answers and lets this process in",
             f"{where}: {first_line(error)}",
             "Check the address, and the token where the cluster wants one",
         ) from error
+
+
+def located(address: str | None = None) -> str | None:
+    """ "HOST:PORT" of the cluster that `connect` would go to, or None where it would start a Ray.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+    try:
+        return services.canonicalize_bootstrap_address(address)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "The address of a Ray cluster is HOST:PORT, local or auto", f"{_named(address)!r} ({error})", "Correct it"
+        ) from error
+
+
+def _named(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or "this machine"
 
 
 def _knock(address: str, where: str) -> None:

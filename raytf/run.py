@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import click
 import ray
-from ray._private import services
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raytf import folders, resources, ring, roles
 from raytf.answers import NoAnswerError, as_they_come, collect
-from raytf.connection import connect
+from raytf.connection import connect, located
 from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.launch_spec import Script
 from raytf.roles import Exit, Task
@@ -76,7 +75,7 @@ def run(script: Script, address: str | None = None) -> int:
 
 def _runtime_env(address: str | None) -> dict:
     jobs = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
-    if "working_dir" in jobs or services.canonicalize_bootstrap_address(address) is None:
+    if "working_dir" in jobs or located(address) is None:
         return {}  # the job has sent its folder, or a Ray is started for this machine only
     return {"working_dir": os.getcwd(), "excludes": [".git", ".venv"]}
 
