@@ -12,7 +12,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.util import TrainingFramework
 
-from raytf import ports, ring, settings
+from raytf import legacy_names, ports, ring, settings
 from raytf.answers import NoAnswerError, collect
 from raytf.settings import Settings
 from raytf.topology import tf_config
@@ -73,7 +73,11 @@ def _worker_context(config: TensorflowConfig):
     from raytf import strategy  # imports TensorFlow, so on a worker only
 
     with strategy.prepared(config):
-        yield
+        try:
+            yield
+        except Exception as error:
+            legacy_names.explain(error)
+            raise
 
 
 # ------------------------------------------------------------------------------------------ on the worker

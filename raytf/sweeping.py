@@ -258,7 +258,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            "Use fewer workers, ask for less of each (resources_per_worker={'CPU': 0.5}), or add nodes",
+            f"Use fewer workers, {resources.LESS}, or add nodes",
         )
     return largest, holds
 

@@ -7,7 +7,18 @@ import raytf
 
 FLOORS = [
     {"allocator", "errors", "folders", "lock_file", "plain_values", "reads", "scaled_float16", "watch"},
-    {"callback_state", "columns", "identity", "ring", "scratch", "settings", "topology", "trusted", "validation"},
+    {
+        "callback_state",
+        "columns",
+        "identity",
+        "legacy_keras",
+        "ring",
+        "scratch",
+        "settings",
+        "topology",
+        "trusted",
+        "validation",
+    },
     {"order", "rates", "roles"},
     {
         "answers",
@@ -20,6 +31,8 @@ FLOORS = [
         "guard",
         "hyperband",
         "keras_import",
+        "launch_spec",
+        "legacy_names",
         "optimizers",
         "options",
         "pieces",
@@ -50,11 +63,13 @@ FLOORS = [
         "space",
         "tensors",
         "watchdog",
+        "worker_part",
     },
     {
         "callbacks",
         "fingerprint",
         "lane",
+        "legacy_callbacks",
         "local",
         "multiworker_averaging",
         "multiworker_input",
@@ -125,6 +140,8 @@ DRIVER = (
     "planning",
     "evaluator",
     "options",
+    "launch_spec",
+    "legacy_keras",
     "connection",
     "validation",
 )
