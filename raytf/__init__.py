@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from raytf import quiet
+
 # What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
 _PLACES = {
     "Column": "columns",
@@ -27,6 +29,8 @@ _PLACES = {
 }
 __all__ = sorted(_PLACES)
 __version__ = "0.1.0"
+
+quiet.ray_starts()
 
 
 def __getattr__(name: str):

@@ -32,7 +32,7 @@ import posixpath
 import warnings
 from collections.abc import Callable, Mapping
 
-from raytf import checkpoint_files, legacy_keras, optimizers, plain_values
+from raytf import checkpoint_files, legacy_keras, optimizers, plain_values, quiet
 from raytf.callback_state import CallbackStates
 from raytf.checkpoint_files import (
     ARRAYS,
@@ -359,24 +359,25 @@ def _load(file: str, place: str, compile: bool, build_model, config, custom_obje
     checkpoint_files.check_archive(file, place)
     if checkpoint_files.keras_version(file).startswith("2."):
         return _load_keras_2(file, compile, build_model, config, custom_objects)
-    import keras
+    with quiet.native():
+        import keras
 
-    if build_model is None:
-        try:
-            return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
-        except Exception as error:
-            known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
-            if known is None:
-                raise _not_built(file, error) from error
-            why = _said(error)
-        warnings.warn(
-            f"Keras cannot build the model from its file ({why}); "
-            "it is built with the trainer's build_model and given the saved weights",
-            stacklevel=5,
-        )
-        build_model, before = known
-        return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)
-    return _built(file, build_model, {**_build(file)["config"], **(config or {})}, compile)
+        if build_model is None:
+            try:
+                return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+            except Exception as error:
+                known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
+                if known is None:
+                    raise _not_built(file, error) from error
+                why = _said(error)
+            warnings.warn(
+                f"Keras cannot build the model from its file ({why}); "
+                "it is built with the trainer's build_model and given the saved weights",
+                stacklevel=5,
+            )
+            build_model, before = known
+            return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)
+        return _built(file, build_model, {**_build(file)["config"], **(config or {})}, compile)
 
 
 def _load_keras_2(file: str, compile: bool, build_model, config, custom_objects):

@@ -241,7 +241,7 @@ def _trainer(model: str, options: dict, resume: str | bool = "auto"):
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
     processes = options["num_workers"] + (options["num_ps"] + 1 if options["num_ps"] else 0)
     bundles = [{"CPU": options["cpus_per_worker"]}] * processes
-    connect(bundles, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
+    connect(bundles, logging_level=logging.ERROR, runtime_env=environment)
     storage = options["storage"]
     return KerasTrainer(
         build_model,

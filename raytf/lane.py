@@ -23,7 +23,7 @@ import ray.cloudpickle
 from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
 
-from raytf import backend, guard, legacy_keras, legacy_names, ports, ring, scratch
+from raytf import backend, guard, legacy_keras, legacy_names, once, output, ports, ring, scratch
 from raytf.answers import NoAnswerError, as_they_come, collect
 from raytf.errors import RaytfError, in_a_line
 from raytf.guard import FrozenError, Guard, Place
@@ -270,16 +270,19 @@ class LaneWorker(Process):
     ) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
         backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
-        from raytf import strategy
+        from raytf import strategy, verbosity
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(strategy.prepared(tensorflow_config))
+        self._stack.enter_context(verbosity.of(rank == 0, None))
+        self._stack.enter_context(once.shown(tensorflow_config.warned))
         strategy.get_strategy()
         self._defaults = _keras_defaults()
 
     def begin(self, job: Job) -> None:
         from raytf import session
 
+        output.say_who(f"{job.name} worker {self._rank}")
         self._folder = scratch.make()
         checkpoint = None
         if job.files is not None:
@@ -300,7 +303,8 @@ class LaneWorker(Process):
         import_keras()  # for this thread
         try:
             session.park()
-            job.train(session, job.config)
+            with output.telling():
+                job.train(session, job.config)
             session.events.put(("end", None))
             session.park()
         except TrialStopped:

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
-from raytf import guard, ports, roles, settings
+from raytf import guard, output, ports, roles, settings
 from raytf.answers import NoAnswerError, collect
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.resources import placed_actor
@@ -73,6 +73,7 @@ class Server:
         self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]
     ) -> None:
         """Starts TensorFlow's server; what it takes is that of `feed`, besides the cluster and its CPUs."""
+        output.say_who(str(task))
         os.environ.update(settings.variables(cpus, max(settings.SERVER_THREADS, cpus)))
         if task.role == "ps":
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"

@@ -64,6 +64,10 @@ class Settings:
     strategy: str = field(default="auto", repr=False)
     # Whether the workers hold TPUs.
     tpu: bool = field(default=False, repr=False)
+    # Where warnings are claimed by the worker that shows them, a `progress.Entries`; and where the chief says how far a
+    # `fit` of a train loop is, a `progress.Board`.
+    warned: Any = field(default=None, repr=False)
+    board: Any = field(default=None, repr=False)
     # Of a ParameterServerStrategy.
     servers: Any = field(default=None, repr=False)
 

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import logging
 import math
 import os
 import warnings
@@ -55,6 +56,7 @@ from raytf.trial import Plan, Trial
 from raytf.worker import Task, train
 
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
+_FREQUENT_SNAPSHOTS = "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S"
 # What the trainer itself reads of a trial's config.
 _OWN_KEYS = ("batch_size", "epochs", "num_workers")
 # How long the end of a sweep waits for other hosts.
@@ -205,15 +207,24 @@ def _clean_hosts() -> None:
 
 @contextlib.contextmanager
 def _quiet_tune():
-    """Tune's newer output prints a page however quiet it is told to be; the older one says nothing."""
-    before = os.environ.get(_NEW_OUTPUT)
-    os.environ[_NEW_OUTPUT] = "0"
+    """Tune's newer output prints a page however quiet it is told to be; the older one says nothing.
+
+    Nor is it told that snapshots are frequent, which trials on warm workers are, unless the user has set when.
+    """
+    ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0")}
+    before = {name: os.environ.get(name) for name in ours}
+    logger = logging.getLogger("ray.tune.tune")  # it says where the results are, as raytf does
+    level = logger.level
+    os.environ.update(ours)
+    logger.setLevel(max(level, logging.WARNING))
     try:
         yield
     finally:
-        del os.environ[_NEW_OUTPUT]
-        if before is not None:
-            os.environ[_NEW_OUTPUT] = before
+        logger.setLevel(level)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every, resume) -> None:
@@ -291,7 +302,10 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
             train=_UserLoop(trainer.train_loop_per_worker),
             config=config,
             tensorflow_config=dataclasses.replace(
-                trainer.backend_config, feed=found, seed=trainer.backend_config.seed or 0
+                trainer.backend_config,
+                feed=found,
+                seed=trainer.backend_config.seed or 0,
+                warned=processes.warned,
             ),
             datasets=datasets,
             dataset_config=trainer.data_config,
@@ -310,7 +324,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
     plan = Plan(
         train=_KerasLoop(task),
         config=config,
-        tensorflow_config=trainer.worker_config(),
+        tensorflow_config=dataclasses.replace(trainer.worker_config(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),

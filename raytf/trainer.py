@@ -13,6 +13,7 @@ import pandas as pd
 import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
+from rich.console import Console
 
 from raytf import (
     checkpoint,
@@ -397,8 +398,6 @@ class KerasTrainer:
         with failures.first_cause():
             if task.board is None:
                 return inner.fit()
-            from rich.console import Console
-
             with progress.Line(task.board, Console()):
                 return inner.fit()
 
@@ -524,7 +523,8 @@ class TensorflowTrainer(PromptTrainer):
         resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
-        self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
+        board = progress.Board()
+        self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed, board=board)
         given, context = self.run_config, self.train_run_context
         self.run_config = run_folder.named(given, "tensorflow")
         self.train_run_context = dataclasses.replace(context, run_config=self.run_config)
@@ -533,10 +533,11 @@ class TensorflowTrainer(PromptTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 try:
-                    with failures.first_cause():
+                    with failures.first_cause(), progress.Line(board, Console(), waiting=""):
                         return super().fit()
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
                     raise
         finally:
+            board.clear()
             self.backend_config, self.run_config, self.train_run_context = config, given, context

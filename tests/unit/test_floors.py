@@ -6,7 +6,7 @@ import pathlib
 import raytf
 
 FLOORS = [
-    {"allocator", "errors", "folders", "lock_file", "plain_values", "reads", "scaled_float16", "watch"},
+    {"allocator", "errors", "folders", "lock_file", "plain_values", "quiet", "reads", "scaled_float16", "watch"},
     {
         "callback_state",
         "columns",
@@ -33,8 +33,10 @@ FLOORS = [
         "keras_import",
         "launch_spec",
         "legacy_names",
+        "once",
         "optimizers",
         "options",
+        "output",
         "pieces",
         "ports",
         "progress",
@@ -92,6 +94,7 @@ FLOORS = [
         "run",
         "storage",
         "trial",
+        "verbosity",
     },
     {"keras_multiworker", "planning", "sweep_table", "trainer"},
     {"strategy", "sweeping"},
