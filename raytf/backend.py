@@ -15,7 +15,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.util import TrainingFramework
 
-from raytf import legacy_names, once, output, ports, ring, settings
+from raytf import legacy_keras, legacy_names, once, output, ports, ring, settings
 from raytf.answers import NoAnswerError, collect
 from raytf.settings import Settings
 from raytf.topology import tf_config
@@ -73,14 +73,14 @@ def _worker_context(config: TensorflowConfig):
     from raytf.keras_import import import_keras
 
     import_keras()
-    from raytf import strategy, verbosity  # they import TensorFlow, so on a worker only
+    from raytf import strategy  # imports TensorFlow, so on a worker only
 
     context = get_train_context()
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
     level = context.train_run_context.run_config.logging_config.log_level
     logging.getLogger(inspect.getfile(type(context))).setLevel(level)
     chief = context.get_world_rank() == 0
-    with output.telling(), strategy.prepared(config), verbosity.of(chief, config.board), once.shown(config.warned):
+    with output.telling(), strategy.prepared(config), spoken(chief, config.board), once.shown(config.warned):
         try:
             yield
         except Exception as error:
@@ -89,6 +89,15 @@ def _worker_context(config: TensorflowConfig):
 
 
 # ------------------------------------------------------------------------------------------ on the worker
+
+
+def spoken(chief: bool, board):
+    """`verbosity.of` on a worker of Keras 3; one of Keras 2 prints what Keras 2 does."""
+    if legacy_keras.is_on():
+        return contextlib.nullcontext()
+    from raytf import verbosity
+
+    return verbosity.of(chief, board)
 
 
 def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:

@@ -270,11 +270,11 @@ class LaneWorker(Process):
     ) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
         backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
-        from raytf import strategy, verbosity
+        from raytf import strategy
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(strategy.prepared(tensorflow_config))
-        self._stack.enter_context(verbosity.of(rank == 0, None))
+        self._stack.enter_context(backend.spoken(rank == 0, None))
         self._stack.enter_context(once.shown(tensorflow_config.warned))
         strategy.get_strategy()
         self._defaults = _keras_defaults()
