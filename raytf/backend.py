@@ -13,8 +13,9 @@ from typing import Any
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.util import TrainingFramework
 
-from raytf import once, output, ports, ring, settings
+from raytf import legacy_keras, legacy_names, once, output, ports, ring, settings
 from raytf.answers import NoAnswerError, collect
 from raytf.settings import Settings
 from raytf.topology import tf_config
@@ -34,6 +35,11 @@ class TensorflowConfig(Settings, BackendConfig):
     @property
     def train_func_context(self):
         return functools.partial(_worker_context, self)
+
+    @property
+    def framework(self) -> TrainingFramework:
+        """What the Train tab of Ray's dashboard shows."""
+        return TrainingFramework.TENSORFLOW
 
     def to_dict(self) -> dict[str, Any]:
         hidden = ("feed", "servers", "tpu", "warned", "board")
@@ -67,18 +73,31 @@ def _worker_context(config: TensorflowConfig):
     from raytf.keras_import import import_keras
 
     import_keras()
-    from raytf import strategy, verbosity  # they import TensorFlow, so on a worker only
+    from raytf import strategy  # imports TensorFlow, so on a worker only
 
     context = get_train_context()
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
     level = context.train_run_context.run_config.logging_config.log_level
     logging.getLogger(inspect.getfile(type(context))).setLevel(level)
     chief = context.get_world_rank() == 0
-    with output.telling(), strategy.prepared(config), verbosity.of(chief, config.board), once.shown(config.warned):
-        yield
+    with output.telling(), strategy.prepared(config), spoken(chief, config.board), once.shown(config.warned):
+        try:
+            yield
+        except Exception as error:
+            legacy_names.explain(error)
+            raise
 
 
 # ------------------------------------------------------------------------------------------ on the worker
+
+
+def spoken(chief: bool, board):
+    """`verbosity.of` on a worker of Keras 3; one of Keras 2 prints what Keras 2 does."""
+    if legacy_keras.is_on():
+        return contextlib.nullcontext()
+    from raytf import verbosity
+
+    return verbosity.of(chief, board)
 
 
 def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:

@@ -34,7 +34,13 @@ def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
 
 
 def check_workers(scaling_config: ScalingConfig) -> int:
-    """`fewest_workers`; raises ConfigError if that is none."""
+    """The processes that train: `fewest_workers`, or this one alone where num_workers=0.
+
+    Raises:
+        ConfigError: an elastic run may have none.
+    """
+    if scaling_config.num_workers == 0:
+        return 1
     workers = fewest_workers(scaling_config)
     if workers < 1:
         raise ConfigError("num_workers must be at least 1", workers, "Use ScalingConfig(num_workers=1) or more")

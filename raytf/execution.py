@@ -64,7 +64,9 @@ class ExecutionCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         model = self.model
         self._steps = self.params["steps"]
-        self._looking = not (self._fixed or model.steps_per_execution > 1 or model.run_eagerly or not self._steps)
+        # under several workers all look or none: a callback may be the chief's alone
+        fixed = self._fixed or model.__dict__.get("_raytf_sync_batches", False)
+        self._looking = not (fixed or model.steps_per_execution > 1 or model.run_eagerly or not self._steps)
         self._iterator = multiworker_input.newest_iterator() if self._looking else None
         self._single = None  # the function of single steps and its time, once another is in use
         self._start_over()

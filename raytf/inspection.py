@@ -12,13 +12,14 @@ import traceback
 
 import cloudpickle
 
-from raytf import fingerprint, optimizers
+from raytf import fingerprint, legacy_names, optimizers
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
 
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
 
+_KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
 _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
 
@@ -220,7 +221,9 @@ def check(build_model, config, first, features, labels, sample_weights, map):
         model = build_model(dict(config))
     except Exception as error:
         raise ConfigError(
-            "build_model(config) must return a compiled keras.Model", _where(error), "Correct build_model or the config"
+            "build_model(config) must return a compiled keras.Model",
+            _where(error),
+            legacy_names.hint(error, _KERAS_2) or "Correct build_model or the config",
         ) from error
     if not isinstance(model, keras.Model):
         raise ConfigError(

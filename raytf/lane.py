@@ -23,10 +23,11 @@ import ray.cloudpickle
 from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
 
-from raytf import backend, guard, once, output, ports, ring, scratch
+from raytf import backend, guard, legacy_keras, legacy_names, once, output, ports, ring, scratch
 from raytf.answers import NoAnswerError, as_they_come, collect
 from raytf.errors import RaytfError, in_a_line
 from raytf.guard import FrozenError, Guard, Place
+from raytf.keras_import import import_keras
 from raytf.processes import Process, import_raytf
 from raytf.resources import placed_actor
 
@@ -72,14 +73,14 @@ class Job:
         config: the trial's.
         name: of the trial.
         files: of the checkpoint to go on from, by name, or None.
-        datasets: `ray.data.Dataset` by name, for train loops that ask for shards.
+        around: arguments of the loop's `trial_train.Surroundings`, without the nodes.
     """
 
     train: Callable
     config: dict[str, Any]
     name: str
     files: dict[str, bytes] | None = None
-    datasets: dict[str, Any] = field(default_factory=dict)
+    around: dict[str, Any] = field(default_factory=dict)
 
 
 class Lane:
@@ -125,8 +126,8 @@ class Lane:
         addresses = [address for address, _ in found]
         self._guard = Guard({f"worker {rank}": place for rank, (_, place) in enumerate(found)})
         self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
-        token = ring.new_token()
-        arguments = [(tensorflow_config, addresses, rank, cpus, token) for rank in range(len(addresses))]
+        token, nodes = ring.new_token(), tuple(place.node for _, place in found)
+        arguments = [(tensorflow_config, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
     def begin(self, job: Job) -> None:
@@ -170,8 +171,10 @@ class Lane:
         return LaneLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
     def save(self) -> dict[str, bytes] | None:
-        """The files of a checkpoint of the chief, as it stands at its report."""
-        return self._answers([self.workers[0].save.remote()], _SAVE_SECONDS, "a checkpoint")[0]
+        """The files of a checkpoint of this report: the chief's, and those that others have of their own."""
+        found = self._answers([worker.save.remote() for worker in self.workers], _SAVE_SECONDS, "a checkpoint")
+        files = [its for its in reversed(found) if its is not None]
+        return {name: content for its in files for name, content in its.items()} if files else None
 
     def stop(self) -> None:
         """Ends the trial on all workers, and clears what it left."""
@@ -262,14 +265,16 @@ class LaneWorker(Process):
         """Ends this process, which the driver started, when the lane's actor has ended."""
         threading.Thread(target=_end_with, args=(lane,), daemon=True).start()
 
-    def open(self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:
+    def open(
+        self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]
+    ) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
         backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
-        from raytf import strategy, verbosity
+        from raytf import strategy
 
-        self._rank, self._size = rank, len(addresses)
+        self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(strategy.prepared(tensorflow_config))
-        self._stack.enter_context(verbosity.of(rank == 0, None))
+        self._stack.enter_context(backend.spoken(rank == 0, None))
         self._stack.enter_context(once.shown(tensorflow_config.warned))
         strategy.get_strategy()
         self._defaults = _keras_defaults()
@@ -290,9 +295,12 @@ class LaneWorker(Process):
     def _run(self, job: Job, session, folder: str) -> None:
         from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
 
-        from raytf.session import LaneTrainFnUtils, TrialStopped
+        from raytf.session import TrialStopped
+        from raytf.trial_train import Surroundings, TrialTrainFnUtils
 
-        set_train_fn_utils(LaneTrainFnUtils(session, job.datasets, _broadcast, folder))
+        around = Surroundings(nodes=self._nodes, **job.around)
+        set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
+        import_keras()  # for this thread
         try:
             session.park()
             with output.telling():
@@ -302,7 +310,9 @@ class LaneWorker(Process):
         except TrialStopped:
             pass
         except BaseException as error:
-            session.events.put(("error", TrialError(in_a_line(error), traceback.format_exc())))
+            also = legacy_names.hint(error)
+            cause = f"{in_a_line(error)}; {also}" if also else in_a_line(error)
+            session.events.put(("error", TrialError(cause, traceback.format_exc())))
         finally:
             set_train_fn_utils(None)
 
@@ -355,6 +365,11 @@ def _broadcast(value: Any) -> Any:
 
 
 def _keras_defaults() -> dict[str, Any]:
+    if legacy_keras.is_on():
+        from tf_keras import backend, mixed_precision
+
+        config = {name: getattr(backend, name)() for name in ("floatx", "epsilon", "image_data_format")}
+        return config | {"global_policy": mixed_precision.global_policy()}
     import keras
 
     return {
@@ -366,13 +381,21 @@ def _keras_defaults() -> dict[str, Any]:
 
 
 def _clear(defaults: dict[str, Any]) -> None:
-    import keras
     import tensorflow as tf
     from tensorflow.python.framework.ops import gradient_registry
 
-    keras.backend.clear_session()
+    if legacy_keras.is_on():
+        from tf_keras import backend, mixed_precision
+
+        places = (backend, mixed_precision)
+    else:
+        from keras import backend, config
+
+        places = (config,)
+    backend.clear_session()
     for name, value in defaults.items():
-        getattr(keras.config, f"set_{name}")(value)
+        place = next(place for place in places if hasattr(place, f"set_{name}"))
+        getattr(place, f"set_{name}")(value)
     tf.config.run_functions_eagerly(False)
     # TensorFlow keeps the gradient of every `tf.custom_gradient` that it traced, and with it the graph, by name
     registry = gradient_registry._registry

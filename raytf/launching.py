@@ -24,6 +24,7 @@ from ray.train import LoggingConfig, RunConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
 from ray.train.v2._internal.constants import (
     ENABLE_PREEMPTION_WATCHER_ENV_VAR,
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
@@ -32,6 +33,7 @@ from ray.train.v2._internal.constants import (
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.preemption import PreemptionWatcher
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
@@ -43,7 +45,7 @@ from ray.train.v2._internal.util import time_monotonic
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
-from raytf import answers, output, reservation, resources
+from raytf import answers, local, output, reservation, resources
 from raytf.failures import WorkerFrozenError, is_consequence
 from raytf.guard import Place
 from raytf.processes import Processes, worker_environment
@@ -57,7 +59,7 @@ _POLL_SECONDS = "0.2"
 _SILENT_SECONDS, _SILENT_AT_MOST_SECONDS = 3.0, 15.0
 # A process that has to set up a runtime environment first may need minutes.
 _START_SECONDS = 600.0
-# Ray Train's guards against rare events; each is a process that imports Ray Train, when every core imports TensorFlow.
+# Ray Train's guard against the controller's end is a process that imports Ray Train, when all cores import TensorFlow.
 _GUARDS_START_AFTER_SECONDS = 20.0
 
 
@@ -91,17 +93,26 @@ class PromptTrainer(DataParallelTrainer):
     Args:
         launch: the processes that are to become its own.
         beside: what runs beside the workers: an `evaluator.Beside`, or None.
+        shown: (names of datasets, config) for Ray's dashboard, of a train loop that brings its own; or None.
+
+    With num_workers=0 there is no other process, and the `launch` is a `local.Here`.
     """
 
-    def __init__(self, *args, run_config=None, launch: Launch | None = None, beside=None, **kwargs):
-        self._launch, self._beside = launch, beside
+    _cancelled = False
+
+    def __init__(self, *args, run_config=None, launch: Launch | None = None, beside=None, shown=None, **kwargs):
+        self._launch, self._beside, self._shown = launch, beside, shown
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
         if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
             run_config.logging_config = LoggingConfig(log_level="WARNING")
         super().__init__(*args, run_config=run_config, **kwargs)
+        if shown is not None:
+            self.train_run_context = dataclasses.replace(self.train_run_context, train_loop_config=shown[1])
 
     def fit(self):
+        if self.running_in_local_mode:
+            return self._fit_here()
         given, config = self._launch, self.backend_config
         self._launch = given or Launch(self.scaling_config, self.run_config)
         self.backend_config = dataclasses.replace(config, warned=self._launch.warned)
@@ -115,6 +126,11 @@ class PromptTrainer(DataParallelTrainer):
                 self._launch.cancel()
             self._launch = given
             self._reservation.release()
+
+    def _fit_here(self):
+        self._cancelled = False
+        cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
+        return local.run(self._get_train_func(), self.train_run_context, self.datasets, cancelled)
 
     def _tasks_beside(self) -> dict[str, dict[str, float]]:
         """Resources of each task beside Ray Train's workers, by name."""
@@ -139,6 +155,7 @@ class PromptTrainer(DataParallelTrainer):
 
     def _cancel(self) -> None:
         """Ends a `fit` that runs in another thread; it raises."""
+        self._cancelled = True
         if self._launch is not None:
             self._launch.cancel()
 
@@ -149,9 +166,11 @@ class PromptTrainer(DataParallelTrainer):
                 callback = _LateCleaner()
             if isinstance(callback, DatasetsCallback) and not self.datasets:
                 callback = _NoDatasets()
+            if isinstance(callback, StateManagerCallback) and self._shown is not None:
+                callback = StateManagerCallback(datasets=dict.fromkeys(self._shown[0]))
             callbacks.append(callback)
         if ENABLE_PREEMPTION_WATCHER_ENV_VAR not in os.environ:
-            callbacks.append(_LatePreemption())
+            callbacks.append(_Preemption())
         return callbacks
 
     def _initialize_and_run_controller(self, **arguments):
@@ -376,11 +395,14 @@ class _NoDatasets(WorkerGroupCallback):
         raise KeyError(f"The trainer was given no dataset {dataset_info.dataset_name!r}. Pass it in datasets={{...}}")
 
 
-class _Late:
-    """Starts a guard of a worker group when the group has run for a while."""
+class _LateCleaner(PlacementGroupCleanerCallback):
+    """Starts the guard of a worker group when the group has run for a while."""
 
     _due: float | None = None
     _group = None
+
+    def after_controller_start(self, train_run_context):
+        self._run = train_run_context
 
     def after_worker_group_start(self, worker_group):
         self._group, self._due = worker_group, time.monotonic() + _GUARDS_START_AFTER_SECONDS
@@ -388,7 +410,9 @@ class _Late:
     def after_worker_group_poll_status(self, worker_group_status):
         if self._due is not None and time.monotonic() >= self._due:
             self._due = None
-            self._start_guard(self._group)
+            if self._cleaner is None:
+                super().after_controller_start(self._run)
+            super().after_worker_group_start(self._group)
 
     def before_worker_group_shutdown(self, worker_group):
         self._due = None
@@ -399,16 +423,20 @@ class _Late:
         super().after_worker_group_abort(worker_group_context)
 
 
-class _LateCleaner(_Late, PlacementGroupCleanerCallback):
-    def after_controller_start(self, train_run_context):
-        self._run = train_run_context
+class _Preemption(PreemptionCallback):
+    """Watches for nodes that are drained in a thread of the controller, where Ray Train starts an actor for it."""
 
-    def _start_guard(self, group):
-        if self._cleaner is None:
-            PlacementGroupCleanerCallback.after_controller_start(self, self._run)
-        PlacementGroupCleanerCallback.after_worker_group_start(self, group)
+    def after_worker_group_start(self, worker_group):
+        self._stop_watcher()
+        ranks: dict[str, list[int]] = {}
+        actors = {}
+        for worker in worker_group.get_workers():
+            rank = worker.distributed_context.world_rank
+            ranks.setdefault(worker.metadata.node_id, []).append(rank)
+            actors[rank] = worker.actor
+        self._watcher = PreemptionWatcher(ranks, self._poll_interval_s, actors)
 
-
-class _LatePreemption(_Late, PreemptionCallback):
-    def _start_guard(self, group):
-        PreemptionCallback.after_worker_group_start(self, group)
+    def _stop_watcher(self):
+        if self._watcher is not None:
+            self._watcher._stop_event.set()
+            self._watcher = None

@@ -8,9 +8,16 @@ import os
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, TensorBoard
+from keras.callbacks import (
+    BackupAndRestore,
+    CSVLogger,
+    ModelCheckpoint,
+    OrbaxCheckpoint,
+    RemoteMonitor,
+    TensorBoard,
+)
 
-from raytf import collectives, optimizers, scratch
+from raytf import chief_callbacks, collectives, double_writes, optimizers, scratch
 
 # Keras callbacks that write files, and the attribute that says where.
 WRITERS = {
@@ -19,6 +26,8 @@ WRITERS = {
     TensorBoard: "log_dir",
     CSVLogger: "filename",
 }
+# Those that write or send in a way that no attribute leads elsewhere.
+_ALONE = (OrbaxCheckpoint, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
@@ -72,20 +81,25 @@ def settable_rate(optimizer):
 
 def looks_at_batches(callback) -> bool:
     """Whether a callback reads the logs of single training batches, or may stop the training between two."""
-    if isinstance(callback, (ModelCheckpoint, BackupAndRestore)):
+    if isinstance(callback, (ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint)):
         return callback.save_freq != "epoch"
     if type(callback) is TensorBoard:
         return callback.update_freq != "epoch"
     if getattr(callback, "raytf_local_batches", False):
         return False
+    tracked = chief_callbacks.tracks_batches(callback)
+    if tracked is not None:
+        return tracked
     base = keras.callbacks.Callback
-    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    hooks = chief_callbacks.BATCH_HOOKS
     return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
 
 
 def _redirected(callbacks, folder: str):
     """What a worker that is not the chief runs: writers are left out, or write to a folder that is thrown away."""
     for i, callback in enumerate(callbacks):
+        if isinstance(callback, _ALONE) or chief_callbacks.is_chiefs(callback):
+            continue
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
         if kind is None:
             yield callback
@@ -106,12 +120,17 @@ def prepared(model, callbacks):
         listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     # a callback of one worker alone is enough: what is exchanged after a batch needs all
     looking = np.int32(any(looks_at_batches(c) for c in listed))
-    batches = bool(collectives.sum_over_workers(model.distribute_strategy, [looking])[0])
+    unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
+    looking, writing = collectives.sum_over_workers(model.distribute_strategy, [looking, np.int32(len(unknown))])
+    batches = bool(looking)
     folder = scratch.make() if not collectives.is_chief(model.distribute_strategy) else None
     kept = listed if folder is None else list(_redirected(listed, folder))
     agreement = _BatchAgreement() if batches else _Agreement()
     after = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
-    kept = [*(c for c in kept if c not in after), agreement, *after]
+    kept = [c for c in kept if c not in after]
+    if writing:
+        kept = _watched(kept, unknown, model.distribute_strategy)
+    kept = [*kept, agreement, *after]
     if given is not None:
         agreement.set_model(model)
         given.callbacks[:] = kept
@@ -119,5 +138,19 @@ def prepared(model, callbacks):
     try:
         yield kept, batches
     finally:
+        double_writes.note(False)
         if folder is not None:
             scratch.remove(folder)
+
+
+def _may_write(callback) -> bool:
+    """Whether it is not known what a callback does, which runs on all workers."""
+    module = type(callback).__module__.partition(".")[0]
+    return module not in ("keras", "raytf") and not chief_callbacks.is_chiefs(callback)
+
+
+def _watched(callbacks: list, unknown: list[str], strategy) -> list:
+    """The callbacks, between two that look at which files they write."""
+    before = double_writes.Before()
+    total = lambda counts: collectives.sum_over_workers(strategy, [counts])[0]
+    return [before, *callbacks, double_writes.After(before, unknown, total, collectives.is_chief(strategy))]

@@ -7,7 +7,7 @@ import math
 
 import ray
 
-from raytf import blocks, pieces, resources, storage, streams
+from raytf import blocks, checks, pieces, resources, storage, streams
 from raytf.connection import connect
 from raytf.errors import ResourceError
 from raytf.inspection import Facts
@@ -139,7 +139,7 @@ def plan(trainer) -> Plan:
     try:
         found = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
         devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))
-        workers = resources.fewest_workers(scaling)
+        workers = checks.check_workers(scaling)
         replicas = 1 if servers else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)
         facts = trainer.try_model(processes, found, trainer.config, batch[0]).facts

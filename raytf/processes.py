@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable
@@ -13,14 +14,17 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.constants import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import output, resources
+from raytf import legacy_keras, output, resources
 from raytf.allocator import allocator
 from raytf.answers import as_they_come, collect
 from raytf.output import Output
 from raytf.progress import Entries
 
 # A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
-_VARIABLES = {RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
+_VARIABLES = {
+    RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0",
+    legacy_keras.VARIABLE: "0",  # whatever Ray was started with on its hosts
+}
 
 # Likewise, unless the driver's says otherwise; with Ray Train's `print` each line comes twice.
 _VARIABLES_UNLESS_SET = {"TF_CPP_MIN_LOG_LEVEL": "2", ENABLE_PRINT_PATCH_ENV_VAR: "0"}
@@ -118,13 +122,23 @@ def worker_environment(run_config, scaling_config, variables: dict[str, str] | N
     return environment | {"env_vars": ours | dict(environment.get("env_vars", {}))}
 
 
+def with_variables(run_config, variables: dict[str, str]):
+    """A copy of a RunConfig whose workers have these environment variables."""
+    run_config, environment = copy.copy(run_config), dict(run_config.worker_runtime_env or {})
+    run_config.worker_runtime_env = environment | {"env_vars": dict(environment.get("env_vars", {})) | variables}
+    return run_config
+
+
 def import_raytf() -> None:
     """What a worker needs; no TensorFlow operation runs."""
     from raytf.keras_import import import_keras
 
     output.say_who("model check")  # until it is a worker
     import_keras()
-    from raytf import callbacks, execution, feed, inspection  # noqa: F401
+    from raytf import feed  # noqa: F401
+
+    if not legacy_keras.is_on():
+        from raytf import callbacks, execution, inspection  # noqa: F401
 
 
 def _cpus(scaling_config) -> int:

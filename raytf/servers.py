@@ -23,9 +23,6 @@ from raytf.roles import Task
 from raytf.topology import tf_config
 from raytf.watchdog import Watchdog
 
-# Coordinator and servers wait for each other in several operations at once: on two cores, TensorFlow's default of two
-# threads hung, and six ran.
-THREADS = 8
 _ASK_SECONDS = 0.1
 # A process that has to set up a runtime environment first may need minutes; TensorFlow's server, half of one.
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 300.0
@@ -77,7 +74,7 @@ class Server:
     ) -> None:
         """Starts TensorFlow's server; what it takes is that of `feed`, besides the cluster and its CPUs."""
         output.say_who(str(task))
-        os.environ.update(settings.variables(cpus, max(THREADS, cpus)))
+        os.environ.update(settings.variables(cpus, max(settings.SERVER_THREADS, cpus)))
         if task.role == "ps":
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         import tensorflow as tf
@@ -86,7 +83,7 @@ class Server:
             # first, because the coordinator gives a worker steps as soon as its server answers
             self.feed(feeds, task.index, workers)
         config = tf.compat.v1.ConfigProto(
-            intra_op_parallelism_threads=cpus, inter_op_parallelism_threads=max(THREADS, cpus)
+            intra_op_parallelism_threads=cpus, inter_op_parallelism_threads=max(settings.SERVER_THREADS, cpus)
         )
         ports.release_port()
         self._server = tf.distribute.Server(

@@ -1,7 +1,7 @@
 """What a train loop asks of the run around it: rank, checkpoint to start from, where to report. On a worker.
 
 Under `fit` that is Ray Train; in a sweep it is the lane, which stands behind Ray Train's own functions, too, so that a
-train loop written for `ray.train.report` and `ray.train.get_context` runs there unchanged.
+train loop written for `ray.train.report` and `ray.train.get_context` runs there unchanged (`trial_train.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ import functools
 import os
 import posixpath
 import queue
-import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils
-from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.report_config import CheckpointConsistencyMode
 
 from raytf import checkpoint_files, scratch
@@ -113,6 +109,7 @@ class LaneSession:
         self.rank, self.size, self.name = rank, size, name
         self.folder = folder
         self._write: Callable[[str], None] | None = None
+        self._mine = rank == 0  # whether this worker has files of its own
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -123,16 +120,19 @@ class LaneSession:
             checkpoint_files.check(self.folder, contents=self.rank == 0)
         yield self.folder
 
-    def report(self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False) -> None:
+    def report(
+        self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
+    ) -> None:
         """Hands the metrics to the lane, and waits for what it says; a checkpoint is written only when asked for.
 
         Args:
             metrics: by name.
             write: write(folder) writes a checkpoint of this moment; None leaves that of an earlier report in force.
             keep: write it now, as it will be asked for when this moment is over.
+            everyone: what other workers than the chief write belongs to the checkpoint, too.
         """
         if write is not None:
-            self._write = write
+            self._write, self._mine = write, everyone or self.rank == 0
             if keep and self.rank == 0:
                 files = self._files()
                 self._write = lambda folder: write_files(files, folder)
@@ -151,8 +151,8 @@ class LaneSession:
             self.events.put(("saved", self._files()))
 
     def _files(self) -> dict[str, bytes] | None:
-        """The files of a checkpoint of this moment, by name; None where the loop wrote none."""
-        if self._write is None:
+        """The files of a checkpoint of this moment, by name; None where the loop wrote none here."""
+        if self._write is None or not self._mine:
             return None
         with scratch.folder() as folder:
             self._write(folder)
@@ -177,61 +177,3 @@ def write_files(files: dict[str, bytes], folder: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(content)
-
-
-class LaneTrainFnUtils(TrainFnUtils):
-    """Ray Train's functions (`ray.train.report`, `get_context`, ...) for a train loop in a lane.
-
-    Args:
-        session: of the trial.
-        datasets: by name, for `ray.train.get_dataset_shard`.
-        broadcast: gives every worker what rank 0 passes.
-        folder: where checkpoints that the loop reports are kept until the next.
-    """
-
-    def __init__(self, session: LaneSession, datasets: dict[str, Any], broadcast: Callable[[Any], Any], folder: str):
-        self._session, self._datasets, self._broadcast, self._folder = session, datasets, broadcast, folder
-        self._shards: dict[str, Any] = {}
-
-    def report(self, metrics, checkpoint=None, checkpoint_dir_name=None, *args, **kwargs):
-        write = None
-        if checkpoint is not None:
-            kept = os.path.join(self._folder, "reported")
-            shutil.rmtree(kept, ignore_errors=True)
-            checkpoint.to_directory(kept)
-
-            def write(folder):
-                shutil.copytree(kept, folder, dirs_exist_ok=True)
-
-        self._session.report(metrics, write)
-
-    def get_checkpoint(self):
-        folder = self._session.folder  # the loop's own files
-        return None if folder is None else ray.train.Checkpoint.from_directory(folder)
-
-    def get_all_reported_checkpoints(self, *args, **kwargs):
-        return []
-
-    def get_dataset_shard(self, dataset_info):
-        name = dataset_info.dataset_name
-        if name not in self._shards:
-            first = self._session.rank == 0
-            split = self._datasets[name].streaming_split(self._session.size, equal=True) if first else None
-            self._shards[name] = self._broadcast(split)[self._session.rank]
-        return self._shards[name]
-
-    def get_context(self):
-        session = self._session
-        return LocalTrainContext(experiment_name=session.name, world_size=session.size, world_rank=session.rank)
-
-    def get_preemption_info(self):
-        return None
-
-    def is_distributed(self):
-        return self._session.size > 1
-
-    def barrier(self):
-        self._broadcast(None)
-
-    def broadcast_from_rank_zero(self, data):
-        return self._broadcast(data)

@@ -43,7 +43,7 @@ def read_all(
         ConfigError: a dataset that has to be streamed cannot be, see `pieces.divide`, or a column is not there.
     """
     workers = scaling_config.num_workers
-    workers = workers if isinstance(workers, int) else workers[1]
+    workers = max(1, workers) if isinstance(workers, int) else workers[1]
     with blocks_module.quiet(), warnings.catch_warnings(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
         # how many tasks run at once is said here, not by the user
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks")

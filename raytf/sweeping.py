@@ -21,13 +21,28 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.train
 from ray import tune
 from ray.train._internal.storage import get_fs_and_path
 from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import blocks, checkpoint, rates, reads, report, resources, run_folder, scratch, space, storage, streams
+from raytf import (
+    blocks,
+    checkpoint,
+    rates,
+    ray_config,
+    reads,
+    report,
+    resources,
+    run_folder,
+    scratch,
+    space,
+    storage,
+    streams,
+    trusted,
+)
 from raytf.answers import NoAnswerError, as_they_come
 from raytf.connection import connect
 from raytf.errors import ConfigError, ResourceError, TrainingError
@@ -90,7 +105,7 @@ def sweep(
         warmup_steps: in which the learning rate rises from 0.
         resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
             checkpoints. `trainer` must be the same, and `param_space` is not needed. Tune keeps a sweep's state as
-            pickles, which run what they say: resume a folder only if nobody else can write to it.
+            pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
         progress: show a table of the trials in a terminal.
 
     Returns:
@@ -102,10 +117,12 @@ def sweep(
         ResourceError: the cluster can never hold a trial.
     """
     _check(trainer, param_space, num_samples, mode, max_concurrent_trials, report_every_steps, resume)
+    ray_config.check_sweep(trainer, param_space, run_config is not None)
     known = {"metric": metric, "mode": mode, "rule": scale_learning_rate, "base_batch_size": base_batch_size}
     known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
         known = report.settings(resume)
+        trusted.check_own(report.located(resume), "A sweep's state")
     else:
         known["sample"] = space.sample(dict(param_space))
     metric, mode = known["metric"], known["mode"]
@@ -252,7 +269,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            "Use fewer workers, ask for less of each (resources_per_worker={'CPU': 0.5}), or add nodes",
+            f"Use fewer workers, {resources.LESS}, or add nodes",
         )
     return largest, holds
 
@@ -291,6 +308,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
                 warned=processes.warned,
             ),
             datasets=datasets,
+            dataset_config=trainer.data_config,
             rows=sum(found["train"].rows) if "train" in found else None,
             **common,
         )
@@ -308,6 +326,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
         config=config,
         tensorflow_config=dataclasses.replace(trainer.worker_config(), warned=processes.warned),
         datasets={},
+        dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),
         **common,
     )
@@ -376,13 +395,17 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     """Tune's RunConfig: the sweep's own, or what the trainer's says."""
     if given is None:
         failure = getattr(trainers, "failure_config", None)
-        checkpoint = getattr(trainers, "checkpoint_config", None)
+        kept = trainers.checkpoint_config
         given = tune.RunConfig(
             name=None if run_folder.is_unnamed(trainers) else trainers.name,
             storage_path=trainers.storage_path,
             storage_filesystem=trainers.storage_filesystem,
             failure_config=tune.FailureConfig(max_failures=getattr(failure, "max_failures", 0)),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=getattr(checkpoint, "num_to_keep", None) or keep),
+            checkpoint_config=tune.CheckpointConfig(
+                num_to_keep=kept.num_to_keep or keep,
+                checkpoint_score_attribute=kept.checkpoint_score_attribute,
+                checkpoint_score_order=kept.checkpoint_score_order,
+            ),
         )
     checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
     if checkpoint.checkpoint_at_end is None:

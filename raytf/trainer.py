@@ -12,7 +12,7 @@ import cloudpickle
 import pandas as pd
 import ray
 import ray.train
-from ray.train import DataConfig, RunConfig, ScalingConfig
+from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from rich.console import Console
 
 from raytf import (
@@ -23,8 +23,10 @@ from raytf import (
     failures,
     fingerprint,
     identity,
+    legacy_keras,
     order,
     progress,
+    ray_config,
     resources,
     run_folder,
     storage,
@@ -36,7 +38,8 @@ from raytf.connection import connect
 from raytf.errors import ConfigError
 from raytf.inspection import Tried, inspect
 from raytf.launching import Launch, PromptTrainer
-from raytf.processes import Process, Processes, worker_environment
+from raytf.local import Here
+from raytf.processes import Process, Processes, with_variables, worker_environment
 from raytf.run_folder import RunFolder
 from raytf.run_lock import RunLock
 from raytf.topology import per_replica_batch
@@ -70,7 +73,11 @@ class KerasTrainer:
         num_ps: parameter servers; they come beside the workers, as a coordinator does.
         variable_partitioner: partitioner(shape, dtype) -> parts along each axis, such as those of
             `tf.distribute.experimental.partitioners`: spreads large variables over the servers, by rows.
-        scaling_config: `ray.train.ScalingConfig`; one worker by default.
+        scaling_config: `ray.train.ScalingConfig`; one worker by default. With num_workers=0 the training runs in this
+            process.
+        dataset_config: `ray.train.DataConfig`: how Ray Data executes the datasets. Workers always share the rows.
+        validation_config: `ray.train.ValidationConfig`: a function of your own that is called for each checkpoint, as
+            a task beside the training; what it gives comes to the epoch's row of the result's metrics_dataframe.
         run_config: `ray.train.RunConfig`. Without a name each `fit` is a run of its own. One driver at a time has the
             folder of a run: another one is refused.
         tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
@@ -112,6 +119,8 @@ class KerasTrainer:
         variable_partitioner: Callable | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
         tensorflow_config: TensorflowConfig | None = None,
         seed: int = 0,
         storage: str | Mapping[str, str] = "auto",
@@ -134,10 +143,12 @@ class KerasTrainer:
         self.map, self.window, self.storage = map, window, storage
         self.steps_per_execution = steps_per_execution
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
+        self.dataset_config, self.validation_config = dataset_config, validation_config
         self.resume = resume
         self._check_arguments()
 
     def _check_arguments(self) -> None:
+        legacy_keras.refuse(_keras_2(self.tensorflow_config, self.run_config))
         checks.check_pickles(self.build_model, "build_model")
         if self.callbacks is not None:
             checks.check_pickles(self.callbacks, "callbacks")
@@ -145,6 +156,9 @@ class KerasTrainer:
             checks.check_pickles(self.map, "map", "batches")
         if self.variable_partitioner is not None:
             checks.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
+        given = self.scaling_config, self.run_config
+        ray_config.check_local(*given, self.num_ps, self.validation_config, self.evaluator)
+        ray_config.check_validation(self.validation_config, self.evaluator)
         checks.check_servers(self.strategy, self.num_ps, self.scaling_config)
         validation.check_config(self.config)
         workers = checks.check_workers(self.scaling_config)
@@ -166,6 +180,7 @@ class KerasTrainer:
                     f"{name!r} of type {type(dataset).__name__}",
                     "Read it with ray.data, for example ray.data.read_parquet",
                 )
+        self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
         if self.features is None:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
         ways = [storage.of(self.storage, name) for name in self.datasets]
@@ -215,6 +230,8 @@ class KerasTrainer:
             last = self._last(folder)
             if last is not None and ended(last, self):
                 launch = Processes(Process, inner, run_config, 1)  # only to try the model
+            elif not self.scaling_config.num_workers:
+                launch = Here(inner, run_config)
             else:
                 launch = Launch(inner, run_config)
             lock.on_lost = launch.cancel
@@ -274,7 +291,12 @@ class KerasTrainer:
         result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
         rows = [metrics for _, metrics in result.best_checkpoints]
         evaluated = {row["epoch"]: {k: v for k, v in row.items() if k.startswith(evaluator.PREFIX)} for row in rows}
-        return _with_history(self, result, evaluated)
+        return _with_history(self, result, self._validated(result) or evaluated)
+
+    def _validated(self, result: ray.train.Result) -> dict[int, dict]:
+        """What the checkpoints bear by epoch, where a validation_config has added to it."""
+        rows = [metrics for _, metrics in result.best_checkpoints or ()] if self.validation_config else []
+        return {row["epoch"]: row for row in rows if "epoch" in row}
 
     def task(self, blocks: dict) -> Task:
         """What the workers are told, for data that was read; without a progress line.
@@ -305,6 +327,7 @@ class KerasTrainer:
             board=None,
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
+            validate=self.evaluator or self.validation_config is not None,
         )
 
     def _shuffle(self, blocks: dict) -> str:
@@ -346,7 +369,8 @@ class KerasTrainer:
 
     def _run(self, task: Task, launch: Launch) -> ray.train.Result:
         if not self.evaluator:
-            return _with_history(self, self._fit(task, launch, None))
+            result = self._fit(task, launch, None)
+            return _with_history(self, result, self._validated(result))
         environment = worker_environment(self.run_config, self.scaling_config)
         each = resources.per_worker(self.scaling_config)
         beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment)
@@ -366,8 +390,10 @@ class KerasTrainer:
             scaling_config=self.servers()[0],
             run_config=launch.run_config,
             launch=launch,
-            validation_config=beside.validation() if beside else None,
+            validation_config=beside.validation() if beside else self.validation_config,
             beside=beside,
+            shown=(list(self.datasets), self.config),
+            dataset_config=self.dataset_config,
         )
         with failures.first_cause():
             if task.board is None:
@@ -407,8 +433,18 @@ def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] |
     return result
 
 
+def _keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
+    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
+    worker = (run_config.worker_runtime_env if run_config else None) or {}
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
+
+
 class TensorflowTrainer(PromptTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
+
+    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime
+    environment of Ray, `tf.keras` of the workers is Keras 2, as it is under Ray's own.
 
     Args:
         train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
@@ -440,6 +476,7 @@ class TensorflowTrainer(PromptTrainer):
         num_ps: int = 0,
     ):
         scaling_config = scaling_config or ScalingConfig()
+        ray_config.check_local(scaling_config, run_config, num_ps, validation_config)
         checks.check_strategy(strategy, scaling_config)
         checks.check_servers(strategy, num_ps, scaling_config)
         run_folder.check_name(None if run_config is None else run_config.name)
@@ -453,6 +490,11 @@ class TensorflowTrainer(PromptTrainer):
                     "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
                 )
             tensorflow_config = TensorflowConfig()
+        asked = _keras_2(tensorflow_config, run_config)
+        if asked is not None:
+            legacy_keras.check_installed(asked)
+            run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
+            tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,

@@ -38,6 +38,7 @@ class Plan:
         scaling_config, tensorflow_config: the trainer's.
         environment: runtime environment of the workers.
         datasets: `ray.data.Dataset` by name, for loops that ask for shards.
+        dataset_config: how they are cut.
         rows: of the training data, where known.
         metric: that every report must hold.
         scaling: of the learning rate.
@@ -50,6 +51,7 @@ class Plan:
     tensorflow_config: Any
     environment: dict
     datasets: dict[str, Any]
+    dataset_config: Any
     rows: int | None
     metric: str
     scaling: rates.Scaling
@@ -62,8 +64,12 @@ class Plan:
     def resources(self, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
         """Tune's request for a trial: nothing for its actor, a bundle for each worker."""
         each = self.scaling_config._resources_per_worker_not_none
-        bundles = [{}, *[dict(each) for _ in range(self.workers(config))]]
-        return tune.PlacementGroupFactory(bundles, strategy=self.scaling_config.placement_strategy)
+        count = self.workers(config)
+        bundles = [{}, *[dict(each) for _ in range(count)]]
+        selectors = self.scaling_config._label_selector_per_worker(count)
+        # Tune leaves the empty bundle of the trial's actor out, and so do the selectors
+        more = {} if selectors is None else {"bundle_label_selector": selectors}
+        return tune.PlacementGroupFactory(bundles, strategy=self.scaling_config.placement_strategy, **more)
 
 
 class Trial(tune.Trainable):
@@ -124,8 +130,10 @@ class Trial(tune.Trainable):
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
                 self._lane = Lane(plan.tensorflow_config, each, workers, plan.environment, **places)
+            around = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
+            around |= {"filesystem": self._storage.storage_filesystem, "folder": self._storage.trial_fs_path}
             self._lane.begin(
-                Job(train=self._train, config=config, name=self.trial_name, files=self._files, datasets=plan.datasets)
+                Job(train=self._train, config=config, name=self.trial_name, files=self._files, around=around)
             )
             self._running = True
         return self._lane.go_on()

@@ -30,6 +30,7 @@ class Task:
         report_steps: (every how many steps, metric that a report needs) of reports within epochs, or None.
         variable_partitioner: see `remote_model.RemoteModel`.
         evaluator: checkpoints are evaluated beside the training, which does not validate.
+        validate: something is to be called for each checkpoint: the evaluator, or a function of the user's.
         identity: what tells this run from another, by name; JSON values.
     """
 
@@ -50,6 +51,7 @@ class Task:
     report_steps: tuple[int, str] | None = None
     variable_partitioner: Callable | None = None
     evaluator: bool = False
+    validate: bool = False
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def used(self) -> list[str]:
@@ -83,7 +85,7 @@ def train(task: Task, session=None) -> None:
     from raytf import callbacks, checkpoint, execution, strategy, tpu, waiting
     from raytf.session import RaySession
 
-    session = session or RaySession(validate=task.evaluator)
+    session = session or RaySession(validate=task.validate)
     if strategy.uses_tpu() and session.size > 1:
         with tpu.led(session) as session:
             if session is not None:

@@ -113,7 +113,20 @@ CASES = {
     ),
     "window": (lambda: {"window": 0}, "window must be a number of rows, at least 1"),
     "map": (lambda: {"map": 3}, "map must be a function of batches"),
-    "workers": (lambda: {"scaling_config": ScalingConfig(num_workers=0)}, "num_workers must be at least 1"),
+    "workers": (lambda: {"scaling_config": ScalingConfig(num_workers=(0, 2))}, "num_workers must be at least 1"),
+    "local, with an evaluator": (
+        lambda: {
+            "scaling_config": ScalingConfig(num_workers=0),
+            "evaluator": True,
+            "datasets": {"train": models.dataset(16), "validation": models.dataset(16)},
+        },
+        "received: evaluator=True with num_workers=0",
+    ),
+    "a dataset for each worker": (
+        lambda: {"dataset_config": ray.train.DataConfig(datasets_to_split=[])},
+        r"shares the rows of each batch .* received: DataConfig\(datasets_to_split=\[\]\)",
+    ),
+    "no ValidationConfig": (lambda: {"validation_config": 3}, "validation_config must be a ray.train.ValidationConfig"),
 }
 
 

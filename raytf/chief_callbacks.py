@@ -1,0 +1,81 @@
+"""Callbacks that are the chief's alone: those of trackers (W&B, MLflow), and what the user says is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+import keras
+
+from raytf.errors import ConfigError
+
+# Packages whose callbacks log to the one run of a training; known by name, so that nothing is imported.
+_TRACKERS = ("mlflow", "wandb")
+# Where such a callback says whether it logs batches: W&B's two, MLflow's, and what W&B's is called by its users.
+_FREQUENCIES = ("logging_batch_wise", "log_batch_frequency", "log_every_n_steps", "log_freq")
+BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+class Elsewhere(keras.callbacks.Callback):
+    """Stands on the other workers for a callback of the chief."""
+
+
+def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Callback:
+    """Keeps a Keras callback to the chief, the worker of rank 0; on the others it does nothing.
+
+    For callbacks that write files, send, or begin a run of a tracker. What it decides (to stop, a learning rate) holds
+    for all workers. It must not call `fit`, `evaluate` or `predict` of a model that several workers train, as these
+    wait for all. Callbacks of `wandb` and `mlflow`, and Keras' own that write or send, are kept to the chief anyhow.
+
+    Args:
+        given: the callback; or a function without arguments that makes it, which is called on the chief alone: put
+            there what must be done once, such as `wandb.init()`.
+
+    Raises:
+        ConfigError: neither, or the function made no callback.
+    """
+    made = given
+    if not isinstance(given, keras.callbacks.Callback) and callable(given):
+        if not _here():
+            return Elsewhere()
+        made = given()
+    if not isinstance(made, keras.callbacks.Callback):
+        raise ConfigError(
+            "raytf.on_chief takes a Keras callback, or a function without arguments that makes one",
+            repr(given) if made is given else f"a function that gave {made!r}",
+            "Pass raytf.on_chief(callback), or raytf.on_chief(lambda: MyCallback(...))",
+        )
+    made.raytf_on_chief = True
+    return made
+
+
+def _here() -> bool:
+    """Whether this process is the chief of its cluster, or alone."""
+    known = json.loads(os.environ.get("TF_CONFIG") or "{}")
+    task = known.get("task", {"type": "chief"})
+    if task["type"] != "worker":
+        return task["type"] == "chief"
+    return task["index"] == 0 and "chief" not in known.get("cluster", {})
+
+
+def is_chiefs(callback) -> bool:
+    """Whether a callback runs on the chief alone, as it says or as it is a tracker's."""
+    return getattr(callback, "raytf_on_chief", False) or any(map(_of_tracker, type(callback).__mro__))
+
+
+def tracks_batches(callback) -> bool | None:
+    """Whether a tracker's callback was told to log batches; None for others, and where it does not say.
+
+    Trackers' callbacks have hooks for batches even where they log epochs; to give these global values would cost a
+    collective a step.
+    """
+    own = [kind for kind in type(callback).__mro__ if any(hook in vars(kind) for hook in BATCH_HOOKS)]
+    if not own or not _of_tracker(own[0]):  # a subclass of the user's has hooks of its own
+        return None
+    told = [getattr(callback, name) for name in _FREQUENCIES if hasattr(callback, name)]
+    return any(value not in (None, False, 0, "epoch") for value in told) if told else None
+
+
+def _of_tracker(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _TRACKERS

@@ -1,0 +1,121 @@
+"""Callbacks that belong to the chief: how they are known, and which of them look at batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import warnings
+
+import keras
+import pytest
+
+import raytf
+from raytf import chief_callbacks, double_writes
+from raytf.multiworker_callbacks import _redirected, looks_at_batches
+
+
+@pytest.fixture
+def trackers(monkeypatch):
+    """Modules of the trackers' names, whose callbacks have the attributes and hooks of the real ones."""
+
+    class WandbMetricsLogger(keras.callbacks.Callback):
+        def __init__(self, log_freq="epoch"):
+            super().__init__()
+            self.logging_batch_wise = log_freq != "epoch"
+            self.log_freq = (1 if log_freq == "batch" else log_freq) if self.logging_batch_wise else None
+
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    class MlflowCallback(keras.callbacks.Callback):
+        def __init__(self, log_every_n_steps=None):
+            super().__init__()
+            self.log_every_n_steps = log_every_n_steps
+
+        def on_batch_end(self, batch, logs=None):
+            pass
+
+    class WandbModelCheckpoint(keras.callbacks.ModelCheckpoint):
+        pass
+
+    for module, kinds in {
+        "wandb.integration.keras.callbacks": (WandbMetricsLogger, WandbModelCheckpoint),
+        "mlflow.keras.callback": (MlflowCallback,),
+    }.items():
+        made = types.ModuleType(module)
+        monkeypatch.setitem(sys.modules, module, made)
+        for kind in kinds:
+            kind.__module__ = module
+            setattr(made, kind.__name__, kind)
+    return {kind.__name__: kind for kind in (WandbMetricsLogger, MlflowCallback, WandbModelCheckpoint)}
+
+
+def test_trackers_are_the_chiefs_and_ask_for_batches_only_where_they_log_them(trackers, tmp_path):
+    wandb, mlflow, saves = (trackers[n] for n in ("WandbMetricsLogger", "MlflowCallback", "WandbModelCheckpoint"))
+
+    class Users(wandb):
+        def on_train_batch_begin(self, batch, logs=None):
+            pass
+
+    looking = [wandb("batch"), wandb(10), mlflow(5), saves(tmp_path / "a.keras", save_freq=3), Users()]
+    not_looking = [wandb(), mlflow(), saves(tmp_path / "a.keras"), keras.callbacks.RemoteMonitor()]
+    assert [looks_at_batches(c) for c in looking + not_looking] == [True] * 5 + [False] * 4
+    assert all(map(chief_callbacks.is_chiefs, looking + not_looking[:-1]))
+    stopping = keras.callbacks.EarlyStopping()
+    assert list(_redirected([*looking, *not_looking, stopping], str(tmp_path))) == [stopping]
+
+
+def test_orbax_is_the_chiefs(tmp_path):
+    class Stands(keras.callbacks.OrbaxCheckpoint):
+        def __init__(self, save_freq):  # orbax is not installed
+            self.save_freq = save_freq
+
+    assert not looks_at_batches(Stands("epoch")) and looks_at_batches(Stands(10))
+    assert not list(_redirected([Stands("epoch")], str(tmp_path)))
+
+
+def test_what_the_user_says_is_the_chiefs(monkeypatch, tmp_path):
+    made = []
+
+    class Writes(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    kept = raytf.on_chief(Writes())
+    assert kept is made[0] and not list(_redirected([kept, raytf.on_chief(Writes)], str(tmp_path)))
+    assert len(made) == 2, "a process without TF_CONFIG is alone"
+    cluster = {"worker": ["a:1", "b:2"]}
+    for task, is_chief in (("worker", 0), True), (("worker", 1), False), (("evaluator", 0), False):
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": task[0], "index": task[1]}}))
+        found = raytf.on_chief(Writes)
+        assert isinstance(found, Writes if is_chief else chief_callbacks.Elsewhere), task
+    monkeypatch.delenv("TF_CONFIG")
+    assert len(made) == 3
+    for wrong, message in ((3, "received: 3"), (lambda: None, "a function that gave None"), ([kept], "takes a Keras")):
+        with pytest.raises(raytf.ConfigError, match=message):
+            raytf.on_chief(wrong)
+
+
+def test_a_file_that_several_workers_write_is_warned_of_once(tmp_path):
+    class Appends(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with open(tmp_path / "log", "a") as file:
+                file.write("a")
+            with open(tmp_path / "log") as file:
+                file.read()
+
+    def warned(total):
+        before = double_writes.Before()
+        after = double_writes.After(before, ["Appends"], total, True)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for epoch in range(2):
+                for callback in (before, Appends(), after):
+                    callback.on_epoch_end(epoch)
+        return [str(one.message) for one in found]
+
+    (message,) = warned(lambda counts: 2 * counts)
+    assert str(tmp_path / "log") in message and "raytf.on_chief(callback)" in message
+    assert not warned(lambda counts: counts), "this worker alone writes it"
