@@ -13,7 +13,6 @@ import pandas as pd
 import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
-from rich.console import Console
 
 from raytf import (
     checkpoint,
@@ -398,7 +397,7 @@ class KerasTrainer:
         with failures.first_cause():
             if task.board is None:
                 return inner.fit()
-            with progress.Line(task.board, Console()):
+            with progress.Line(task.board, progress.console()):
                 return inner.fit()
 
     def try_model(
@@ -533,7 +532,7 @@ class TensorflowTrainer(PromptTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 try:
-                    with failures.first_cause(), progress.Line(board, Console(), waiting=""):
+                    with failures.first_cause(), progress.Line(board, progress.console(), waiting=""):
                         return super().fit()
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
