@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -25,7 +26,12 @@ from raytf import quiet
 _OURS = "raytf "
 _BEGIN, _END = ":raytf_begin:", ":raytf_end:"
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_MANY_PROCESSES = "worker processes have been started on node"
+# What Ray warns of and raytf does on purpose: more processes than cores, and an evaluator that comes back, as the run
+# holds what it was made with.
+_ON_PURPOSE = re.compile(
+    "worker processes have been started on node"
+    r"|class name: 'Evaluator' and ID: '\w+' has constructor arguments in the object store"
+)
 _LOOK_SECONDS = 0.1
 # Ray looks for new lines several times a second, but for that it needs the CPU.
 _LAST_SECONDS, _LAST_OF_FAILED_SECONDS = 5.0, 1.5
@@ -105,7 +111,7 @@ class Output:
                 self._open.add((name, is_error))
             elif line == _END:
                 self._open.discard((name, is_error))
-            elif self._native or not quiet.is_native(line):
+            elif not _ON_PURPOSE.search(line) and (self._native or not quiet.is_native(line)):
                 self._new.append((name, is_error, line))
         if self._stop.is_set():
             self._show_new()
@@ -140,8 +146,8 @@ def _listen() -> None:
 
 
 def _print_of_raylet(batch: dict, ignore_prefix: bool) -> None:
-    """`print_to_stdstream` without the warning of more processes than cores, which raytf starts on purpose."""
-    if not any(_MANY_PROCESSES in line for line in batch["lines"]):
+    """`print_to_stdstream` without what is on purpose."""
+    if not any(_ON_PURPOSE.search(line) for line in batch["lines"]):
         _print_to_stdstream(batch, ignore_prefix)
 
 
