@@ -45,7 +45,7 @@ from ray.train.v2._internal.util import time_monotonic
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
-from raytf import answers, local, output, reservation, resources
+from raytf import answers, local, output, quiet, reservation, resources
 from raytf.failures import WorkerFrozenError, is_consequence
 from raytf.guard import Place
 from raytf.processes import Processes, worker_environment
@@ -131,7 +131,8 @@ class PromptTrainer(DataParallelTrainer):
     def _fit_here(self):
         self._cancelled = False
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
-        return local.run(self._get_train_func(), self.train_run_context, self.datasets, cancelled)
+        with quiet.native():
+            return local.run(self._get_train_func(), self.train_run_context, self.datasets, cancelled)
 
     def _tasks_beside(self) -> dict[str, dict[str, float]]:
         """Resources of each task beside Ray Train's workers, by name."""
