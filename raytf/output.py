@@ -24,6 +24,8 @@ from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from raytf import quiet
 
 _OURS = "raytf "
+# A process that may become a worker, and until then at most tries the model.
+CHECK = "model check"
 _BEGIN, _END = ":raytf_begin:", ":raytf_end:"
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 # What Ray warns of and raytf does on purpose: more processes than cores, and an evaluator that comes back, as the run
@@ -111,6 +113,8 @@ class Output:
                 self._open.add((name, is_error))
             elif line == _END:
                 self._open.discard((name, is_error))
+            elif not line and name == CHECK:
+                continue  # a line of nobody's, before the process is a worker
             elif not _ON_PURPOSE.search(line) and (self._native or not quiet.is_native(line)):
                 self._new.append((name, is_error, line))
         if self._stop.is_set():
