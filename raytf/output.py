@@ -81,7 +81,7 @@ class Output:
         self._native = quiet.wants_native(environment)
         self._new: collections.deque = collections.deque()
         self._open: set[tuple[str, bool]] = set()
-        self._stop = threading.Event()
+        self._showing, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow_lines, daemon=True)
         _listen()
         _listeners.append(self)
@@ -125,11 +125,14 @@ class Output:
             self._show_new()
 
     def _show_new(self) -> None:
-        while self._new:
-            name, is_error, line = self._new.popleft()
-            label = click.style(f"[{name}]", fg=_COLORS[sum(map(ord, name)) % len(_COLORS)])
-            # not `err=`: while a live line is shown, it is drawn again below what these streams get
-            click.echo(f"{label} {line.rpartition(chr(13))[2]}", file=sys.stderr if is_error else sys.stdout)
+        with self._showing:
+            while self._new:
+                self._show(*self._new.popleft())
+
+    def _show(self, name: str, is_error: bool, line: str) -> None:
+        label = click.style(f"[{name}]", fg=_COLORS[sum(map(ord, name)) % len(_COLORS)])
+        # not `err=`: while a live line is shown, it is drawn again below what these streams get
+        click.echo(f"{label} {line.rpartition(chr(13))[2]}", file=sys.stderr if is_error else sys.stdout)
 
 
 _print_to_stdstream = ray._private.worker.print_to_stdstream
