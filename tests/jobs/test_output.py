@@ -128,9 +128,9 @@ def test_the_example_in_the_log_of_a_job(example, environment, cluster):
     assert done.returncode == 0, done.stdout + done.stderr
     logs = [ray, "job", "logs", "--log-color", "false", "--address", cluster.dashboard, "example"]
     done = subprocess.run(logs, env=environment, capture_output=True, text=True, timeout=60)
-    # Ray's own first line, before the job runs, and what the command says of itself
+    # lines of Ray's before the job itself begins, and of the command around the log
     lines = [line for line in done.stdout.splitlines() if " job_manager.py:" not in line and " cli.py:" not in line]
-    check([line for line in lines if line], README)
+    check([line for line in lines if line], ["Running entrypoint for job example: .*", *README])
 
 
 def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(environment, cluster, tmp_path):
