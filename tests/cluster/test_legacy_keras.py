@@ -40,7 +40,7 @@ def loop(config):
     rows = [len(labels) for _, labels in data]
     # imported by the driver, where `tf.keras` is Keras 3
     model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[ReportCallback()])
-    iterations = int(model.optimizer.iterations)
+    iterations = int(model.optimizer.iterations.numpy())
     shard = raytf.prepare_dataset_shard(ray.train.get_dataset_shard("train").to_tf("x0", "label", batch_size=8))
     taken = sum(len(x) for x, _ in shard)
     shards = ray.train.get_dataset_shard("train").to_tf(models.FEATURES, "label", batch_size=8)
