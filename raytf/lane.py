@@ -291,8 +291,8 @@ class LaneWorker(Process):
         from raytf.session import LaneTrainFnUtils, TrialStopped
 
         set_train_fn_utils(LaneTrainFnUtils(session, job.datasets, _broadcast, folder))
-        import_keras()  # for this thread
         try:
+            import_keras()  # for this thread
             session.park()
             job.train(session, job.config)
             session.events.put(("end", None))
