@@ -55,7 +55,7 @@ class ReportCallback(keras.callbacks.Callback):
             from raytf import legacy_callbacks
 
             return legacy_callbacks.ReportCallback(*args, **kwargs)
-        return super().__new__(cls, *args, **kwargs)
+        return super().__new__(cls)
 
     def __init__(
         self,

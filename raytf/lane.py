@@ -300,8 +300,8 @@ class LaneWorker(Process):
 
         around = Surroundings(nodes=self._nodes, **job.around)
         set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
-        import_keras()  # for this thread
         try:
+            import_keras()  # for this thread
             session.park()
             with output.telling():
                 job.train(session, job.config)

@@ -10,9 +10,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf.errors import ResourceError
 
-# How processes come to share cores of a cluster that is there already.
-LESS = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
-
 
 def fits(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
     """How many workers the nodes can hold at once if they were empty; pure.
@@ -142,6 +139,15 @@ def held() -> str:
     return f"{total - free:g} of {total:g} CPUs are held: {shown}"
 
 
+def less(cpus: float) -> str:
+    """How processes that want so many CPUs in all come to share cores of a Ray that is there already, in a clause."""
+    sharing = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
+    node = ray._private.worker._global_node
+    if node is not None and node.is_head():  # which `ray.data` did, unless the user's code
+        sharing += f", start Ray with ray.init(num_cpus={math.ceil(cpus)}) before the data is named"
+    return sharing
+
+
 def _job(binary: bytes, mine: str) -> str:
     return "this job" if binary.hex() == mine else f"job {binary.hex()}"
 
@@ -161,7 +167,7 @@ def check_cluster(scaling_config) -> None:
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            f"Use fewer workers, {LESS}, or add nodes",
+            f"Use fewer workers, {less(each.get('CPU', 0) * wanted)}, or add nodes",
         )
 
 
@@ -199,5 +205,5 @@ def check_bundles(bundles: list[dict[str, float]]) -> None:
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({shown(wanted)})",
         f"{len(nodes)} node(s) with {shown({name: there.get(name, 0) for name in wanted})}",
-        f"Ask for fewer tasks, {LESS}, or add nodes",
+        f"Ask for fewer tasks, {less(wanted.get('CPU', 0))}, or add nodes",
     )

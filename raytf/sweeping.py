@@ -269,7 +269,8 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            f"Use fewer workers, {resources.LESS}, or add nodes",
+            f"Use fewer workers, {resources.less(resources.per_worker(scaling_config).get('CPU', 0) * largest)}, "
+            "or add nodes",
         )
     return largest, holds
 
