@@ -208,6 +208,14 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
         (lambda: ray_config.obeyed({}, Own()), "a Own, which may cut"),
         (lambda: ray_config.check_validation(CHECKS, True), "both"),
         (lambda: ray_config.check_validation(3, False), "received: 3"),
+        (
+            lambda: raytf.TensorflowTrainer(
+                loop,
+                scaling_config=ScalingConfig(num_workers=0),
+                tensorflow_config=raytf.TensorflowConfig(inter_op_threads=2),
+            ),
+            "inter_op_threads=2.*set_inter_op_parallelism_threads",
+        ),
         (lambda: trainer(workers=(0, 2)), "num_workers must be at least 1"),
         (lambda: here(tmp_path, print, callbacks=[ray.train.v2.api.callback.RayTrainCallback()]), "RayTrainCallback"),
         (lambda: here(tmp_path, lambda: report_elsewhere(tmp_path)), "must lie in the run's folder"),
