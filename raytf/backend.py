@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.util import TrainingFramework
 
-from raytf import ports, ring, settings
+from raytf import legacy_keras, legacy_names, once, output, ports, ring, settings
 from raytf.answers import NoAnswerError, collect
 from raytf.settings import Settings
 from raytf.topology import tf_config
@@ -39,7 +42,7 @@ class TensorflowConfig(Settings, BackendConfig):
         return TrainingFramework.TENSORFLOW
 
     def to_dict(self) -> dict[str, Any]:
-        hidden = ("feed", "servers", "tpu")
+        hidden = ("feed", "servers", "tpu", "warned", "board")
         return {k: v for k, v in vars(self).items() if k not in hidden}
 
 
@@ -72,11 +75,29 @@ def _worker_context(config: TensorflowConfig):
     import_keras()
     from raytf import strategy  # imports TensorFlow, so on a worker only
 
-    with strategy.prepared(config):
-        yield
+    context = get_train_context()
+    # it tells of each report, and has no name by which Ray Train's own level would hold for it
+    level = context.train_run_context.run_config.logging_config.log_level
+    logging.getLogger(inspect.getfile(type(context))).setLevel(level)
+    chief = context.get_world_rank() == 0
+    with output.telling(), strategy.prepared(config), spoken(chief, config.board), once.shown(config.warned):
+        try:
+            yield
+        except Exception as error:
+            legacy_names.explain(error)
+            raise
 
 
 # ------------------------------------------------------------------------------------------ on the worker
+
+
+def spoken(chief: bool, board):
+    """`verbosity.of` on a worker of Keras 3; one of Keras 2 prints what Keras 2 does."""
+    if legacy_keras.is_on():
+        return contextlib.nullcontext()
+    from raytf import verbosity
+
+    return verbosity.of(chief, board)
 
 
 def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:
@@ -89,6 +110,7 @@ def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, c
         cpus: that Ray gave it.
         token: of the workers' ring, the same for all; it is kept in memory, where no other user's process reads it.
     """
+    output.say_who(f"worker {rank}")
     ring.keep_token(token)
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     intra_op, inter_op = config.intra_op_threads or cpus, config.inter_op_threads or max(2, cpus)

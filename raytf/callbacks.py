@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from raytf import checkpoint as checkpoints
-from raytf import multiworker_callbacks, optimizers, session
+from raytf import legacy_keras, multiworker_callbacks, optimizers, session
 from raytf.callback_state import CallbackStates
 from raytf.errors import ConfigError
 
@@ -48,6 +48,14 @@ class ReportCallback(keras.callbacks.Callback):
 
     raytf_local_batches = True
     raytf_after_agreement = True
+
+    def __new__(cls, *args, **kwargs):
+        # imported where `tf.keras` was Keras 3, and called where it is Keras 2
+        if cls is ReportCallback and legacy_keras.is_on():
+            from raytf import legacy_callbacks
+
+            return legacy_callbacks.ReportCallback(*args, **kwargs)
+        return super().__new__(cls, *args, **kwargs)
 
     def __init__(
         self,

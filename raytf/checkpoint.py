@@ -32,7 +32,7 @@ import posixpath
 import warnings
 from collections.abc import Callable, Mapping
 
-from raytf import checkpoint_files, optimizers, plain_values
+from raytf import checkpoint_files, legacy_keras, optimizers, plain_values, quiet
 from raytf.callback_state import CallbackStates
 from raytf.checkpoint_files import (
     ARRAYS,
@@ -261,7 +261,7 @@ def load_model(
         custom_objects: classes and functions by name, for Keras.
 
     Returns:
-        A `keras.Model` with the trained weights, outside any strategy.
+        A `keras.Model` with the trained weights, outside any strategy; of a file of Keras 2 a `tf_keras.Model`.
 
     Raises:
         ConfigError: there is no model at `source`, or none that can be built like this.
@@ -280,14 +280,24 @@ def load_model(
     if not os.path.exists(path):
         raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
     if os.path.isdir(path):
-        if any(os.path.lexists(os.path.join(path, part)) for part in (STATE, SEEDS, MANIFEST)):
-            check(path)
-        elif not os.path.exists(os.path.join(path, MODEL)):
+        if not os.path.lexists(os.path.join(path, MODEL)) and not _is_ours(path):
             return _load_of_run(_run(path), arguments)
+        if _is_ours(path):
+            check(path)
         return _load(os.path.join(path, MODEL), os.path.abspath(path), *arguments)
     if not path.endswith(".keras"):
         raise ConfigError("A model's file is a .keras file", repr(path), "Load others by Keras itself")
     return _load(path, os.path.abspath(os.path.dirname(path)), *arguments)
+
+
+def _is_ours(folder: str) -> bool:
+    """Whether a folder holds more of raytf's than a model's file."""
+    return any(os.path.lexists(os.path.join(folder, part)) for part in (STATE, SEEDS, MANIFEST))
+
+
+def _is_bare(folder: str) -> bool:
+    """Whether a checkpoint is a model's file alone: of Ray's callback, or of Keras 2."""
+    return os.path.isfile(os.path.join(folder, MODEL)) and not _is_ours(folder)
 
 
 def _run(path: str):
@@ -330,6 +340,8 @@ def _load_whole(candidates, arguments):
 
         def opened(candidate):
             folder = stack.enter_context(candidate.as_directory())
+            if _is_bare(folder):
+                return folder
             check(folder, name=posixpath.basename(candidate.path.rstrip("/")))
             return folder
 
@@ -344,25 +356,43 @@ def _load(file: str, place: str, compile: bool, build_model, config, custom_obje
         file: on this machine.
         place: of its checkpoint in the storage.
     """
-    import keras
-
     checkpoint_files.check_archive(file, place)
+    if checkpoint_files.keras_version(file).startswith("2."):
+        return _load_keras_2(file, compile, build_model, config, custom_objects)
+    with quiet.native():
+        import keras
+
+        if build_model is None:
+            try:
+                return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+            except Exception as error:
+                known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
+                if known is None:
+                    raise _not_built(file, error) from error
+                why = _said(error)
+            warnings.warn(
+                f"Keras cannot build the model from its file ({why}); "
+                "it is built with the trainer's build_model and given the saved weights",
+                stacklevel=5,
+            )
+            build_model, before = known
+            return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)
+        return _built(file, build_model, {**_build(file)["config"], **(config or {})}, compile)
+
+
+def _load_keras_2(file: str, compile: bool, build_model, config, custom_objects):
+    """A `tf_keras.Model` from a file of Keras 2."""
+    legacy_keras.check_installed("a model of Keras 2")
+    import tf_keras
+
     if build_model is None:
         try:
-            return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+            return tf_keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
         except Exception as error:
-            known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
-            if known is None:
-                raise _not_built(file, error) from error
-            why = _said(error)
-        warnings.warn(
-            f"Keras cannot build the model from its file ({why}); "
-            "it is built with the trainer's build_model and given the saved weights",
-            stacklevel=5,
-        )
-        build_model, before = known
-        return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)
-    return _built(file, build_model, {**_build(file)["config"], **(config or {})}, compile)
+            raise _not_built(file, error) from error
+    model = build_model(dict(config or {}))
+    model.load_weights(file)
+    return model
 
 
 def _build(file: str) -> dict:

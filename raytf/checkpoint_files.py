@@ -22,6 +22,7 @@ MODEL, STATE, SEEDS, MANIFEST = "model.keras", "state.json", "seeds.npz", "manif
 CALLBACKS, ARRAYS, BUILD = "callbacks.json", "callbacks.npz", "build.json"
 # Far above what a long training writes; a file of this size is no state.
 _MOST_JSON_BYTES = 1 << 28
+_LONGEST_METADATA = 1 << 16
 _CHUNK_BYTES = 1 << 22
 
 
@@ -179,6 +180,16 @@ def check_archive(path: str, name: str) -> None:
     _check_regular(path, os.path.basename(path), name)
     if not zipfile.is_zipfile(path):
         raise damaged(name, f"{os.path.basename(path)} is {'no archive' if os.path.getsize(path) else 'empty'}")
+
+
+def keras_version(path: str) -> str:
+    """The version of Keras that wrote a file of it, or "" where that does not say."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("metadata.json") as file:
+            found = json.loads(file.read(_LONGEST_METADATA))
+    except (KeyError, ValueError, zipfile.BadZipFile):
+        return ""
+    return str(found.get("keras_version", "")) if isinstance(found, dict) else ""
 
 
 def write_manifest(folder: str) -> None:

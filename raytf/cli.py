@@ -169,7 +169,7 @@ def sweep(model, domains, **options):
 @click.option("--num-ps", default=0, show_default=True, help="Parameter servers; they bring a chief that coordinates.")
 @click.option("--chief", is_flag=True, help="Give the first worker the role chief.")
 @click.option("--evaluator", is_flag=True, help="One more process, with the role evaluator.")
-@click.option("--cpus-per-worker", default=1, show_default=True, help="CPUs of each process.")
+@click.option("--cpus-per-worker", default=1.0, show_default=True, help="CPUs of each process; may be below 1.")
 @click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker; servers get none.")
 @click.option("--max-restarts", default=0, show_default=True, help="How often failed processes are started anew.")
 @click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where processes listen.")
@@ -194,12 +194,13 @@ def run(script, arguments, address, env, ports, **options):
     The exit code is that of the process that failed first. Processes run in the current folder where their node sees
     it, else in a copy.
     """
-    from raytf.run import Script
-    from raytf.run import run as run_script
+    from raytf.launch_spec import Script
 
     made = Script(
         script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
     )
+    from raytf.run import run as run_script
+
     raise SystemExit(run_script(made, address))
 
 
@@ -240,7 +241,7 @@ def _trainer(model: str, options: dict, resume: str | bool = "auto"):
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
     processes = options["num_workers"] + (options["num_ps"] + 1 if options["num_ps"] else 0)
     bundles = [{"CPU": options["cpus_per_worker"]}] * processes
-    connect(bundles, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
+    connect(bundles, logging_level=logging.ERROR, runtime_env=environment)
     storage = options["storage"]
     return KerasTrainer(
         build_model,

@@ -6,17 +6,32 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
+import grpc
 import ray
 from ray._private import services
+from ray._private.authentication import authentication_token_setup as authentication
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from ray.exceptions import AuthenticationError
 
 from raytf.errors import ConfigError, first_line
+
+# For a cluster's head to answer; Ray itself tries for 20 s and then does not say why.
+_ANSWER_SECONDS = 15.0
+_NO_TOKEN = (
+    "Put the cluster's token (`ray get-auth-token` on a host of it) into ~/.ray/auth_token, or into a file that "
+    "RAY_AUTH_TOKEN_PATH names"
+)
 
 
 def connect(bundles: Sequence[Mapping[str, float]], address: str | None = None, **options) -> None:
     """Connects this process to Ray, unless it is connected.
 
     Where no cluster is named or found, Ray is started on this machine, with the CPUs that the run asks for: processes
-    may share cores. A cluster that is there keeps its own count.
+    may share cores. A cluster that is there keeps its own count. One that wants a token gets the one that Ray keeps in
+    RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token: Ray itself sends none to an address that
+    is given unless RAY_AUTH_MODE=token is set.
 
     Args:
         bundles: resources of each of the run's processes.
@@ -28,18 +43,102 @@ def connect(bundles: Sequence[Mapping[str, float]], address: str | None = None, 
     """
     if ray.is_initialized():
         return
+    where, found = _named(address), located(address)
     try:
-        if services.canonicalize_bootstrap_address(address) is None:
+        if found is None:
             wanted, cores = math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), os.cpu_count() or 1
             if wanted > cores:
                 print(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
+        elif "://" not in where:  # which Ray's client is for
+            _knock(found, where)
         ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = address or os.environ.get("RAY_ADDRESS") or "this machine"
+    except ConfigError:
+        raise
+    except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             "raytf needs a Ray cluster that answers and lets this process in",
             f"{where}: {first_line(error)}",
-            "Check the address; where the cluster wants a token, set RAY_AUTH_MODE=token before Python starts, and "
-            "RAY_AUTH_TOKEN_PATH unless the token is in ~/.ray/auth_token",
+            "Check the address, and the token where the cluster wants one",
         ) from error
+
+
+def located(address: str | None = None) -> str | None:
+    """ "HOST:PORT" of the cluster that `connect` would go to, or None where it would start a Ray.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+    try:
+        return services.canonicalize_bootstrap_address(address)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "The address of a Ray cluster is HOST:PORT, local or auto", f"{_named(address)!r} ({error})", "Correct it"
+        ) from error
+
+
+def _named(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or "this machine"
+
+
+def _knock(address: str, where: str) -> None:
+    """Sees that a cluster answers, and turns Ray's token on in this process where that is wanted.
+
+    Args:
+        address: "host:port" of its head.
+        where: the same, as the user gave it.
+
+    Raises:
+        ConfigError: it does not answer, or wants a token that is not there, or another one.
+    """
+    if is_token_auth_enabled() and not _has_token():
+        raise ConfigError("With RAY_AUTH_MODE=token Ray needs a token", "none where Ray looks for it", _NO_TOKEN)
+    if _lets_in(address, where):
+        return
+    if is_token_auth_enabled():
+        raise _refused(where)
+    mode = os.environ.get(authentication.AUTH_MODE_ENV_VAR)
+    if mode is not None:
+        fix = "Set RAY_AUTH_MODE=token, or leave it out"
+        raise ConfigError(f"The cluster at {where} wants a token", f"RAY_AUTH_MODE={mode}", fix)
+    if not _has_token():
+        raise ConfigError(f"The cluster at {where} wants a token", "none where Ray looks for it", _NO_TOKEN)
+    authentication._enable_token_auth()
+    if not _lets_in(address, where):
+        raise _refused(where)
+
+
+def _lets_in(address: str, where: str) -> bool:
+    """Whether a cluster's head answers this process; False where it wants a token, or another one.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    with init_grpc_channel(address) as channel:
+        ask = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive
+        try:
+            ask(gcs_service_pb2.CheckAliveRequest(), timeout=_ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            raise ConfigError(
+                "raytf needs a Ray cluster that answers",
+                f"{where}: {first_line(error.details()) or error.code().name}",
+                "Check the address: HOST:PORT of `ray start --head`, which is 6379 unless it was told another, and "
+                "whether the head runs",
+            ) from error
+    return True
+
+
+def _has_token() -> bool:
+    try:
+        return authentication.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    except AuthenticationError as error:
+        received = first_line(error).partition(". ")[0]
+        raise ConfigError("Ray's token must be one that can be read", received, _NO_TOKEN) from error
+
+
+def _refused(where: str) -> ConfigError:
+    from_variable, path = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
+    source = "RAY_AUTH_TOKEN" if from_variable else path or os.path.join("~", ".ray", "auth_token")
+    return ConfigError(f"The cluster at {where} lets in who has its token", f"another one, of {source}", _NO_TOKEN)

@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 from ray.train.v2.api.validation_config import ValidationConfig
 
-from raytf import guard
+from raytf import guard, output
 from raytf.errors import in_a_line
 from raytf.guard import Place
 from raytf.progress import Entries
@@ -44,6 +44,7 @@ class Evaluator:
     """
 
     def __init__(self, given: tuple):
+        output.say_who("evaluator 0")
         task, record = given
         self._task, self._record, self._model = ray.get(task), record, None
         record.entries.put("place", vars(guard.here()))

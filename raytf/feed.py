@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from raytf import blocks as blocks_module
 from raytf import columns as columns_module
-from raytf import multiworker_input, order, strategy, streams, tensors
+from raytf import order, strategy, streams, tensors, worker_part
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
 from raytf.readers import Reader, StreamReader, open_reader
@@ -114,7 +114,7 @@ class Feed:
         # A thread more costs a step more than it saves where a batch is only cut out of a superblock.
         if shape.heavy or shape.row_bytes * (stop - start) > HEAVY_BATCH:
             dataset = dataset.prefetch(PREFETCH)
-        return multiworker_input.mark_worker_part(dataset.with_options(options))
+        return worker_part.mark_worker_part(dataset.with_options(options))
 
     def _superblocks(self):
         number, first = self.epoch, self.first_step

@@ -12,13 +12,14 @@ import traceback
 
 import cloudpickle
 
-from raytf import fingerprint, optimizers
+from raytf import fingerprint, legacy_names, optimizers
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
 
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
 
+_KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
 _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
 
@@ -155,12 +156,18 @@ def _bytes_of(gradients) -> tuple[int, int]:
 
 
 def _in_a_copy(answer):
-    """Calls `answer` in a fork of this process, which goes to a worker later and must not have run TensorFlow."""
+    """Calls `answer` in a fork of this process, which goes to a worker later and must not have run TensorFlow.
+
+    What it prints, the workers print, too: it is shown only where there will be none.
+    """
     reader, writer = os.pipe()
+    printed = os.memfd_create("printed")
     child = os.fork()
     if child == 0:
         try:
             os.close(reader)
+            for stream in (1, 2):
+                os.dup2(printed, stream)
             with os.fdopen(writer, "wb") as file:
                 try:
                     cloudpickle.dump(answer(), file)
@@ -178,8 +185,14 @@ def _in_a_copy(answer):
         said = file.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not readable:
-        return _unexpected(f"no end after {_DEADLINE_SECONDS:g} s")
-    return cloudpickle.loads(said) if said else _unexpected(f"the end of its process, with status {status}")
+        answer = _unexpected(f"no end after {_DEADLINE_SECONDS:g} s")
+    else:
+        answer = cloudpickle.loads(said) if said else _unexpected(f"the end of its process, with status {status}")
+    with os.fdopen(printed, "rb") as file:
+        if isinstance(answer, ConfigError):
+            file.seek(0)
+            sys.stderr.write(file.read().decode(errors="replace"))
+    return answer
 
 
 def _unexpected(received: str) -> ConfigError:
@@ -208,7 +221,9 @@ def check(build_model, config, first, features, labels, sample_weights, map):
         model = build_model(dict(config))
     except Exception as error:
         raise ConfigError(
-            "build_model(config) must return a compiled keras.Model", _where(error), "Correct build_model or the config"
+            "build_model(config) must return a compiled keras.Model",
+            _where(error),
+            legacy_names.hint(error, _KERAS_2) or "Correct build_model or the config",
         ) from error
     if not isinstance(model, keras.Model):
         raise ConfigError(

@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import sys
+
+from raytf import legacy_keras
 
 _LATER = ("sklearn", "matplotlib")
 # Objects that are made before the collector looks at the young ones: 700 by default, and a traced step makes thousands.
@@ -21,8 +24,17 @@ _WRAPPERS = ("SKLearnClassifier", "SKLearnRegressor", "SKLearnTransformer")
 
 
 def import_keras() -> None:
-    """`import keras`, quicker; nothing if it is imported already."""
-    if "keras" not in sys.modules:
+    """`import keras`, quicker; nothing if it is imported already. In a process for Keras 2, that, for
+    the thread that calls.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if legacy_keras.is_on():
+        legacy_keras.check_installed(f"{legacy_keras.VARIABLE}=1", f" on host {os.uname().nodename}")
+        # Unset in a thread that did not import Keras 2, whose second `model.save("a.keras")` is then of another format.
+        importlib.import_module("tf_keras.src.saving.saving_lib")._SAVING_V3_ENABLED.value = True
+    elif "keras" not in sys.modules:
         with quick():
             import keras  # noqa: F401
 

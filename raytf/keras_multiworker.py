@@ -49,6 +49,7 @@ from raytf import (
     multiworker_metrics,
     multiworker_step,
     optimizers,
+    verbosity,
 )
 from raytf.collectives import local_replicas, many_replicas
 from raytf.errors import ConfigError, UnsupportedVersionError
@@ -153,6 +154,7 @@ def _refuse_what_cannot_work(model, strategy):
 
 def _fit(self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
     original = originals["fit"]
+    verbose, callbacks = verbosity.for_fit(verbose, callbacks)
     strategy = self.distribute_strategy
     if not many_replicas(strategy):
         return original(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
@@ -176,12 +178,16 @@ def _agree_on_seed(strategy):
         tf.random.set_seed(int(seed[0]))
 
 
-def _evaluate(self, *args, **kwargs):
+def _evaluate(self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
     if many_replicas(self.distribute_strategy):
         _refuse_what_cannot_work(self, self.distribute_strategy)
         if self.built:
             multiworker_metrics.synchronize(self)
-    return originals["evaluate"](self, *args, **kwargs)
+    return originals["evaluate"](self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+
+
+def _predict(self, x, batch_size=None, verbose="auto", *args, **kwargs):
+    return originals["predict"](self, x, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
 def _make_predict_function(self, force=False):
@@ -252,6 +258,7 @@ def install(allow_untested: bool = False) -> None:
         "_maybe_symbolic_build": multiworker_input.maybe_symbolic_build,
         "fit": _fit,
         "evaluate": _evaluate,
+        "predict": _predict,
         "make_predict_function": _make_predict_function,
         "_get_metrics_result_or_logs": multiworker_metrics.get_metrics_result_or_logs,
         "train_on_batch": _on_batch("train_on_batch"),

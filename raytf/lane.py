@@ -23,10 +23,11 @@ import ray.cloudpickle
 from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
 
-from raytf import backend, guard, ports, ring, scratch
+from raytf import backend, guard, legacy_keras, legacy_names, once, output, ports, ring, scratch
 from raytf.answers import NoAnswerError, as_they_come, collect
 from raytf.errors import RaytfError, in_a_line
 from raytf.guard import FrozenError, Guard, Place
+from raytf.keras_import import import_keras
 from raytf.processes import Process, import_raytf
 from raytf.resources import placed_actor
 
@@ -273,12 +274,15 @@ class LaneWorker(Process):
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(strategy.prepared(tensorflow_config))
+        self._stack.enter_context(backend.spoken(rank == 0, None))
+        self._stack.enter_context(once.shown(tensorflow_config.warned))
         strategy.get_strategy()
         self._defaults = _keras_defaults()
 
     def begin(self, job: Job) -> None:
         from raytf import session
 
+        output.say_who(f"{job.name} worker {self._rank}")
         self._folder = scratch.make()
         checkpoint = None
         if job.files is not None:
@@ -296,15 +300,19 @@ class LaneWorker(Process):
 
         around = Surroundings(nodes=self._nodes, **job.around)
         set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
+        import_keras()  # for this thread
         try:
             session.park()
-            job.train(session, job.config)
+            with output.telling():
+                job.train(session, job.config)
             session.events.put(("end", None))
             session.park()
         except TrialStopped:
             pass
         except BaseException as error:
-            session.events.put(("error", TrialError(in_a_line(error), traceback.format_exc())))
+            also = legacy_names.hint(error)
+            cause = f"{in_a_line(error)}; {also}" if also else in_a_line(error)
+            session.events.put(("error", TrialError(cause, traceback.format_exc())))
         finally:
             set_train_fn_utils(None)
 
@@ -357,6 +365,11 @@ def _broadcast(value: Any) -> Any:
 
 
 def _keras_defaults() -> dict[str, Any]:
+    if legacy_keras.is_on():
+        from tf_keras import backend, mixed_precision
+
+        config = {name: getattr(backend, name)() for name in ("floatx", "epsilon", "image_data_format")}
+        return config | {"global_policy": mixed_precision.global_policy()}
     import keras
 
     return {
@@ -368,13 +381,21 @@ def _keras_defaults() -> dict[str, Any]:
 
 
 def _clear(defaults: dict[str, Any]) -> None:
-    import keras
     import tensorflow as tf
     from tensorflow.python.framework.ops import gradient_registry
 
-    keras.backend.clear_session()
+    if legacy_keras.is_on():
+        from tf_keras import backend, mixed_precision
+
+        places = (backend, mixed_precision)
+    else:
+        from keras import backend, config
+
+        places = (config,)
+    backend.clear_session()
     for name, value in defaults.items():
-        getattr(keras.config, f"set_{name}")(value)
+        place = next(place for place in places if hasattr(place, f"set_{name}"))
+        getattr(place, f"set_{name}")(value)
     tf.config.run_functions_eagerly(False)
     # TensorFlow keeps the gradient of every `tf.custom_gradient` that it traced, and with it the graph, by name
     registry = gradient_registry._registry

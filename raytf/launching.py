@@ -20,7 +20,7 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
     get_or_create_autoscaling_coordinator,
 )
 from ray.exceptions import RayActorError
-from ray.train import RunConfig
+from ray.train import LoggingConfig, RunConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
@@ -45,7 +45,7 @@ from ray.train.v2._internal.util import time_monotonic
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
-from raytf import answers, local, reservation, resources
+from raytf import answers, local, output, reservation, resources
 from raytf.failures import WorkerFrozenError, is_consequence
 from raytf.guard import Place
 from raytf.processes import Processes, worker_environment
@@ -104,6 +104,8 @@ class PromptTrainer(DataParallelTrainer):
         self._launch, self._beside, self._shown = launch, beside, shown
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
+        if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
+            run_config.logging_config = LoggingConfig(log_level="WARNING")
         super().__init__(*args, run_config=run_config, **kwargs)
         if shown is not None:
             self.train_run_context = dataclasses.replace(self.train_run_context, train_loop_config=shown[1])
@@ -113,6 +115,7 @@ class PromptTrainer(DataParallelTrainer):
             return self._fit_here()
         given, config = self._launch, self.backend_config
         self._launch = given or Launch(self.scaling_config, self.run_config)
+        self.backend_config = dataclasses.replace(config, warned=self._launch.warned)
         self._reservation = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config))
         try:
             self._reserve()
@@ -191,6 +194,7 @@ class _Controller(TrainController):
         get_or_create_autoscaling_coordinator()  # a process that the first run of a cluster waits for
 
     def begin(self, environment: dict[str, str], arguments: dict, processes: list, held: Reservation, beside) -> None:
+        output.say_who("controller")
         known = {"processes": processes, "held": held, "beside": beside}
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.

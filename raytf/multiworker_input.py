@@ -9,13 +9,8 @@ from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from raytf import multiworker_step, optimizers
+from raytf import multiworker_step, optimizers, worker_part
 from raytf.collectives import local_replicas, many_replicas, spans_workers
-from raytf.errors import ConfigError
-
-# Says in a tf.data option, which survives `map` and `prefetch`, that a dataset is this worker's part already.
-# Only TensorFlow's MultiDeviceIterator sets this field, on datasets of its own.
-_WORKER_PART = 1
 
 
 class _EpochIterator(tf_trainer.TFEpochIterator):
@@ -49,7 +44,7 @@ class _WorkerEpochIterator(_EpochIterator):
     def _distribute(self, dataset, strategy):
         if not spans_workers(strategy):
             return strategy.experimental_distribute_dataset(dataset)
-        if not is_worker_part(dataset):
+        if not worker_part.is_worker_part(dataset):
             if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
                 # each batch is cut into one for each worker, so the number of batches is not that of the steps
                 self.data_adapter._raytf_unknown_batches = True
@@ -57,40 +52,12 @@ class _WorkerEpochIterator(_EpochIterator):
             return strategy.experimental_distribute_dataset(dataset)
         if local_replicas(strategy) == 1:
             return dataset
-        return strategy.distribute_datasets_from_function(
-            lambda _: dataset.rebatch(self._replica_rows(dataset, strategy))
-        )
-
-    @staticmethod
-    def _replica_rows(dataset, strategy):
-        rows = tree.flatten(dataset.element_spec)[0].shape[0]
-        if rows is None or rows % local_replicas(strategy):
-            raise ConfigError(
-                "A worker with several devices needs batches of a fixed size that its devices divide",
-                f"batches of {rows} rows for {local_replicas(strategy)} devices",
-                "Choose a batch_size that all replicas divide and drop the remainder, or one device for each worker",
-            )
-        return rows // local_replicas(strategy)
+        return worker_part.distributed(dataset, strategy)
 
     def reset(self):
         super().reset()
         if getattr(self.data_adapter, "_raytf_unknown_batches", False):
             self._num_batches = None
-
-
-def mark_worker_part(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Says that `dataset` holds this worker's rows in batches of this worker's size: Keras must not shard it again."""
-    options = tf.data.Options()
-    options.experimental_distribute.num_devices = _WORKER_PART
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return dataset.with_options(options)
-
-
-def is_worker_part(dataset: tf.data.Dataset) -> bool:
-    """Whether `mark_worker_part` was called on this dataset or one that it was made from."""
-    distribute = dataset.options().experimental_distribute
-    off = distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
-    return off and distribute.num_devices == _WORKER_PART
 
 
 def epoch_iterator(*args, distribute_strategy=None, **kwargs):

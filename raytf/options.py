@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from raytf import validation
+from raytf import legacy_keras, validation
 from raytf.columns import check_names, parse
 from raytf.errors import ConfigError
 from raytf.rates import Scaling
@@ -47,6 +47,7 @@ def check_training(options: Mapping[str, Any], config: Mapping[str, Any]) -> Non
         options: of the command, by name.
         config: what the model function will be given.
     """
+    legacy_keras.refuse(legacy_keras.asked(False))
     for name, least in (("num_workers", 1), ("gpus_per_worker", 0), ("max_failures", -1)):
         validation.check_whole("--" + name.replace("_", "-"), options[name], least)
     if not options["cpus_per_worker"] > 0:

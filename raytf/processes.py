@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import sys
 from collections.abc import Callable
 
 import ray
 from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
 from ray.exceptions import RayActorError, RuntimeEnvSetupError
 from ray.train import ScalingConfig
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.constants import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import resources
+from raytf import legacy_keras, output, resources
 from raytf.allocator import allocator
 from raytf.answers import as_they_come, collect
+from raytf.output import Output
+from raytf.progress import Entries
 
 # A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
-_VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "2", RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"}
+_VARIABLES = {
+    RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0",
+    legacy_keras.VARIABLE: "0",  # whatever Ray was started with on its hosts
+}
+
+# Likewise, unless the driver's says otherwise; with Ray Train's `print` each line comes twice.
+_VARIABLES_UNLESS_SET = {"TF_CPP_MIN_LOG_LEVEL": "2", ENABLE_PRINT_PATCH_ENV_VAR: "0"}
 
 # A process starts in a minute where no runtime environment has to be set up first.
 _START_SECONDS = 900.0
@@ -41,6 +52,7 @@ class Processes:
 
     Attributes:
         there: (node, actor) of each process that may become a worker.
+        warned: where their warnings are claimed by the one that shows them, see `once.py`.
     """
 
     def __init__(self, kind, scaling_config, run_config, workers: int):
@@ -55,6 +67,8 @@ class Processes:
         if not self.there:
             here = ray.get_runtime_context().get_node_id()
             self._extra.append(_start(kind, run_config, scaling_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
+        self.warned = Entries("warned")
+        self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
         self._ready = {actor.execute.remote(import_raytf): actor for actor in self._all()}
 
     def ask(self, function, *arguments):
@@ -86,7 +100,9 @@ class Processes:
 
     def cancel(self) -> None:
         """Ends all, workers or not."""
+        self._output.close(sys.exc_info()[1])
         _end(self._all())
+        self.warned.clear()
 
     def _all(self) -> list:
         return [*(actor for _, actor in self.there), *self._extra]
@@ -101,16 +117,28 @@ def worker_environment(run_config, scaling_config, variables: dict[str, str] | N
         variables: more of them.
     """
     environment = dict(run_config.worker_runtime_env or {})
-    ours = _VARIABLES | allocator(_cpus(scaling_config)) | (variables or {})
+    told = {name: os.environ.get(name, value) for name, value in _VARIABLES_UNLESS_SET.items()}
+    ours = _VARIABLES | told | allocator(_cpus(scaling_config)) | (variables or {})
     return environment | {"env_vars": ours | dict(environment.get("env_vars", {}))}
+
+
+def with_variables(run_config, variables: dict[str, str]):
+    """A copy of a RunConfig whose workers have these environment variables."""
+    run_config, environment = copy.copy(run_config), dict(run_config.worker_runtime_env or {})
+    run_config.worker_runtime_env = environment | {"env_vars": dict(environment.get("env_vars", {})) | variables}
+    return run_config
 
 
 def import_raytf() -> None:
     """What a worker needs; no TensorFlow operation runs."""
     from raytf.keras_import import import_keras
 
+    output.say_who("model check")  # until it is a worker
     import_keras()
-    from raytf import callbacks, execution, feed, inspection  # noqa: F401
+    from raytf import feed  # noqa: F401
+
+    if not legacy_keras.is_on():
+        from raytf import callbacks, execution, inspection  # noqa: F401
 
 
 def _cpus(scaling_config) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +24,10 @@ class Entries:
 
     def put(self, name: str, value) -> None:
         internal_kv._internal_kv_put(self._prefix + name, json.dumps(value), True)
+
+    def claim(self, name: str) -> bool:
+        """Whether this process is the first to say this name, which is an entry from then on."""
+        return not internal_kv._internal_kv_put(self._prefix + name, "null", False)
 
     def get(self, name: str):
         """The value, or None."""
@@ -104,10 +109,11 @@ class Line:
     Args:
         board: a `Board`.
         console: a `rich.console.Console`.
+        waiting: what a terminal shows before the first update.
     """
 
-    def __init__(self, board, console):
-        self._reader, self._console = Reader(board), console
+    def __init__(self, board, console, waiting: str = "starting workers ..."):
+        self._reader, self._console, self._waiting = Reader(board), console, waiting
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -123,17 +129,25 @@ class Line:
         from rich.live import Live
         from rich.text import Text
 
-        live = Live(Text("starting workers ..."), console=self._console, transient=True, refresh_per_second=4)
+        # what goes to another place than the terminal is not for the terminal
+        options = {"transient": True, "refresh_per_second": 4, "redirect_stderr": sys.stderr.isatty()}
+        live = Live(Text(self._waiting), console=self._console, **options)
         with live if self._console.is_terminal else contextlib.nullcontext():
             while True:
                 stopping = self._stop.wait(0.2)
                 lines, running = self._reader.new()
                 for line in lines:
-                    self._console.print(line, highlight=False, soft_wrap=True)
+                    self._say(line)
                 if running is not None:
                     live.update(Text(running, overflow="ellipsis", no_wrap=True))
                 if stopping:
                     return
+
+    def _say(self, line: str) -> None:
+        if self._console.is_terminal:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        else:  # in a notebook, rich would make a page of it
+            print(line, flush=True)
 
 
 class Rate:
@@ -153,7 +167,7 @@ class Rate:
         if not steps or seconds <= 0:
             return None, None
         left = update["epochs"] * update["steps"] - done
-        return steps * update["rows"] / seconds, left * seconds / steps
+        return update["rows"] and steps * update["rows"] / seconds, left * seconds / steps
 
 
 def describe(update: dict, rate: float | None, left: float | None) -> str:

@@ -63,9 +63,12 @@ def settings(folder: str | os.PathLike) -> dict[str, Any]:
     Raises:
         ConfigError: the folder is not that of a sweep.
     """
+    path = located(folder)
+    if "://" not in path and not os.path.isdir(path):
+        raise ConfigError("A sweep is named by its folder", f"{os.fspath(folder)!r} (no such folder)", "Check the path")
     from pyarrow import fs
 
-    filesystem, where = fs.FileSystem.from_uri(located(folder))
+    filesystem, where = fs.FileSystem.from_uri(path)
     path = f"{where}/{SETTINGS}"
     if filesystem.get_file_info(path).type != fs.FileType.File:
         raise ConfigError(
@@ -135,6 +138,9 @@ def write(folder: str, output: str) -> None:
     Raises:
         ConfigError: the folder is not that of a sweep, or matplotlib is not installed.
     """
+    if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
+        raise ConfigError("The page is written into a folder that exists", repr(output), "Make the folder")
+    known = settings(folder)
     try:
         import matplotlib
     except ImportError as error:
@@ -142,7 +148,6 @@ def write(folder: str, output: str) -> None:
             "A report is drawn with matplotlib", "an environment without it", "pip install matplotlib"
         ) from error
     matplotlib.use("Agg")
-    known = settings(folder)
     metric, mode = known["metric"], known["mode"]
     trials = entries(folder, metric)
     sign = 1 if mode == "min" else -1

@@ -10,6 +10,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf.errors import ResourceError
 
+# How processes come to share cores of a cluster that is there already.
+LESS = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
+
 
 def fits(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
     """How many workers the nodes can hold at once if they were empty; pure.
@@ -158,7 +161,7 @@ def check_cluster(scaling_config) -> None:
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            "Use fewer workers, ask for less of each (resources_per_worker={'CPU': 0.5}), or add nodes",
+            f"Use fewer workers, {LESS}, or add nodes",
         )
 
 
@@ -196,5 +199,5 @@ def check_bundles(bundles: list[dict[str, float]]) -> None:
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({shown(wanted)})",
         f"{len(nodes)} node(s) with {shown({name: there.get(name, 0) for name in wanted})}",
-        "Ask for fewer tasks, for less for each, or add nodes",
+        f"Ask for fewer tasks, {LESS}, or add nodes",
     )

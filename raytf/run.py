@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.util
 import json
 import logging
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import click
 import ray
-from ray._private import services
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from raytf import folders, resources, ring, roles, servers, settings
-from raytf.allocator import allocator
+from raytf import folders, resources, ring, roles
 from raytf.answers import NoAnswerError, as_they_come, collect
-from raytf.connection import connect
-from raytf.errors import ConfigError, RaytfError, first_line, in_a_line
+from raytf.connection import connect, located
+from raytf.errors import RaytfError, first_line, in_a_line
+from raytf.launch_spec import Script
 from raytf.roles import Exit, Task
 from raytf.tasks import BEAT_SECONDS, Place, Runner
-from raytf.watch import STOPPED_SECONDS
 
 # A task that failed because another had gone often ends before that one.
 _CAUSE_SECONDS = 5.0
@@ -47,92 +42,6 @@ _PATIENCE_WITH_PROCESSES_SECONDS = 30.0
 _AGAIN_SECONDS = 60.0
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Script:
-    """What to run, and on what.
-
-    Args:
-        script: path of a Python file, or the name of a module.
-        arguments: of the script.
-        module: whether it is a module.
-        num_workers: processes that train, at least 1.
-        num_ps: parameter servers; with them comes a chief that coordinates.
-        chief: call the first worker chief.
-        evaluator: one more process that evaluates.
-        cpus_per_worker, gpus_per_worker: of each worker and the evaluator; others get CPUs only.
-        max_restarts: how often failed tasks are started anew.
-        ports: the first and the last port on which tasks listen.
-        frozen_after: a process that is stopped (by SIGSTOP, or a debugger) for so many seconds has failed; 0 waits for
-            ever.
-        environment: variables of the processes.
-        legacy_keras: start them with Keras 2 in the place of Keras 3.
-        quiet: show what the first task prints only.
-
-    Raises:
-        ConfigError: an argument is wrong.
-    """
-
-    script: str
-    arguments: Sequence[str] = ()
-    module: bool = False
-    num_workers: int = 1
-    num_ps: int = 0
-    chief: bool = False
-    evaluator: bool = False
-    cpus_per_worker: int = 1
-    gpus_per_worker: int = 0
-    max_restarts: int = 0
-    ports: tuple[int, int] = settings.PORTS
-    frozen_after: float = STOPPED_SECONDS
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    legacy_keras: bool = False
-    quiet: bool = False
-
-    def __post_init__(self):
-        self.tasks()
-        settings.check_ports(self.ports)
-        for name, least in (("cpus_per_worker", 1), ("gpus_per_worker", 0), ("max_restarts", 0), ("frozen_after", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}", getattr(self, name), "Raise it")
-        if self.module:
-            if not _found(self.script):
-                raise ConfigError(
-                    "With --module, the script is a module that can be imported from the current folder",
-                    repr(self.script),
-                    "Check its name, or leave out --module for a file",
-                )
-        elif not os.path.exists(self.script):
-            raise ConfigError("The script must be a file that exists", repr(self.script), "Check the path")
-        if self.legacy_keras and importlib.util.find_spec("tf_keras") is None:
-            raise ConfigError(
-                "Keras 2 is the package tf_keras", "--legacy-keras without it", "Install it: pip install tf_keras"
-            )
-
-    def tasks(self) -> list[Task]:
-        """The tasks of its cluster."""
-        return roles.tasks(self.num_workers, num_ps=self.num_ps, chief=self.chief, evaluator=self.evaluator)
-
-    def bundle(self, task: Task) -> dict[str, float]:
-        """Resources of a task."""
-        trains = task.role in ("worker", "evaluator") or not self.num_ps
-        gpus = {"GPU": self.gpus_per_worker} if trains and self.gpus_per_worker else {}
-        return {"CPU": self.cpus_per_worker, **gpus}
-
-    def variables(self, task: Task) -> dict[str, str]:
-        """The environment of a task's process, without TF_CONFIG; what the user gave is laid over it."""
-        cpus = self.cpus_per_worker
-        made = allocator(cpus) | {
-            "OMP_NUM_THREADS": str(cpus),
-            **settings.variables(cpus, max(servers.THREADS if self.num_ps else 2, cpus)),
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-        }
-        if "GPU" not in self.bundle(task):
-            made["CUDA_VISIBLE_DEVICES"] = "-1"
-        if self.legacy_keras:
-            made["TF_USE_LEGACY_KERAS"] = "1"
-        return made | dict(self.environment)
 
 
 def run(script: Script, address: str | None = None) -> int:
@@ -166,19 +75,9 @@ def run(script: Script, address: str | None = None) -> int:
 
 def _runtime_env(address: str | None) -> dict:
     jobs = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
-    if "working_dir" in jobs or services.canonicalize_bootstrap_address(address) is None:
+    if "working_dir" in jobs or located(address) is None:
         return {}  # the job has sent its folder, or a Ray is started for this machine only
     return {"working_dir": os.getcwd(), "excludes": [".git", ".venv"]}
-
-
-def _found(module: str) -> bool:
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-    finally:
-        sys.path.remove(os.getcwd())
 
 
 @contextlib.contextmanager

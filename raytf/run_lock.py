@@ -21,13 +21,12 @@ from collections.abc import Callable
 import pyarrow.fs
 
 from raytf.errors import ConfigError, TrainingError, in_a_line
+from raytf.lock_file import MountedFile, StoredFile, look
 
 LOCK = "run.lock"
 _BEAT_SECONDS = 10.0
 # Without a heartbeat; long beside a slow upload that holds the storage, short beside a night.
 _LIMIT_SECONDS = 60.0
-# What two drivers that write at the same moment to an object store may differ by, and some more.
-_SETTLE_SECONDS = 1.0
 _RELEASE_SECONDS = 30.0
 
 # The locks that this process holds: one that names this process and is not among them was left behind.
@@ -63,7 +62,7 @@ class RunLock:
             "beat": 0,
         }
         local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
-        kind = _MountedFile if local else _StoredFile
+        kind = MountedFile if local else StoredFile
         self._file = kind(filesystem, f"{folder}/{LOCK}", self._id)
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,7 +109,7 @@ class RunLock:
             ConfigError: another driver has it.
         """
         self._file.settle()
-        owner = _look(self._file)[1]
+        owner = look(self._file)[1]
         if owner.get("id") != self._id:
             self._stop()
             _held.discard(self._id)
@@ -131,7 +130,7 @@ class RunLock:
         self._thread = None
         _held.discard(self._id)
         try:
-            if self.lost is None and _look(self._file)[1].get("id") != self._id:
+            if self.lost is None and look(self._file)[1].get("id") != self._id:
                 self._lose()
             if self.lost is None:
                 self._file.delete()
@@ -150,16 +149,16 @@ class RunLock:
         mine = self._text()
         if self._file.create(mine):
             return
-        seen, owner = _look(self._file)
+        seen, owner = look(self._file)
         if seen is None:  # given back meanwhile
             if self._file.create(mine):
                 return
-            seen, owner = _look(self._file)
+            seen, owner = look(self._file)
         age = None if _same_machine(owner) else self._age(owner, seen)
         if not _is_dead(owner, age):
             raise self._refused(owner, self._file.age() if age is None else age)
         if not self._file.replace(mine, seen):
-            raise self._refused(_look(self._file)[1], 0.0)
+            raise self._refused(look(self._file)[1], 0.0)
         why = "is gone" if age is None else f"gave no sign of life for {age:.0f} s"
         print(f"{self._folder}: the lock of {_shown(owner)}, which {why}, is taken over")
 
@@ -201,7 +200,7 @@ class RunLock:
 
     def _lose(self) -> None:
         with contextlib.suppress(Exception):  # it only says who
-            other = _look(self._file)[1]
+            other = look(self._file)[1]
             who = _shown(other) if other else "another driver, which has ended since,"
             self.lost = f"{who} has taken over {self._folder!r} while this driver did not answer; it writes no more"
         self.lost = self.lost or f"another driver has taken over {self._folder!r}; this one writes no more"
@@ -216,174 +215,6 @@ class RunLock:
         if self._made and isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             with contextlib.suppress(OSError):
                 os.rmdir(self._folder)
-
-
-class _MountedFile:
-    """A lock file on a file system that is mounted here."""
-
-    def __init__(self, filesystem, path: str, own: str):
-        self._path, self._own, self._fd = path, own, None
-
-    def create(self, text: str) -> bool:
-        """Whether the file is ours now; False where there is one."""
-        try:
-            self._fd = _exclusive(self._path)
-        except FileExistsError:
-            return False
-        self._write(text)
-        return True
-
-    def replace(self, text: str, seen: str | None) -> bool:
-        """Puts ours in the place of a dead owner's; False where another was faster."""
-        taking = f"{self._path}.taking"
-        try:
-            os.close(_exclusive(taking))
-        except FileExistsError:
-            if self._since(taking) <= _LIMIT_SECONDS:
-                return False
-            os.unlink(taking)  # its writer died within a few lines of here
-            os.close(_exclusive(taking))
-        try:
-            if self.read() != seen:
-                return False
-            new = f"{self._path}.{self._own}"
-            self._fd = _exclusive(new)
-            self._write(text)
-            os.replace(new, self._path)
-            return True
-        finally:
-            os.unlink(taking)
-
-    def settle(self) -> None:
-        """Nothing to wait for: creation is exclusive."""
-
-    def read(self) -> str | None:
-        """The text, or None where there is no file."""
-        try:
-            with open(self._path) as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
-
-    def age(self) -> float | None:
-        """Seconds since the last heartbeat, by the clock of the file system."""
-        try:
-            return self._since(self._path)
-        except FileNotFoundError:
-            return 0.0
-
-    def _since(self, path: str) -> float:
-        probe = f"{self._path}.{self._own}.now"
-        os.close(_exclusive(probe))
-        try:
-            return os.stat(probe).st_mtime - os.stat(path).st_mtime
-        finally:
-            os.unlink(probe)
-
-    def beat(self, text: str) -> bool:
-        """Whether the file is still ours; then it is younger now. What was replaced is not written to."""
-        try:
-            there, mine = os.stat(self._path), os.fstat(self._fd)
-        except FileNotFoundError:
-            return False
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            return False
-        self._write(text)
-        return True
-
-    def _write(self, text: str) -> None:
-        os.pwrite(self._fd, text.encode(), 0)
-        os.fsync(self._fd)
-
-    def delete(self) -> None:
-        os.unlink(self._path)
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-class _StoredFile:
-    """A lock file in an object store."""
-
-    def __init__(self, filesystem, path: str, own: str):
-        self._filesystem, self._path, self._own = filesystem, path, own
-        self._written = 0.0
-
-    def create(self, text: str) -> bool:
-        if self.read() is not None:
-            return False
-        self._write(self._path, text)
-        return True
-
-    def replace(self, text: str, seen: str | None) -> bool:
-        if self.read() != seen:
-            return False
-        self._write(self._path, text)
-        return True
-
-    def settle(self) -> None:
-        """Waits until whoever wrote at the same moment has written."""
-        time.sleep(max(0.0, self._written + _SETTLE_SECONDS - time.monotonic()))
-
-    def read(self) -> str | None:
-        try:
-            with self._filesystem.open_input_stream(self._path) as file:
-                return file.read().decode()
-        except FileNotFoundError:
-            return None
-
-    def age(self) -> float | None:
-        probe = f"{self._path}.{self._own}.now"
-        self._write(probe, "")
-        now, then = self._filesystem.get_file_info([probe, self._path])
-        self._filesystem.delete_file(probe)
-        if now.mtime is None or then.mtime is None:
-            return None
-        return (now.mtime_ns - then.mtime_ns) / 1e9
-
-    def beat(self, text: str) -> bool:
-        if _look(self)[1].get("id") != self._own:
-            return False
-        self._write(self._path, text)
-        return True
-
-    def _write(self, path: str, text: str) -> None:
-        with self._filesystem.open_output_stream(path) as file:
-            file.write(text.encode())
-        if path == self._path:
-            self._written = time.monotonic()
-
-    def delete(self) -> None:
-        self._filesystem.delete_file(self._path)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def _exclusive(path: str) -> int:
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-
-
-def _look(file: _MountedFile | _StoredFile) -> tuple[str | None, dict]:
-    """The lock's text and its owner; one that names nobody is read again for a moment, as it may be half written."""
-    end = time.monotonic() + _SETTLE_SECONDS
-    while True:
-        text = file.read()
-        owner = _parsed(text)
-        if text is None or owner or time.monotonic() >= end:
-            return text, owner
-        time.sleep(_SETTLE_SECONDS / 20)
-
-
-def _parsed(text: str | None) -> dict:
-    """The owner that a lock's text names; {} where it names none, as one that was just created."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _shown(owner: dict) -> str:

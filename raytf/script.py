@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from raytf import keras_import, ring
+from raytf import keras_import, legacy_keras, legacy_names, ring
 
 _prepared = contextlib.ExitStack()
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     order = Order(**json.loads(order))
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
-    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() not in ("1", "true"):
+    if not legacy_keras.is_on():
         sys.meta_path.insert(0, _AfterImport(functools.partial(_prepare, tuple(order.ports))))
     sys.argv = [script, *rest]
     sys.excepthook = _show
@@ -118,6 +118,11 @@ def _show(kind, error, traceback) -> None:
     inner = traceback
     while inner is not None and inner.tb_frame.f_code.co_filename in ours:
         inner = inner.tb_next
+    try:
+        legacy_names.explain(error.with_traceback(inner or traceback), "start the script with raytf run --legacy-keras")
+    except legacy_names.Keras2Error as told:
+        sys.__excepthook__(type(told), told.with_traceback(None), None)
+        return
     sys.__excepthook__(kind, error.with_traceback(inner or traceback), inner or traceback)
 
 

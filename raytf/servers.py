@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
-from raytf import guard, ports, roles, settings
+from raytf import guard, output, ports, roles, settings
 from raytf.answers import NoAnswerError, collect
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.resources import placed_actor
@@ -23,9 +23,6 @@ from raytf.roles import Task
 from raytf.topology import tf_config
 from raytf.watchdog import Watchdog
 
-# Coordinator and servers wait for each other in several operations at once: on two cores, TensorFlow's default of two
-# threads hung, and six ran.
-THREADS = 8
 _ASK_SECONDS = 0.1
 # A process that has to set up a runtime environment first may need minutes; TensorFlow's server, half of one.
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 300.0
@@ -76,7 +73,8 @@ class Server:
         self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]
     ) -> None:
         """Starts TensorFlow's server; what it takes is that of `feed`, besides the cluster and its CPUs."""
-        os.environ.update(settings.variables(cpus, max(THREADS, cpus)))
+        output.say_who(str(task))
+        os.environ.update(settings.variables(cpus, max(settings.SERVER_THREADS, cpus)))
         if task.role == "ps":
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         import tensorflow as tf
@@ -85,7 +83,7 @@ class Server:
             # first, because the coordinator gives a worker steps as soon as its server answers
             self.feed(feeds, task.index, workers)
         config = tf.compat.v1.ConfigProto(
-            intra_op_parallelism_threads=cpus, inter_op_parallelism_threads=max(THREADS, cpus)
+            intra_op_parallelism_threads=cpus, inter_op_parallelism_threads=max(settings.SERVER_THREADS, cpus)
         )
         ports.release_port()
         self._server = tf.distribute.Server(

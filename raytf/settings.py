@@ -11,6 +11,9 @@ _IMPLEMENTATIONS = ("auto", "ring", "nccl")
 _WIRE_DTYPES = (None, "bfloat16", "float16")
 # First and last: below the range that Linux hands out for outgoing connections, above the ports of Ray's own workers.
 PORTS = (20_000, 31_999)
+# Coordinator and servers wait for each other in several operations at once: on two cores, TensorFlow's default of two
+# threads hung, and six ran.
+SERVER_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,9 @@ class Settings:
         allow_untested_keras: go on with a version of Keras that raytf is not tested with.
         ports: the first and the last port on which workers listen, for TensorFlow and for raytf's ring: at least two a
             worker of a host. None of them is for anybody else; see `cluster/README.md`.
+        legacy_keras: for a TensorflowTrainer: Keras 2 (the package tf_keras) as `tf.keras` of the workers, and nothing
+            of what raytf does for Keras 3, as under Ray's own TensorflowTrainer. TF_USE_LEGACY_KERAS=1 in the driver's
+            environment, or in a runtime environment of Ray, asks for it, too.
         seed: workers that shuffle unseeded tf.data pipelines shuffle them alike; None draws one seed for the run.
 
     Raises:
@@ -52,11 +58,16 @@ class Settings:
     allow_untested_keras: bool = False
     ports: tuple[int, int] = PORTS
     seed: int | None = None
+    legacy_keras: bool = False
     # The trainer's datasets by name, for `raytf.get_dataset`; set by the trainers.
     feed: Any = field(default=None, repr=False)
     strategy: str = field(default="auto", repr=False)
     # Whether the workers hold TPUs.
     tpu: bool = field(default=False, repr=False)
+    # Where warnings are claimed by the worker that shows them, a `progress.Entries`; and where the chief says how far a
+    # `fit` of a train loop is, a `progress.Board`.
+    warned: Any = field(default=None, repr=False)
+    board: Any = field(default=None, repr=False)
     # Of a ParameterServerStrategy.
     servers: Any = field(default=None, repr=False)
 
@@ -82,6 +93,12 @@ class Settings:
                 "gradient_dtype is for gradients that travel, and with sync_every parameters do",
                 f"gradient_dtype={self.gradient_dtype!r} with sync_every={self.sync_every}",
                 "Leave one of them out",
+            )
+        if self.legacy_keras and (self.gradient_dtype is not None or self.sync_every > 1):
+            raise ConfigError(
+                "gradient_dtype and sync_every are for Keras 3",
+                f"gradient_dtype={self.gradient_dtype!r}, sync_every={self.sync_every} with legacy_keras=True",
+                "Leave them out, or go on with Keras 3",
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError("timeout_s must be more than 0 seconds, or None", self.timeout_s, "Raise it")

@@ -10,7 +10,8 @@ import warnings
 
 import tensorflow as tf
 
-from raytf import gradient_ring, keras_multiworker, multiworker_averaging, ports, ring
+from raytf import legacy_keras, ports, ring, worker_part
+from raytf.collectives import spans_workers
 from raytf.errors import ConfigError
 from raytf.servers import Servers
 from raytf.settings import Settings
@@ -21,8 +22,14 @@ _current: dict[str, object] = {}
 
 @contextlib.contextmanager
 def prepared(config: Settings):
-    """Makes this process ready for a train loop, and leaves nothing of it behind."""
-    keras_multiworker.install(allow_untested=config.allow_untested_keras)
+    """Makes this process ready for a train loop, and leaves nothing of it behind.
+
+    Where it is one for Keras 2, Keras 3 and what raytf changes in it are left alone.
+    """
+    if not legacy_keras.is_on():
+        from raytf import keras_multiworker
+
+        keras_multiworker.install(allow_untested=config.allow_untested_keras)
     if config.seed is not None:
         tf.random.set_seed(config.seed)
     _current.update(config=config, strategy=None, servers=None)
@@ -56,15 +63,10 @@ def _strategy_hook(config: Settings):
         ports.release_port()
         original(self, cluster_resolver, options if communication_options is None else communication_options)
         _listen_only_here()
-        if communication_options is None and config.communication == "auto":
-            gradient_ring.attach(
-                self,
-                timeout_s=config.timeout_s,
-                pack_bytes=config.bytes_per_pack,
-                wire_dtype=config.gradient_dtype,
-                ports=config.ports,
-            )
-        multiworker_averaging.attach(self, config.sync_every)
+        if legacy_keras.is_on():
+            self.experimental_distribute_dataset = _distribute_for_keras_2(self)
+        else:
+            _attach_for_keras_3(self, config, ring=communication_options is None and config.communication == "auto")
         _current["strategy"] = self
 
     kind.__init__ = init
@@ -72,6 +74,32 @@ def _strategy_hook(config: Settings):
         yield
     finally:
         kind.__init__ = original
+
+
+def _attach_for_keras_3(strategy, config: Settings, ring: bool) -> None:
+    from raytf import gradient_ring, multiworker_averaging
+
+    if ring:
+        gradient_ring.attach(
+            strategy,
+            timeout_s=config.timeout_s,
+            pack_bytes=config.bytes_per_pack,
+            wire_dtype=config.gradient_dtype,
+            ports=config.ports,
+        )
+    multiworker_averaging.attach(strategy, config.sync_every)
+
+
+def _distribute_for_keras_2(strategy):
+    """`strategy.experimental_distribute_dataset`, which leaves a worker's part as it is; Keras 2 calls it in `fit`."""
+    original = strategy.experimental_distribute_dataset
+
+    @functools.wraps(original)
+    def distribute(dataset, options=None):
+        ours = spans_workers(strategy) and isinstance(dataset, tf.data.Dataset) and worker_part.is_worker_part(dataset)
+        return worker_part.distributed(dataset, strategy) if ours else original(dataset, options)
+
+    return distribute
 
 
 def _listen_only_here() -> None:

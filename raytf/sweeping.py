@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import logging
 import math
 import os
 import warnings
@@ -40,6 +41,7 @@ from raytf import (
     space,
     storage,
     streams,
+    trusted,
 )
 from raytf.answers import NoAnswerError, as_they_come
 from raytf.connection import connect
@@ -54,6 +56,7 @@ from raytf.trial import Plan, Trial
 from raytf.worker import Task, train
 
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
+_FREQUENT_SNAPSHOTS = "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S"
 # What the trainer itself reads of a trial's config.
 _OWN_KEYS = ("batch_size", "epochs", "num_workers")
 # How long the end of a sweep waits for other hosts.
@@ -102,7 +105,7 @@ def sweep(
         warmup_steps: in which the learning rate rises from 0.
         resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
             checkpoints. `trainer` must be the same, and `param_space` is not needed. Tune keeps a sweep's state as
-            pickles, which run what they say: resume a folder only if nobody else can write to it.
+            pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
         progress: show a table of the trials in a terminal.
 
     Returns:
@@ -119,6 +122,7 @@ def sweep(
     known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
         known = report.settings(resume)
+        trusted.check_own(report.located(resume), "A sweep's state")
     else:
         known["sample"] = space.sample(dict(param_space))
     metric, mode = known["metric"], known["mode"]
@@ -203,15 +207,24 @@ def _clean_hosts() -> None:
 
 @contextlib.contextmanager
 def _quiet_tune():
-    """Tune's newer output prints a page however quiet it is told to be; the older one says nothing."""
-    before = os.environ.get(_NEW_OUTPUT)
-    os.environ[_NEW_OUTPUT] = "0"
+    """Tune's newer output prints a page however quiet it is told to be; the older one says nothing.
+
+    Nor is it told that snapshots are frequent, which trials on warm workers are, unless the user has set when.
+    """
+    ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0")}
+    before = {name: os.environ.get(name) for name in ours}
+    logger = logging.getLogger("ray.tune.tune")  # it says where the results are, as raytf does
+    level = logger.level
+    os.environ.update(ours)
+    logger.setLevel(max(level, logging.WARNING))
     try:
         yield
     finally:
-        del os.environ[_NEW_OUTPUT]
-        if before is not None:
-            os.environ[_NEW_OUTPUT] = before
+        logger.setLevel(level)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every, resume) -> None:
@@ -256,7 +269,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            "Use fewer workers, ask for less of each (resources_per_worker={'CPU': 0.5}), or add nodes",
+            f"Use fewer workers, {resources.LESS}, or add nodes",
         )
     return largest, holds
 
@@ -289,7 +302,10 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
             train=_UserLoop(trainer.train_loop_per_worker),
             config=config,
             tensorflow_config=dataclasses.replace(
-                trainer.backend_config, feed=found, seed=trainer.backend_config.seed or 0
+                trainer.backend_config,
+                feed=found,
+                seed=trainer.backend_config.seed or 0,
+                warned=processes.warned,
             ),
             datasets=datasets,
             dataset_config=trainer.data_config,
@@ -308,7 +324,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
     plan = Plan(
         train=_KerasLoop(task),
         config=config,
-        tensorflow_config=trainer.worker_config(),
+        tensorflow_config=dataclasses.replace(trainer.worker_config(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),

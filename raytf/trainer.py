@@ -13,6 +13,7 @@ import pandas as pd
 import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
+from rich.console import Console
 
 from raytf import (
     checkpoint,
@@ -22,6 +23,7 @@ from raytf import (
     failures,
     fingerprint,
     identity,
+    legacy_keras,
     order,
     progress,
     ray_config,
@@ -37,7 +39,7 @@ from raytf.errors import ConfigError
 from raytf.inspection import Tried, inspect
 from raytf.launching import Launch, PromptTrainer
 from raytf.local import Here
-from raytf.processes import Process, Processes, worker_environment
+from raytf.processes import Process, Processes, with_variables, worker_environment
 from raytf.run_folder import RunFolder
 from raytf.run_lock import RunLock
 from raytf.topology import per_replica_batch
@@ -147,6 +149,7 @@ class KerasTrainer:
         self._check_arguments()
 
     def _check_arguments(self) -> None:
+        legacy_keras.refuse(_keras_2(self.tensorflow_config, self.run_config))
         checks.check_pickles(self.build_model, "build_model")
         if self.callbacks is not None:
             checks.check_pickles(self.callbacks, "callbacks")
@@ -396,8 +399,6 @@ class KerasTrainer:
         with failures.first_cause():
             if task.board is None:
                 return inner.fit()
-            from rich.console import Console
-
             with progress.Line(task.board, Console()):
                 return inner.fit()
 
@@ -433,8 +434,18 @@ def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] |
     return result
 
 
+def _keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
+    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
+    worker = (run_config.worker_runtime_env if run_config else None) or {}
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
+
+
 class TensorflowTrainer(PromptTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
+
+    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime
+    environment of Ray, `tf.keras` of the workers is Keras 2, as it is under Ray's own.
 
     Args:
         train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
@@ -480,6 +491,11 @@ class TensorflowTrainer(PromptTrainer):
                     "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
                 )
             tensorflow_config = TensorflowConfig()
+        asked = _keras_2(tensorflow_config, run_config)
+        if asked is not None:
+            legacy_keras.check_installed(asked)
+            run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
+            tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
@@ -508,7 +524,8 @@ class TensorflowTrainer(PromptTrainer):
         resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
         seed = secrets.randbelow(2**31) if config.seed is None else config.seed
-        self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed)
+        board = progress.Board()
+        self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed, board=board)
         given, context = self.run_config, self.train_run_context
         self.run_config = run_folder.named(given, "tensorflow")
         self.train_run_context = dataclasses.replace(context, run_config=self.run_config)
@@ -517,10 +534,11 @@ class TensorflowTrainer(PromptTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 try:
-                    with failures.first_cause():
+                    with failures.first_cause(), progress.Line(board, Console(), waiting=""):
                         return super().fit()
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
                     raise
         finally:
+            board.clear()
             self.backend_config, self.run_config, self.train_run_context = config, given, context

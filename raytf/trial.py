@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,6 +76,7 @@ class Trial(tune.Trainable):
     """One trial, and the next ones in the same lane."""
 
     def setup(self, config, plan: Plan):
+        logging.getLogger("ray.train._internal.storage").setLevel(logging.WARNING)  # it tells of each checkpoint
         self._plan, self._lane = plan, None
         self._take(config)
 

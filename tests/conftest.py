@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -18,10 +19,15 @@ _FREE_VARIABLES = (
 )
 
 
+def pytest_unconfigure():
+    """Ends a pytest that cannot end, and shows what it waits for: CI would wait for it until its own limit."""
+    faulthandler.dump_traceback_later(120, exit=True)
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
-    """Fails a test that leaves environment variables or threads of raytf behind; TF_CONFIG is the dangerous one."""
-    before = dict(os.environ)
+    """Fails a test that leaves environment variables or threads behind; TF_CONFIG is the dangerous one."""
+    before, running = dict(os.environ), set(threading.enumerate())
     if (keras := sys.modules.get("keras")) is not None and keras.config.floatx() != "float32":
         keras.config.set_floatx("float32")  # a model of an earlier test was built for float64 in this process
         keras.config.set_dtype_policy("float32")
@@ -31,6 +37,10 @@ def leaves_nothing_behind():
     changed |= {k for k in ("TF_CONFIG", "TF_USE_LEGACY_KERAS") if before.get(k) != os.environ.get(k)}
     assert not changed, f"the test left environment variables changed: {sorted(changed)}"
     threads = [t.name for t in threading.enumerate() if "_follow" in t.name]
+    for thread in set(threading.enumerate()) - running:
+        if not thread.daemon:  # pytest could not end before it does
+            thread.join(5)
+            threads += [thread.name] * thread.is_alive()
     assert not threads, f"the test left threads running: {threads}"
 
 

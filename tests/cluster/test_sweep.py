@@ -301,6 +301,11 @@ def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
 
     first = run()
     assert first.returncode == -signal.SIGKILL, first.stdout + first.stderr
+    state = tmp_path / "interrupted" / "tuner.pkl"
+    state.chmod(0o646)
+    with pytest.raises(raytf.ConfigError, match=r"kept as pickles, .*tuner.pkl', to which others than its owner"):
+        raytf.sweep(trainer(tmp_path, workers=1), resume=state.parent)
+    state.chmod(0o644)
     done = run(str(tmp_path / "interrupted"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"0.0": 2, "0.1": 2, "0.2": 2}

@@ -36,7 +36,7 @@ class Place:
 
     def data(self, arrays, batch=BATCH, drop=False):
         """This worker's part of the arrays in global batches of `batch` rows."""
-        from raytf import multiworker_input
+        from raytf import worker_part
         from raytf.topology import share
 
         rows = len(tf.nest.flatten(arrays)[0])
@@ -53,7 +53,7 @@ class Place:
         fresh = lambda: (tf.nest.map_structure(np.copy, one) for one in parts)
         dataset = tf.data.Dataset.from_generator(fresh, output_signature=spec)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-        return multiworker_input.mark_worker_part(dataset) if self.world > 1 else dataset
+        return worker_part.mark_worker_part(dataset) if self.world > 1 else dataset
 
     def fit(self, build, arrays, *, epochs=2, batch=BATCH, **kwargs):
         with self.strategy.scope():

@@ -14,7 +14,7 @@ import fsspec
 import pyarrow.fs
 import pytest
 
-from raytf import run_lock
+from raytf import lock_file, run_lock
 from raytf.errors import ConfigError, TrainingError
 from raytf.run_lock import LOCK, RunLock
 
@@ -34,7 +34,7 @@ def place(request, tmp_path):
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     monkeypatch.setattr(run_lock, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(run_lock, "_SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(lock_file, "SETTLE_SECONDS", 0.2)
     yield
     assert not [t for t in threading.enumerate() if t.name == "raytf_heartbeat"], "a heartbeat goes on"
 

@@ -1,0 +1,74 @@
+"""Warnings that every worker of a run would show: the first one shows them. On a worker.
+
+It stands where warnings are shown, so that what one worker alone warns of is seen, too, and a warning that comes n
+times is seen n times.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import logging
+import re
+import sys
+import warnings
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+@contextlib.contextmanager
+def shown(entries):
+    """Within it a warning, of Python's or a logger's, is shown by the first worker that claims it.
+
+    Args:
+        entries: a `progress.Entries` that all workers of the run have, or None, where each shows its own.
+    """
+    if entries is None:
+        yield
+        return
+    claims = _Claims(entries)
+    original = warnings.showwarning
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        if file is not None or claims.take(f"{filename}:{lineno}: {category.__name__}: {message}"):
+            original(message, category, filename, lineno, file, line)
+
+    handlers = _consoles()
+    warnings.showwarning = show
+    for handler in handlers:
+        handler.addFilter(claims.filter)
+    try:
+        yield
+    finally:
+        warnings.showwarning = original
+        for handler in handlers:
+            handler.removeFilter(claims.filter)
+
+
+def _consoles() -> list[logging.Handler]:
+    """Handlers that write to this process' stderr or stdout."""
+    loggers = [logging.getLogger(name) for name in (None, "tensorflow", "absl")]
+    handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}
+    streams = (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    is_file = lambda handler: isinstance(handler, logging.FileHandler) or getattr(handler, "stream", 0) not in streams
+    return [handler for handler in handlers.values() if not is_file(handler)]
+
+
+class _Claims:
+    def __init__(self, entries):
+        self._entries = entries
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def take(self, text: str) -> bool:
+        """Whether this worker is the first that says so for the first, second, ... time."""
+        key = hashlib.sha256(_ADDRESS.sub("0x", text).encode()).hexdigest()[:32]
+        self._counts[key] += 1
+        return self._entries.claim(f"{key}/{self._counts[key]}")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        if not hasattr(record, "raytf_shown"):
+            record.raytf_shown = self.take(f"{record.name}: {record.getMessage()}")
+        return record.raytf_shown

@@ -1,0 +1,63 @@
+"""What `verbose` of Keras' `fit`, `evaluate` and `predict` means in a train loop: it is the chief's.
+
+The bar of Keras, a line for each step where there is no terminal, is the driver's progress line here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.callbacks import CallbackList
+
+from raytf.callbacks import ProgressCallback
+
+_current: dict[str, object] = {}
+
+
+@contextlib.contextmanager
+def of(chief: bool, board):
+    """Within it Keras shows what it is asked for on the chief alone, and TensorFlow's logger says a line once.
+
+    Args:
+        chief: whether this worker is.
+        board: a `progress.Board` that the driver shows, or None.
+    """
+    logger = tf.get_logger()
+    before = logger.propagate, logger.level
+    if logger.handlers:
+        logger.propagate = False  # Ray Train gives the root logger a handler that would say it again
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+    _current.update(chief=chief, board=board)
+    try:
+        yield
+    finally:
+        _current.clear()
+        logger.propagate = before[0]
+        logger.setLevel(before[1])
+
+
+def for_fit(verbose, callbacks):
+    """`verbose` and `callbacks` of a `fit` as they are for Keras.
+
+    By default, and for a bar (1), the chief's progress line is shown at the driver; 2 is Keras' line for each epoch.
+    """
+    if not _current:
+        return verbose, callbacks
+    if _current["chief"] and _current["board"] is not None and verbose in ("auto", 1):
+        line = ProgressCallback(_current["board"], None, None)
+        if isinstance(callbacks, CallbackList):
+            callbacks.append(line)
+        else:
+            callbacks = [*tree.flatten(callbacks or []), line]
+    return (2 if _current["chief"] and verbose == 2 else 0), callbacks
+
+
+def for_call(verbose):
+    """`verbose` of an `evaluate` or a `predict` as it is for Keras: nothing by default, else the chief's last line."""
+    if not _current:
+        return verbose
+    return 2 if _current["chief"] and verbose in (1, 2) else 0

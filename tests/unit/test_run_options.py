@@ -1,0 +1,71 @@
+"""What is wrong with the options of `raytf run` and `raytf report` is said before Ray is imported."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import raytf
+
+ROOT = pathlib.Path(raytf.__file__).parents[1]
+WRONG = {
+    "run nothere.py": "The script must be a file that exists; received: 'nothere.py' (no such file)",
+    "run folder": "The script must be a file that exists; received: 'folder' (a folder)",
+    "run --num-workers 0 look.py": "num_workers must be an integer of at least 1; received: 0",
+    "run --num-ps -1 look.py": "num_ps must be an integer of at least 0; received: -1",
+    "run --num-ps 1 --chief look.py": "Parameter servers bring a chief that coordinates",
+    "run --ports 20000 look.py": "--ports takes FIRST-LAST; received: '20000'",
+    "run --ports 30000-20000 look.py": "ports must be the first and the last port of a range within 1024 to 65535",
+    "run --cpus-per-worker 0 look.py": "cpus_per_worker must be more than 0",
+    "run --cpus-per-worker nan look.py": "cpus_per_worker must be more than 0",
+    "run --gpus-per-worker -1 look.py": "gpus_per_worker must be an integer of at least 0",
+    "run --max-restarts -1 look.py": "max_restarts must be an integer of at least 0",
+    "run --frozen-after -1 look.py": "frozen_after must be at least 0 seconds",
+    "run --env NOBODY_SETS_THIS look.py": "--env takes NAME=VALUE",
+    "run --module look.py": "received: 'look.py'. Leave out --module for a file",
+    "run --module nowhere": "the script is a module that can be imported from the current folder; received: 'nowhere'",
+    "run --module package.nothere": "can be imported from the current folder; received: 'package.nothere'",
+    "report nothere": "A sweep is named by its folder; received: 'nothere' (no such folder)",
+    "report folder": "The folder of a sweep holds sweep.json; received: 'folder'",
+    "report folder -o nothere/page.html": "The page is written into a folder that exists",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's folder, in which an import of Ray, or of the user's own modules, ends the process in another way."""
+    for name in ("ray", "package"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "look.py").write_text("raise SystemExit('look was imported')")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_told_before_ray_is_imported(folder, command):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "raytf.cli", *command.split()],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and done.stderr.startswith("Error: ") and WRONG[command] in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_is_right_is_taken(folder, monkeypatch):
+    from raytf.launch_spec import Script
+
+    monkeypatch.chdir(folder)
+    (folder / "package" / "inner.py").write_text("")
+    assert Script(script="package.inner", module=True, num_workers=2, cpus_per_worker=0.5).bundle(
+        Script(script="look.py").tasks()[0]
+    ) == {"CPU": 0.5}
