@@ -12,6 +12,7 @@ from typing import Any
 from ray.train import DataConfig, FailureConfig, UserCallback, ValidationConfig
 from ray.train.v2._internal.constants import RAY_TRAIN_CALLBACKS_ENV_VAR
 
+from raytf import legacy_keras
 from raytf.errors import ConfigError
 
 
@@ -78,6 +79,12 @@ def check_local(
             "With num_workers=0 there is no controller of Ray Train, whose internal callbacks could run",
             ", ".join(callbacks),
             "Use a ray.train.UserCallback in RunConfig(callbacks=[...]), or ScalingConfig(num_workers=1)",
+        )
+    if getattr(tensorflow_config, "legacy_keras", False) and not legacy_keras.is_on():
+        raise ConfigError(
+            "With num_workers=0 the train loop has the Keras of this process",
+            "TensorflowConfig(legacy_keras=True)",
+            f"Set {legacy_keras.VARIABLE}=1 before Python starts",
         )
     for name in ("intra_op_threads", "inter_op_threads"):
         if getattr(tensorflow_config, name, None) is not None:

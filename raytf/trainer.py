@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -534,7 +535,7 @@ class TensorflowTrainer(PromptTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 try:
-                    with failures.first_cause(), progress.Line(board, Console(), waiting=""):
+                    with failures.first_cause(), self._shown_line(board):
                         return super().fit()
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
@@ -542,3 +543,9 @@ class TensorflowTrainer(PromptTrainer):
         finally:
             board.clear()
             self.backend_config, self.run_config, self.train_run_context = config, given, context
+
+    def _shown_line(self, board: progress.Board):
+        """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
+        if self.running_in_local_mode:
+            return contextlib.nullcontext()
+        return progress.Line(board, Console(), waiting="")

@@ -216,6 +216,12 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             ),
             "inter_op_threads=2.*set_inter_op_parallelism_threads",
         ),
+        (
+            lambda: ray_config.check_local(
+                ScalingConfig(num_workers=0), None, raytf.TensorflowConfig(legacy_keras=True), 0, None
+            ),
+            "legacy_keras=True.*TF_USE_LEGACY_KERAS=1 before Python starts",
+        ),
         (lambda: trainer(workers=(0, 2)), "num_workers must be at least 1"),
         (lambda: here(tmp_path, print, callbacks=[ray.train.v2.api.callback.RayTrainCallback()]), "RayTrainCallback"),
         (lambda: here(tmp_path, lambda: report_elsewhere(tmp_path)), "must lie in the run's folder"),
