@@ -55,8 +55,6 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     Raises:
         TrainingError: the run was cancelled.
     """
-    import keras  # noqa: F401, as raytf's quicker import changes a process that is to be a worker's
-
     utils = _Utils(context, datasets, cancelled)
     set_train_fn_utils(utils)
     try:

@@ -14,7 +14,7 @@ from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, ScalingConfi
 from ray.train.v2._internal.execution.context import TrainRunContext
 
 import raytf
-from raytf import local, ray_config
+from raytf import checks, local, ray_config, reservation
 from raytf.session import LaneSession
 from raytf.trial_train import Surroundings, TrialTrainFnUtils, place_of, preemption
 
@@ -199,9 +199,29 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             lambda: sweep({"num_workers": 2}, workers=2, scaling={"label_selector": [{"a": "b"}] * 2}),
             "list as ScalingConfig",
         ),
+        (
+            lambda: checks.check_servers(
+                "parameter_server", 1, ScalingConfig(num_workers=1, label_selector=[{"a": "b"}])
+            ),
+            "one label selector for all",
+        ),
         (lambda: ray_config.obeyed({}, Own()), "a Own, which may cut"),
         (lambda: ray_config.check_validation(CHECKS, True), "both"),
         (lambda: ray_config.check_validation(3, False), "received: 3"),
+        (
+            lambda: raytf.TensorflowTrainer(
+                loop,
+                scaling_config=ScalingConfig(num_workers=0),
+                tensorflow_config=raytf.TensorflowConfig(inter_op_threads=2),
+            ),
+            "inter_op_threads=2.*set_inter_op_parallelism_threads",
+        ),
+        (
+            lambda: ray_config.check_local(
+                ScalingConfig(num_workers=0), None, raytf.TensorflowConfig(legacy_keras=True), 0, None
+            ),
+            "legacy_keras=True.*TF_USE_LEGACY_KERAS=1 before Python starts",
+        ),
         (lambda: trainer(workers=(0, 2)), "num_workers must be at least 1"),
         (lambda: here(tmp_path, print, callbacks=[ray.train.v2.api.callback.RayTrainCallback()]), "RayTrainCallback"),
         (lambda: here(tmp_path, lambda: report_elsewhere(tmp_path)), "must lie in the run's folder"),
@@ -209,6 +229,15 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
     for action, named in cases:
         with pytest.raises(raytf.ConfigError, match=named):
             action()
+
+
+def test_what_stands_beside_workers_stands_where_they_do():
+    zone, other = {"zone": "a"}, {"zone": "b"}
+    scaling = ScalingConfig(num_workers=2, placement_strategy="SPREAD", label_selector=zone)
+    coordinator, _ = checks.servers(1, scaling, {})
+    assert coordinator.label_selector == zone and coordinator.placement_strategy == "SPREAD"
+    assert reservation.for_all([zone, zone], 3) == [zone] * 3
+    assert reservation.for_all([zone, other], 3) == [zone, other, {}] and reservation.for_all(None, 3) is None
 
 
 def report_elsewhere(folder):
