@@ -10,9 +10,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import ray.train
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.util import TrainingFramework
 
 from raytf import legacy_keras, legacy_names, once, output, ports, ring, settings
@@ -42,7 +43,7 @@ class TensorflowConfig(Settings, BackendConfig):
         return TrainingFramework.TENSORFLOW
 
     def to_dict(self) -> dict[str, Any]:
-        hidden = ("feed", "servers", "tpu", "warned", "board")
+        hidden = ("feed", "servers", "tpu", "warned", "board", "log_level")
         return {k: v for k, v in vars(self).items() if k not in hidden}
 
 
@@ -75,11 +76,9 @@ def _worker_context(config: TensorflowConfig):
     import_keras()
     from raytf import strategy  # imports TensorFlow, so on a worker only
 
-    context = get_train_context()
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
-    level = context.train_run_context.run_config.logging_config.log_level
-    logging.getLogger(inspect.getfile(type(context))).setLevel(level)
-    chief = context.get_world_rank() == 0
+    logging.getLogger(inspect.getfile(TrainContext)).setLevel(config.log_level)
+    chief = ray.train.get_context().get_world_rank() == 0
     with output.telling(), strategy.prepared(config), spoken(chief, config.board), once.shown(config.warned):
         try:
             yield

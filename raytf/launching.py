@@ -116,7 +116,8 @@ class PromptTrainer(DataParallelTrainer):
             return self._fit_here()
         given, config = self._launch, self.backend_config
         self._launch = given or Launch(self.scaling_config, self.run_config)
-        self.backend_config = dataclasses.replace(config, warned=self._launch.warned)
+        level = self.run_config.logging_config.log_level
+        self.backend_config = dataclasses.replace(config, warned=self._launch.warned, log_level=level)
         self._reservation = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config))
         try:
             self._reserve()

@@ -25,6 +25,7 @@ from raytf import quiet
 _OURS = "raytf "
 _BEGIN, _END = ":raytf_begin:", ":raytf_end:"
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_MANY_PROCESSES = "worker processes have been started on node"
 _LOOK_SECONDS = 0.1
 # Ray looks for new lines several times a second, but for that it needs the CPU.
 _LAST_SECONDS, _LAST_OF_FAILED_SECONDS = 5.0, 1.5
@@ -121,6 +122,7 @@ class Output:
             click.echo(f"{label} {line.rpartition(chr(13))[2]}", file=sys.stderr if is_error else sys.stdout)
 
 
+_print_to_stdstream = ray._private.worker.print_to_stdstream
 # The last one shows what comes when its run has ended.
 _listeners: list[Output] = []
 
@@ -128,11 +130,19 @@ _listeners: list[Output] = []
 def _listen() -> None:
     """Takes the lines of raytf's processes out of what Ray prints, for as long as this process is connected to it."""
     dispatcher = global_worker_stdstream_dispatcher
+    # what the raylets of the cluster say goes another way
+    ray._private.worker.print_to_stdstream = _print_of_raylet
     with dispatcher._lock:
         dispatcher.handlers = [
             (name, handler if isinstance(handler, _Sorted) or name != "ray_print_logs" else _Sorted(handler))
             for name, handler in dispatcher.handlers
         ]
+
+
+def _print_of_raylet(batch: dict, ignore_prefix: bool) -> None:
+    """`print_to_stdstream` without the warning of more processes than cores, which raytf starts on purpose."""
+    if not any(_MANY_PROCESSES in line for line in batch["lines"]):
+        _print_to_stdstream(batch, ignore_prefix)
 
 
 class _Sorted:

@@ -103,12 +103,20 @@ class Reader:
         return lines, describe(last, *self._rate(last)) if last and not last["ended"] else None
 
 
+def console():
+    """A `rich.console.Console` of stdout; in a notebook one that writes lines, where rich would make a page of each."""
+    from rich.console import Console
+
+    made = Console()
+    return Console(force_jupyter=False, force_terminal=False) if made.is_jupyter else made
+
+
 class Line:
     """Shows a board's updates while a `with` block runs: live in a terminal, a line for each epoch elsewhere.
 
     Args:
         board: a `Board`.
-        console: a `rich.console.Console`.
+        console: see `console`.
         waiting: what a terminal shows before the first update.
     """
 
@@ -137,17 +145,11 @@ class Line:
                 stopping = self._stop.wait(0.2)
                 lines, running = self._reader.new()
                 for line in lines:
-                    self._say(line)
+                    self._console.print(line, highlight=False, markup=False, soft_wrap=True)
                 if running is not None:
                     live.update(Text(running, overflow="ellipsis", no_wrap=True))
                 if stopping:
                     return
-
-    def _say(self, line: str) -> None:
-        if self._console.is_terminal:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-        else:  # in a notebook, rich would make a page of it
-            print(line, flush=True)
 
 
 class Rate:

@@ -68,6 +68,8 @@ class Settings:
     # `fit` of a train loop is, a `progress.Board`.
     warned: Any = field(default=None, repr=False)
     board: Any = field(default=None, repr=False)
+    # From which on Ray Train's own lines are shown.
+    log_level: str = field(default="WARNING", repr=False)
     # Of a ParameterServerStrategy.
     servers: Any = field(default=None, repr=False)
 

@@ -14,7 +14,7 @@ from ray import tune
 from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
-from raytf import resources
+from raytf import progress, resources
 from raytf.errors import ResourceError, first_line
 from raytf.trial import UnknownMetricError
 
@@ -52,12 +52,16 @@ class Table(tune.Callback):
 
     def __enter__(self):
         if self._show:
-            from rich.console import Console
             from rich.live import Live
 
-            self._console = Console()
+            self._console = progress.console()
             if self._console.is_terminal:
-                self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+                self._live = Live(
+                    console=self._console,
+                    refresh_per_second=4,
+                    transient=True,
+                    redirect_stderr=sys.stderr.isatty(),
+                )
                 self._live.start()
         return self
 

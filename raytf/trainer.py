@@ -14,7 +14,6 @@ import pandas as pd
 import ray
 import ray.train
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
-from rich.console import Console
 
 from raytf import (
     checkpoint,
@@ -400,7 +399,7 @@ class KerasTrainer:
         with failures.first_cause():
             if task.board is None:
                 return inner.fit()
-            with progress.Line(task.board, Console()):
+            with progress.Line(task.board, progress.console()):
                 return inner.fit()
 
     def try_model(
@@ -548,4 +547,4 @@ class TensorflowTrainer(PromptTrainer):
         """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
         if self.running_in_local_mode:
             return contextlib.nullcontext()
-        return progress.Line(board, Console(), waiting="")
+        return progress.Line(board, progress.console(), waiting="")

@@ -12,8 +12,6 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.callbacks import CallbackList
 
-from raytf.callbacks import ProgressCallback
-
 _current: dict[str, object] = {}
 
 
@@ -48,6 +46,8 @@ def for_fit(verbose, callbacks):
     if not _current:
         return verbose, callbacks
     if _current["chief"] and _current["board"] is not None and verbose in ("auto", 1):
+        from raytf.callbacks import ProgressCallback  # with it comes Ray Train, which `raytf run` has no use for
+
         line = ProgressCallback(_current["board"], None, None)
         if isinstance(callbacks, CallbackList):
             callbacks.append(line)

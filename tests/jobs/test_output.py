@@ -1,0 +1,160 @@
+"""What a user sees, to the last line: in a terminal, in a notebook and in the log of a job."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pathlib
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from cluster import local
+
+pytestmark = pytest.mark.slow
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPTS = pathlib.Path(__file__).with_name("scripts")
+
+NUMBER = r"\d+\.\d+"
+EPOCH = rf"epoch {{}}/5  step 20/20  loss {NUMBER}  mae {NUMBER}(  [\d,]+ examples/s)?  \d+% waiting for input"
+EPOCH += r"(  \d:\d\d left)?"
+README = [
+    "train: 1,000 rows, kept in the object store, shuffled",
+    *(EPOCH.format(epoch) for epoch in range(1, 6)),
+    rf"\{{'epoch': 5, 'loss': {NUMBER}, 'mae': {NUMBER}\}} <Sequential name=sequential, built=True>",
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local.local_cluster(nodes=1, cpus=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def example(tmp_path):
+    """The README's example of a KerasTrainer, as a file."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = next(block for block in blocks if "raytf.KerasTrainer(" in block and "def build_model" in block)
+    (tmp_path / "example.py").write_text(code)
+    return tmp_path / "example.py"
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A user's, whose home and temporary files are the test's; Ray's folder has a short name, for its sockets."""
+    ours = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
+    left_out = ("TF_CPP_MIN_LOG_LEVEL", "RAY_ADDRESS", "CI", "NO_COLOR", "FORCE_COLOR")
+    with tempfile.TemporaryDirectory(prefix="raytf", ignore_cleanup_errors=True) as short:
+        yield {k: v for k, v in os.environ.items() if k not in left_out} | ours | {"RAY_TMPDIR": short}
+
+
+def check(lines: list[str], patterns: list[str]) -> None:
+    """Every line is what it should be, and there is no other."""
+    matches = [re.fullmatch(pattern, line) is not None for pattern, line in zip(patterns, lines, strict=False)]
+    assert len(lines) == len(patterns) and all(matches), "\n".join(lines)
+
+
+def in_a_terminal(command, environment, folder) -> str:
+    """What a command writes to a terminal of its own."""
+    written = bytearray()
+    main, terminal = pty.openpty()
+    with subprocess.Popen(command, cwd=folder, env=environment, stdin=terminal, stdout=terminal, stderr=terminal) as p:
+        os.close(terminal)
+        try:
+            while text := os.read(main, 1 << 16):
+                written += text
+        except OSError:  # Linux says so when the last process has closed the terminal
+            pass
+        finally:
+            os.close(main)
+    assert p.returncode == 0, written.decode()
+    return written.decode()
+
+
+def screen(written: str) -> tuple[list[str], set[str]]:
+    """(the lines that a terminal shows at the end, those that it showed for a while)."""
+    rows, gone = collections.defaultdict(str), set()
+    row = column = 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row += 1
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            gone.add(rows[row])
+            rows[row] = ""
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part.startswith("\x1b"):
+            assert part[-1] in "mlh", f"a code that this does not know: {part!r}"
+        else:
+            rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
+            column += len(part)
+    return [rows[i] for i in range(max(rows) + 1) if rows[i]], gone - {""}
+
+
+def test_the_example_in_a_terminal(example, environment):
+    """Ray is started by it, on this machine."""
+    shown, gone = screen(in_a_terminal([sys.executable, str(example)], environment, example.parent))
+    check(shown, README)
+    unlike = [line for line in gone if not re.match(r"starting workers \.\.\.$|epoch \d/5  step \d+/20  loss ", line)]
+    assert not unlike, unlike
+
+
+def test_the_example_in_a_notebook(example, environment, cluster):
+    environment = environment | cluster.environment | {"RAY_ADDRESS": cluster.address}
+    command = [sys.executable, SCRIPTS / "notebook.py", example]
+    done = subprocess.run(command, cwd=example.parent, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads(done.stdout)
+    assert {(kind, stream) for kind, stream, _ in outputs} == {("stream", "stdout")}, outputs
+    check("".join(text for _, _, text in outputs).splitlines(), README)
+
+
+def test_the_example_in_the_log_of_a_job(example, environment, cluster):
+    ray = shutil.which("ray", path=os.path.dirname(sys.executable))
+    environment = environment | cluster.environment
+    variables = json.dumps({"env_vars": {"PYTHONPATH": str(ROOT), "HOME": environment["HOME"]}})
+    submit = [ray, "job", "submit", "--address", cluster.dashboard, "--submission-id", "example"]
+    submit += ["--runtime-env-json", variables, "--", sys.executable, str(example)]
+    done = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = [ray, "job", "logs", "--log-color", "false", "--address", cluster.dashboard, "example"]
+    done = subprocess.run(logs, env=environment, capture_output=True, text=True, timeout=60)
+    # Ray's own first line, before the job runs, and what the command says of itself
+    lines = [line for line in done.stdout.splitlines() if " job_manager.py:" not in line and " cli.py:" not in line]
+    check([line for line in lines if line], README)
+
+
+def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(environment, cluster, tmp_path):
+    environment = environment | cluster.environment | {"RAY_ADDRESS": cluster.address}
+    command = [sys.executable, SCRIPTS / "own_prints.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    said = [
+        rf"\[worker {i}\] {text}" for i in (0, 1) for text in ("the same of both", f"this is rank {i}", f"end of {i}")
+    ]
+    lines = [rf"epoch {epoch}/2  step 2/2  loss {NUMBER}(  \d:\d\d left)?" for epoch in (1, 2)]
+    check_in_any_order(done.stdout, [*said, *lines, rf"\[worker 0\] 2/2 - \d+s - \d+\w+/step - loss: {NUMBER}", "done"])
+    warned = [rf"\[worker \d\] .*own_prints.py:\d+: UserWarning: {text}" for text in ("be careful", "only here")]
+    logged = [
+        "be careful, too",
+        "WARNING:tensorflow:a warning of TensorFlow's",
+        "of two lines",
+        *[r"  warnings\.warn.*"] * 2,
+    ]
+    check_in_any_order(done.stderr, [*warned, *(rf"\[worker \d\] {text}" for text in logged)])
+
+
+def check_in_any_order(text: str, patterns: list[str]) -> None:
+    """A line for each pattern, and no other."""
+    lines = text.splitlines()
+    counts = [sum(re.fullmatch(pattern, line) is not None for line in lines) for pattern in patterns]
+    assert counts == [patterns.count(pattern) for pattern in patterns] and len(lines) == len(patterns), text

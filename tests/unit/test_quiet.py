@@ -1,0 +1,94 @@
+"""What is kept back of start-up lines and of repeated warnings, and what never is."""
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from raytf import once, quiet
+
+NOISE = [
+    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    "I0000 00:00:1795383183.282925   11552 port.cc:153] oneDNN custom operations are on. You may see ...",
+    "I0000 00:00:1795383183.285109   11552 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU ...",
+    "I0000 00:00:1795383191.171080       9 cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use ...",
+    "To enable the following instructions: AVX2 AVX512F, in other operations, rebuild TensorFlow with ...",
+    "E0000 00:00:1795383185.880987   11552 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
+    "Failed call to cuInit: UNKNOWN ERROR (303)",
+]
+TOLD = [
+    "E0000 00:00:1795383185.880987   11552 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
+    "Failed call to cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)",
+    "F0000 00:00:1795383185.880987   11552 cpu_feature.cc:1] The TensorFlow library was compiled to use AVX",
+    "oneDNN custom operations are on, said a user",
+    "",
+    "a line without an end",
+]
+WRITES = """
+import os, sys
+from raytf import quiet
+with quiet.native():
+    os.write(2, sys.argv[1].encode())
+    print("from Python", file=sys.stderr)
+    if sys.argv[2] == "dies":
+        os.write(2, b"its last words")
+        os.abort()
+os.write(2, b"and afterwards")
+"""
+
+
+@pytest.mark.parametrize("line", NOISE)
+def test_start_up_lines_are_known(line):
+    assert quiet.is_native(line)
+
+
+@pytest.mark.parametrize(("how", "last"), [("lives", "and afterwards"), ("dies", "its last words")])
+def test_all_other_lines_go_through_the_last_one_of_a_crash_too(how, last):
+    lines = [line for pair in zip(NOISE, [*TOLD, "more"], strict=True) for line in pair]
+    text = "\n".join(lines) + "\n"
+    done = subprocess.run([sys.executable, "-c", WRITES, text, how], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "\n".join([*TOLD, "more", "from Python", last])
+    assert (done.returncode == 0) == (how == "lives")
+
+
+def test_who_asks_for_all_lines_gets_them():
+    command = [sys.executable, "-c", WRITES, NOISE[1] + "\n", "lives"]
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stderr.startswith(NOISE[1])
+
+
+class Taken:
+    """Entries of this process alone."""
+
+    def __init__(self):
+        self._names = set()
+
+    def claim(self, name):
+        return not (name in self._names or self._names.add(name))
+
+
+def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
+    """As often as one worker alone says it; an error of each is shown."""
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    entries = Taken()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for rank in (0, 1):
+                with once.shown(entries):
+                    for _ in range(2):
+                        warnings.warn_explicit("careful", UserWarning, "theirs.py", 3)
+                    warnings.warn_explicit(f"only rank {rank}", UserWarning, "theirs.py", 4)
+                    warnings.warn_explicit(f"an <object at 0x7f{rank}>", UserWarning, "theirs.py", 5)
+                    logging.getLogger("theirs").warning("logged")
+                    logging.getLogger("theirs").error("an error")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    said = ["careful", "careful", "only rank 0", "an <object at 0x7f0>", "only rank 1"]
+    assert [str(warning.message) for warning in told] == said
+    assert capsys.readouterr().err.splitlines() == ["logged", "an error", "an error"]
