@@ -15,6 +15,7 @@ FLOORS = [
         "collectives",
         "connection",
         "failures",
+        "fit_tf_data",
         "guard",
         "hyperband",
         "keras_import",
@@ -30,6 +31,7 @@ FLOORS = [
         "sources",
         "summary",
         "tpu",
+        "transport",
         "waiting",
     },
     {
@@ -51,6 +53,7 @@ FLOORS = [
     {
         "callbacks",
         "fingerprint",
+        "fit_data",
         "lane",
         "launching",
         "multiworker_averaging",
@@ -65,6 +68,7 @@ FLOORS = [
         "checks",
         "evaluator",
         "execution",
+        "fit_worker",
         "inspection",
         "multiworker_gradients",
         "multiworker_metrics",
@@ -73,11 +77,11 @@ FLOORS = [
         "storage",
         "trial",
     },
-    {"keras_multiworker", "planning", "sweep_table", "trainer"},
+    {"keras_multiworker", "planning", "sweep_table", "trainer", "warm"},
     {"strategy", "sweeping"},
     {"feed"},
-    {"worker_rows"},
-    {"__init__", "cli", "parameter_server"},
+    {"fit_call", "worker_rows"},
+    {"__init__", "cli", "fitting", "parameter_server"},
 ]
 FOLDER = pathlib.Path(raytf.__file__).parent
 DRIVER = (
@@ -119,6 +123,8 @@ DRIVER = (
     "options",
     "connection",
     "validation",
+    "fit_worker",
+    "warm",
 )
 
 
