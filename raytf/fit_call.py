@@ -55,15 +55,19 @@ class Call:
         self._parts = parts
         self._found: dict[str, Any] = {}
         self._group: warm.Group | None = None
-        if any(part.table is None for part in parts.values()):
-            self._connect()
-            datasets = {name: part.dataset for name, part in parts.items() if part.table is None}
-            self._found = storage.read_all(datasets, "auto", scaling_config, parts["train"].specs)
-            for name, found in self._found.items():
-                if not found.rows:
-                    raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
-                for role, spec in parts[name].specs.items():
-                    columns.check_names(spec, found.columns, role)
+
+    def _read(self) -> None:
+        """Reads what is no array; raises ConfigError where it has no rows, or not the columns."""
+        datasets = {name: part.dataset for name, part in self._parts.items() if part.table is None}
+        if not datasets:
+            return
+        self._connect()
+        self._found = storage.read_all(datasets, "auto", self._scaling, self._parts["train"].specs)
+        for name, found in self._found.items():
+            if not found.rows:
+                raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
+            for role, spec in self._parts[name].specs.items():
+                columns.check_names(spec, found.columns, role)
 
     def _connect(self) -> None:
         connect(resources.bundles(self._scaling), keep_idle=True)
@@ -80,13 +84,18 @@ class Call:
         feed = Feed(blocks, **part.specs, global_batch=2, shuffle="none", shapes_only=True)
         return fit_worker.structured(feed.dataset(), part.structure)
 
-    def build(self, trains: bool) -> float:
+    def build(self, do: str) -> float:
         """Makes all variables of the model, and checks that the data fits it.
+
+        Args:
+            do: "fit", "evaluate" or "predict".
 
         Returns:
             Bytes of a row of its outputs, where that is known, else 0.
         """
-        model, spec = self._model, self._example("train").element_spec
+        self._read()
+        model, example = self._model, self._example("train")
+        spec = example.element_spec
         if model.jit_compile and self._scaling.num_workers > 1 and not self._scaling.use_gpu:
             raise ConfigError(
                 "jit_compile needs GPUs when there are several workers: TensorFlow has no collectives in XLA on CPUs",
@@ -94,10 +103,11 @@ class Call:
                 "Compile it with jit_compile=False, or use ScalingConfig(use_gpu=True)",
             )
         try:
-            if trains:
-                worker.build_from_data(model, self._example("train"))
+            if do != "predict":
+                worker.build_from_data(model, example)
+            if do == "fit":
                 _build_rest(model, spec)
-            row_bytes = _check_shapes(model, spec, model.compiled)
+            row_bytes = _check_shapes(model, spec, do != "predict")
             if "validation" in self._parts:
                 _check_shapes(model, self._example("validation").element_spec, True)
             return row_bytes
@@ -222,7 +232,9 @@ class Call:
         history.history, history.epoch = told["history"]
 
     def close(self) -> None:
-        """Lets go of what is read ahead."""
+        """Ends workers that are still at work, and lets go of what is read ahead."""
+        if self._group is not None:
+            self._end(well=False)
         streams.close(self._found)
 
 
@@ -233,10 +245,10 @@ def _build_rest(model, spec) -> None:
         tf.function(model.train_step).get_concrete_function(spec)
 
 
-def _check_shapes(model, spec, compiled: bool) -> float:
+def _check_shapes(model, spec, with_loss: bool) -> float:
     """Works out the shapes of outputs and loss; bytes of a row of the outputs, or 0 where the model says nothing."""
     flat = tf.nest.flatten(spec)
-    if type(model).train_step is not keras.Model.train_step and compiled:
+    if type(model).train_step is not keras.Model.train_step and with_loss:
         return 0.0  # what it makes of its data is its own
     if not all(isinstance(one, tf.TensorSpec) for one in flat) or not optimizers.has_call(model):
         return 0.0
@@ -247,7 +259,7 @@ def _check_shapes(model, spec, compiled: bool) -> float:
     data = tf.nest.map_structure(example, spec)
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     outputs = backend.compute_output_spec(model, x, training=False)
-    if compiled and y is not None and model._compile_loss is not None:
+    if with_loss and y is not None and model._compile_loss is not None:
         backend.compute_output_spec(model._compute_loss, x, y, outputs, sample_weight=weights, training=False)
     return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))
 

@@ -142,13 +142,15 @@ def structured(dataset, structure: tuple | None):
     if structure is None:
         return dataset
 
+    structure = tree.lists_to_tuples(structure)  # as Keras does: tf.data makes one tensor of a list
+
     def pack(*parts):
         parts = tuple(
             tree.map_structure(lambda name, part=part: part[name], names)
             for names, part in zip(structure, parts, strict=True)
         )
         # Keras takes a tuple or list that stands alone for (x, y)
-        return parts if len(parts) > 1 or isinstance(parts[0], (tuple, list)) else parts[0]
+        return parts if len(parts) > 1 or isinstance(parts[0], tuple) else parts[0]
 
     return dataset.map(pack)
 

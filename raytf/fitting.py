@@ -118,7 +118,7 @@ def fit(
     call = Call(model, workers, run_config, parts)
     try:
         batches = {"train": batch, "validation": validation_batch}
-        call.build(trains=True)
+        call.build("fit")
         call.pack(users)
         seed = make_default_seed()
         work = call.work(
@@ -179,7 +179,7 @@ def evaluate(
         data = data.head(steps * batch)
     call = Call(model, workers, run_config, {"train": data})
     try:
-        call.build(trains=False)
+        call.build("evaluate")
         call.pack(users)
         (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
         call.objects.assign(told[0]["values"])
@@ -232,7 +232,7 @@ def predict(
         data = data.head(steps * batch)
     call = Call(model, workers, run_config, {"train": data})
     try:
-        row_bytes = call.build(trains=False)
+        row_bytes = call.build("predict")
         call.pack(())
         chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
         work = call.work("predict", {"train": batch}, make_default_seed(), "none", {}, chunk_steps=chunk)

@@ -114,7 +114,8 @@ class Lane:
         nodes = placement_group_table(group)["bundles_to_node_id"]
         cpus = max(1, int(resources.get("CPU", 0)))
         self.workers = [
-            _take(spares, nodes[i]) or placed_actor(kind or LaneWorker, group, i, resources, runtime_env=environment)
+            (_take(spares, nodes[i]) if spares else None)
+            or placed_actor(kind or LaneWorker, group, i, resources, runtime_env=environment)
             for i in range(first_bundle, first_bundle + workers)
         ]
         self._guard: Guard | None = None

@@ -136,8 +136,6 @@ def wanted() -> bool:
 
 
 _shelf = _Shelf()
-atexit.register(_shelf.clear)
-connection.idle.append(_shelf.clear)
 
 
 def take(scaling_config, run_config, tensorflow_config) -> Group:
@@ -159,6 +157,15 @@ def give_back(group: Group) -> None:
     _shelf.put(group)
 
 
+def end() -> None:
+    """Ends workers that are kept."""
+    _shelf.clear()
+
+
 def there() -> bool:
     """Whether workers of an earlier call are kept."""
     return _shelf._group is not None
+
+
+atexit.register(end)
+connection.idle.append(end)
