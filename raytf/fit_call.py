@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from raytf import (
 from raytf.backend import TensorflowConfig
 from raytf.blocks import Blocks
 from raytf.connection import connect
-from raytf.errors import ConfigError, TrainingError, in_a_line
+from raytf.errors import ConfigError, TrainingError
 from raytf.feed import Feed
 from raytf.lane import Job, LaneLostError, TrialError
 
@@ -116,7 +117,7 @@ class Call:
         except Exception as error:
             raise ConfigError(
                 "The model must fit the data",
-                f"{_shown(spec)} ({in_a_line(error)[:600]})",
+                f"{_shown(spec)} ({_why(error)})",
                 "Correct the model or the data",
             ) from error
 
@@ -273,3 +274,12 @@ def _shown(spec) -> str:
         return tf.nest.map_structure(one, part)
 
     return ", ".join(f"{name} {shown(part)}" for name, part in zip(names, parts, strict=False))
+
+
+def _why(error: Exception) -> str:
+    """What Keras says, which has its cause in bold below a line that names the layer."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines() if line.strip()]
+    cause = (
+        lines[1] if len(lines) > 1 and lines[0].startswith("Exception encountered when calling") else "".join(lines[:1])
+    )
+    return f"{type(error).__name__}: {cause[:500]}"

@@ -122,7 +122,7 @@ def _model(sending: Sending, distribution):
     gc.collect()
     transport.apply_settings(sending.settings)
     with distribution.scope():
-        model, sent = transport.read(sending.data, sending.values)
+        (model,), sent = transport.read(sending.data, sending.values)
     _kept.update(key=sending.key, model=model, sent=sent)
     return model, sent
 

@@ -107,7 +107,7 @@ REFUSED = {
     "no such path": (("rows.parquet", None), {"features": "a"}, "a path of Parquet that exists"),
     "no such column": ((pd.DataFrame({"a": Y}), None), {"features": "b"}, "features must name columns"),
     "y beside columns": ((pd.DataFrame({"a": Y}), Y), {"features": "a"}, "leave y out"),
-    "dates": ((X.astype("datetime64[s]"), Y), {}, "Arrays must hold numbers"),
+    "dates": ((X.astype("datetime64[s]"), Y), {}, "array of numbers or texts"),
 }
 
 
