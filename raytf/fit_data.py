@@ -94,14 +94,11 @@ def _refuse_other(x, name: str) -> None:
         raise ConfigError(
             f"{name} must hold rows", None, "Pass arrays, a table, a path of Parquet or a ray.data.Dataset"
         )
-    if (
-        isinstance(x, keras.utils.PyDataset)
-        or hasattr(x, "__next__")
-        or (callable(getattr(x, "__iter__", None)) and (type(x).__module__.startswith("torch.utils.data")))
-    ):
+    kind = type(x)
+    if isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__") or kind.__module__.startswith("torch.utils.data"):
         raise ConfigError(
             f"{name} must be rows that can be sent to the workers, and counted",
-            f"a generator of type {type(x).__name__}",
+            f"a generator of type {kind.__name__}",
             "Pass arrays, a path of Parquet, or a ray.data.Dataset, such as ray.data.from_items(...).map(...)",
         )
 
