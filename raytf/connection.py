@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import ray
@@ -24,8 +24,13 @@ _NO_TOKEN = (
     "RAY_AUTH_TOKEN_PATH names"
 )
 
+# What this process keeps of the cluster without need; each is called before another run looks for room.
+idle: list[Callable[[], None]] = []
 
-def connect(bundles: Sequence[Mapping[str, float]], address: str | None = None, **options) -> None:
+
+def connect(
+    bundles: Sequence[Mapping[str, float]], address: str | None = None, *, keep_idle: bool = False, **options
+) -> None:
     """Connects this process to Ray, unless it is connected.
 
     Where no cluster is named or found, Ray is started on this machine, with the CPUs that the run asks for: processes
@@ -36,11 +41,14 @@ def connect(bundles: Sequence[Mapping[str, float]], address: str | None = None, 
     Args:
         bundles: resources of each of the run's processes.
         address: of the cluster; None takes RAY_ADDRESS, the job's, or the newest of this machine.
+        keep_idle: keep what is in `idle`, too.
         options: for `ray.init`.
 
     Raises:
         ConfigError: there is no cluster at the address, or it does not let this process in.
     """
+    for give_up in [] if keep_idle else idle:
+        give_up()
     if ray.is_initialized():
         return
     where, found = _named(address), located(address)
