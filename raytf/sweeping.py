@@ -418,7 +418,9 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
 def _watched(run_config, table: Table) -> tune.RunConfig:
     callbacks = [*(run_config.callbacks or []), table]
     stop = Stopper(table, _users_stopper(run_config.stop))
-    return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop)
+    # in a notebook, Tune's own choice draws an empty page where it has nothing to say
+    reporter = run_config.progress_reporter or tune.CLIReporter()
+    return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop, progress_reporter=reporter)
 
 
 def _lock(run_config, resume) -> RunLock:
@@ -478,4 +480,5 @@ def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
     restored = tuner._local_tuner._run_config
     users = [c for c in restored.callbacks or [] if not isinstance(c, Table)]
     restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0
+    restored.progress_reporter = run_config.progress_reporter
     return tuner

@@ -374,7 +374,7 @@ class KerasTrainer:
             return _with_history(self, result, self._validated(result))
         environment = worker_environment(self.run_config, self.scaling_config)
         each = resources.per_worker(self.scaling_config)
-        beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment)
+        beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment, launch.warned)
         try:
             result = self._fit(task, launch, beside)
         finally:
