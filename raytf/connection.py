@@ -50,7 +50,7 @@ def connect(bundles: Sequence[Mapping[str, float]], address: str | None = None, 
             if wanted > cores:
                 print(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
-        elif "://" not in where:  # which Ray's client is for
+        else:
             _knock(found, where)
         ray.init(address=address, **options)
     except ConfigError:
