@@ -350,3 +350,25 @@ def test_what_the_dashboard_is_told():
     made = trainer()
     assert made.backend_config.framework is TrainingFramework.TENSORFLOW
     assert isinstance(made.train_run_context, TrainRunContext)
+
+
+def test_fit_takes_of_rays_configs_what_it_can(tmp_path):
+    from raytf import fitting
+
+    unnamed = ray.train.RunConfig()
+    unnamed.name = "ray_train_run-2000-01-01_00-00-00"  # one that was made a while ago
+    assert fitting._workers(None, ScalingConfig(num_workers=2), unnamed)[0].num_workers == 2
+    refused = {
+        "name": "mine",
+        "storage_path": str(tmp_path),
+        "storage_filesystem": ray.train.v2._internal.execution.storage.get_fs_and_path(str(tmp_path))[0],
+        "failure_config": ray.train.FailureConfig(max_failures=1),
+        "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=1),
+        "callbacks": [Callback()],
+    }
+    for name, value in refused.items():
+        with pytest.raises(raytf.ConfigError, match=rf"RunConfig\({name}="):
+            fitting._workers(2, None, ray.train.RunConfig(**{name: value}))
+    for scaling in (ScalingConfig(num_workers=0), ScalingConfig(num_workers=(1, 2)), ScalingConfig(use_tpu=True)):
+        with pytest.raises(raytf.ConfigError):
+            fitting._workers(None, scaling, None)
