@@ -301,7 +301,7 @@ def test_a_trials_context_and_report(tmp_path):
     assert not mine.exists()
 
 
-def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path):
+def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path, caplog):
     told = []
 
     class Tells(ray.train.UserCallback):
@@ -331,7 +331,9 @@ def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path):
         return before and pathlib.Path(before.path).name, kept
 
     keep = {"callbacks": [Tells()], "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=2)}
-    result = here(tmp_path, train, **keep)
+    with caplog.at_level("INFO"):
+        result = here(tmp_path, train, **keep)
+    assert not [one for one in caplog.records if "Checkpoint" in one.getMessage()], "Ray Train's levels hold here, too"
     assert result.return_value == (None, ["epoch_1", "epoch_2"]) and result.metrics == {"epoch": 2}
     assert told[0] == ("here", [{"epoch": 0}], "epoch_0") and len(told) == 3
     assert ray.train.Result.from_path(result.path).checkpoint.path == result.checkpoint.path
