@@ -15,7 +15,7 @@ from keras.src.random.seed_generator import make_default_seed
 from ray.data.extensions import ArrowTensorArray
 from ray.train import RunConfig, ScalingConfig
 
-from raytf import checks, fit_data, fit_tf_data, validation
+from raytf import checks, fit_data, fit_tf_data, run_folder, validation
 from raytf.errors import ConfigError
 from raytf.fit_call import Call
 from raytf.topology import per_replica_batch
@@ -319,9 +319,11 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
             "use_tpu=True" if scaling_config.use_tpu else f"num_workers={scaling_config.num_workers}",
             "Use raytf.KerasTrainer for elastic runs and TPUs",
         )
+    if scaling_config.num_workers == 0:
+        raise ConfigError("raytf.fit trains on workers", "num_workers=0", "Call the model's own method: model.fit(...)")
     checks.check_workers(scaling_config)
     run_config = run_config or RunConfig()
-    empty = RunConfig()
+    empty = RunConfig(name=run_config.name if run_folder.is_unnamed(run_config) else None)
     for name in ("name", "storage_path", "storage_filesystem", "failure_config", "checkpoint_config", "callbacks"):
         given = getattr(run_config, name)
         if given != getattr(empty, name):
