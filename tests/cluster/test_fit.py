@@ -34,7 +34,7 @@ def make():
         def call(self, x):
             return x * self.scale
 
-    keras.config.set_floatx("float64")
+    use(keras, "float64")
     keras.utils.set_random_seed(1)
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
     x = keras.layers.Dense(6, "tanh")(keras.layers.Concatenate()([Scale()(a), b]))
@@ -49,6 +49,20 @@ def make():
 def no_workers_stay():
     yield
     warm.end()
+
+
+@pytest.fixture(autouse=True)
+def in_float64(leaves_nothing_behind):
+    import keras
+
+    use(keras, "float64")
+    yield
+    use(keras, "float32")
+
+
+def use(keras, floats):
+    keras.config.set_floatx(floats)
+    keras.config.set_dtype_policy(floats)
 
 
 def stopping(keras):
@@ -69,7 +83,7 @@ def alone():
         for first, epochs in ((0, 2), (2, 3))
     ]
     yield model, calls
-    keras.config.set_floatx("float32")
+    use(keras, "float32")
 
 
 @pytest.fixture(scope="module")
