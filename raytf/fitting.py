@@ -53,8 +53,9 @@ def fit(
     """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
 
     The model travels to the workers as it is, with classes and functions of a notebook, and its weights, optimizers,
-    seeds and metrics come back into the same object, as the callbacks' attributes do. Workers stay for the next call.
-    An interrupt ends the workers; the model then has the weights of the last epoch that had ended.
+    seeds and metrics come back into the same object, as the callbacks' attributes do, but for what does not pickle.
+    Other attributes of the model that a `train_step` sets stay on the workers, which stay for the next call. An
+    interrupt ends the workers; the model then has the weights of the last epoch that had ended.
 
     Args:
         model: a compiled `keras.Model`, made outside of any `tf.distribute` strategy.
