@@ -87,6 +87,19 @@ def _worker_context(config: TensorflowConfig):
             raise
 
 
+@contextlib.contextmanager
+def context_here(config: TensorflowConfig):
+    """Prepares the driver's own process for a train loop; what it prints, and how, is left as it is."""
+    from raytf import strategy
+
+    with strategy.prepared(config):
+        try:
+            yield
+        except Exception as error:
+            legacy_names.explain(error)
+            raise
+
+
 # ------------------------------------------------------------------------------------------ on the worker
 
 

@@ -54,6 +54,12 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
         raise ConfigError(
             "A cluster with parameter servers has a fixed number of workers", scaling_config.num_workers, "Choose one"
         )
+    if strategy == "parameter_server" and isinstance(scaling_config.label_selector, list):
+        raise ConfigError(
+            "A cluster with parameter servers has one label selector for all its processes",
+            f"a list of {len(scaling_config.label_selector)}",
+            "Use ScalingConfig(label_selector={...})",
+        )
 
 
 def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, Plan | None]:
@@ -62,4 +68,10 @@ def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tu
         return scaling_config, None
     each = dict(scaling_config._resources_per_worker_not_none)
     plan = Plan(num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=each, environment=environment)
-    return ScalingConfig(num_workers=1, resources_per_worker={"CPU": each.get("CPU", 1)}), plan
+    coordinator = ScalingConfig(
+        num_workers=1,
+        resources_per_worker={"CPU": each.get("CPU", 1)},
+        placement_strategy=scaling_config.placement_strategy,
+        label_selector=scaling_config.label_selector,
+    )
+    return coordinator, plan

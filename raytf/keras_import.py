@@ -24,8 +24,7 @@ _WRAPPERS = ("SKLearnClassifier", "SKLearnRegressor", "SKLearnTransformer")
 
 
 def import_keras() -> None:
-    """`import keras`, quicker; nothing if it is imported already. In a process for Keras 2, that, for
-    the thread that calls.
+    """`import keras`, quicker; nothing if it is imported already. Where that is to be Keras 2, it, for this thread.
 
     Raises:
         ConfigError: it is not installed.

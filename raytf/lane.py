@@ -50,7 +50,9 @@ _TAKEN = b"raytf_taken"
 
 
 class TrialError(RaytfError, RuntimeError):
-    """A trial's own code failed; the message is its error, `details` the traceback of the worker."""
+    """A trial's own code failed; the message is its error, `details` the traceback of the worker, `rank` its own."""
+
+    rank: int | None = None
 
     def __init__(self, cause: str, details: str = ""):
         super().__init__(cause, details)
@@ -94,6 +96,8 @@ class Lane:
         first_bundle: index of the first worker's bundle in the placement group.
         spares: (node, `LaneWorker`) of each process that started before; those that no lane has taken become workers
             where they are.
+        group: the placement group; None takes the current one.
+        kind: class of the workers; `LaneWorker` unless it is given.
     """
 
     def __init__(
@@ -104,12 +108,15 @@ class Lane:
         environment: dict,
         first_bundle: int = 0,
         spares: Sequence[tuple[str, Any]] = (),
+        group=None,
+        kind=None,
     ):
-        group = ray.util.get_current_placement_group()
+        group = group or ray.util.get_current_placement_group()
         nodes = placement_group_table(group)["bundles_to_node_id"]
         cpus = max(1, int(resources.get("CPU", 0)))
         self.workers = [
-            _take(spares, nodes[i]) or placed_actor(LaneWorker, group, i, resources, runtime_env=environment)
+            (_take(spares, nodes[i]) if spares else None)
+            or placed_actor(kind or LaneWorker, group, i, resources, runtime_env=environment)
             for i in range(first_bundle, first_bundle + workers)
         ]
         self._guard: Guard | None = None
@@ -135,7 +142,12 @@ class Lane:
         self._all("begin", ray.put(job), what="the begin of a trial")
 
     def go_on(self) -> dict | None:
-        """Lets the trial run to its next report: the chief's metrics, or None when the loop has ended.
+        """`go_on_all` of the chief alone."""
+        reports = self.go_on_all()
+        return None if reports is None else reports[0]
+
+    def go_on_all(self) -> list[dict] | None:
+        """Lets the trial run to its next report: the metrics of each worker, or None when the loop has ended.
 
         Raises:
             TrialError: the loop failed; the lane is ready for another trial.
@@ -157,10 +169,12 @@ class Lane:
                 failed = time.monotonic()
         kinds = {event[0] for event in events.values()}
         if "error" in kinds:
-            raise next(event[1] for _, event in sorted(events.items()) if event[0] == "error")
+            rank, error = next((rank, event[1]) for rank, event in sorted(events.items()) if event[0] == "error")
+            error.rank = rank
+            raise error
         if len(kinds) > 1:
             raise LaneLostError("the workers of a train loop must report equally often; one ended before another")
-        return events[0][1] if kinds == {"report"} else None
+        return [event[1] for _, event in sorted(events.items())] if kinds == {"report"} else None
 
     def _alone(self, events: dict[int, tuple]) -> LaneLostError:
         """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
@@ -300,8 +314,8 @@ class LaneWorker(Process):
 
         around = Surroundings(nodes=self._nodes, **job.around)
         set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
-        import_keras()  # for this thread
         try:
+            import_keras()  # for this thread
             session.park()
             with output.telling():
                 job.train(session, job.config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -41,11 +42,11 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
     PlacementGroupHandle,
 )
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
-from ray.train.v2._internal.util import time_monotonic
+from ray.train.v2._internal.util import construct_train_func, time_monotonic
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
-from raytf import answers, local, output, quiet, reservation, resources
+from raytf import answers, backend, local, output, quiet, reservation, resources
 from raytf.failures import WorkerFrozenError, is_consequence
 from raytf.guard import Place
 from raytf.processes import Processes, worker_environment
@@ -131,8 +132,10 @@ class PromptTrainer(DataParallelTrainer):
     def _fit_here(self):
         self._cancelled = False
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
+        around = functools.partial(backend.context_here, self.backend_config)
+        loop = construct_train_func(self.train_loop_per_worker, self.train_loop_config, around, "train_loop_per_worker")
         with quiet.native():
-            return local.run(self._get_train_func(), self.train_run_context, self.datasets, cancelled)
+            return local.run(loop, self.train_run_context, self.datasets, cancelled)
 
     def _tasks_beside(self) -> dict[str, dict[str, float]]:
         """Resources of each task beside Ray Train's workers, by name."""

@@ -12,6 +12,7 @@ from typing import Any
 from ray.train import DataConfig, FailureConfig, UserCallback, ValidationConfig
 from ray.train.v2._internal.constants import RAY_TRAIN_CALLBACKS_ENV_VAR
 
+from raytf import legacy_keras
 from raytf.errors import ConfigError
 
 
@@ -64,7 +65,9 @@ def check_validation(validation_config: ValidationConfig | None, evaluator: bool
         )
 
 
-def check_local(scaling_config, run_config, num_ps: int, validation_config, evaluator: bool = False) -> None:
+def check_local(
+    scaling_config, run_config, tensorflow_config, num_ps: int, validation_config, evaluator: bool = False
+) -> None:
     """Raises ConfigError if a run with num_workers=0 asks for what needs processes of its own."""
     if scaling_config.num_workers != 0:
         return
@@ -77,6 +80,19 @@ def check_local(scaling_config, run_config, num_ps: int, validation_config, eval
             ", ".join(callbacks),
             "Use a ray.train.UserCallback in RunConfig(callbacks=[...]), or ScalingConfig(num_workers=1)",
         )
+    if getattr(tensorflow_config, "legacy_keras", False) and not legacy_keras.is_on():
+        raise ConfigError(
+            "With num_workers=0 the train loop has the Keras of this process",
+            "TensorflowConfig(legacy_keras=True)",
+            f"Set {legacy_keras.VARIABLE}=1 before Python starts",
+        )
+    for name in ("intra_op_threads", "inter_op_threads"):
+        if getattr(tensorflow_config, name, None) is not None:
+            raise ConfigError(
+                "With num_workers=0 TensorFlow has the threads that this process gives it",
+                f"TensorflowConfig({name}={getattr(tensorflow_config, name)})",
+                f"Call tf.config.threading.set_{name.replace('_op_threads', '_op_parallelism_threads')}(...) first",
+            )
     asked = {
         "num_ps": num_ps,
         "evaluator=True": evaluator,

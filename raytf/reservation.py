@@ -83,7 +83,7 @@ class Reservation:
             workers: their number, at least 1.
             each: resources of one.
             strategy: of placement.
-            selectors: of nodes, a dict for each worker, or None.
+            selectors: of nodes, a dict for each worker, or None; one that is all workers' holds for the others, too.
         """
         if self.group is not None and self._workers == workers:
             return self.group
@@ -91,8 +91,7 @@ class Reservation:
         nodes = sum(node["Alive"] for node in ray.nodes())
         self._bundles, self.places = layout(workers, each, self._beside, strategy, nodes)
         self._workers, self._number = workers, self._number + 1
-        if selectors is not None:
-            selectors = [*selectors, *[{} for _ in self._bundles[workers:]]]
+        selectors = for_all(selectors, len(self._bundles))
         self.group = placement_group(
             self._bundles, strategy, name=f"{self._name}-{self._number}", bundle_label_selector=selectors
         )
@@ -169,6 +168,14 @@ class Reservation:
         for found in placement_group_table().values():
             if found["name"].startswith(self._name) and found["state"] != "REMOVED":
                 remove_placement_group(get_placement_group(found["name"]))
+
+
+def for_all(selectors: list[dict] | None, bundles: int) -> list[dict] | None:
+    """A selector for each bundle, of which the first are the workers'."""
+    if selectors is None:
+        return None
+    common = selectors[0] if all(one == selectors[0] for one in selectors) else {}
+    return [*selectors, *[dict(common) for _ in range(bundles - len(selectors))]]
 
 
 def patience(failure_config) -> float | None:

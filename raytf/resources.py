@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import ray
@@ -9,9 +10,6 @@ from ray.core.generated import gcs_pb2
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytf.errors import ResourceError
-
-# How processes come to share cores of a cluster that is there already.
-LESS = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
 
 
 def fits(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
@@ -142,6 +140,37 @@ def held() -> str:
     return f"{total - free:g} of {total:g} CPUs are held: {shown}"
 
 
+def sharing(scaling_config, bundles: list[dict[str, float]]):
+    """The ScalingConfig, with less of a CPU for each worker where a run's processes have to share this machine's cores.
+
+    They do in a Ray that this process started without saying how many CPUs it has, as `ray.data` does. Any other keeps
+    its count, and says so if that is too small.
+
+    Args:
+        scaling_config: a `ray.train.ScalingConfig`.
+        bundles: resources of each of the run's processes.
+    """
+    node, wanted = ray._private.worker._global_node, total(bundles).get("CPU", 0)
+    if node is None or not node.is_head() or node._ray_params.num_cpus is not None:
+        return scaling_config
+    cores = ray.cluster_resources().get("CPU", 0)
+    each = dict(scaling_config._resources_per_worker_not_none)
+    if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
+        return scaling_config
+    print(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
+    each["CPU"] = math.floor(each["CPU"] * cores / wanted * 1000) / 1000
+    return dataclasses.replace(scaling_config, resources_per_worker=each)
+
+
+def less(cpus: float) -> str:
+    """How processes that want so many CPUs in all come to share cores of a Ray that is there already, in a clause."""
+    sharing = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
+    node = ray._private.worker._global_node
+    if node is not None and node.is_head():
+        sharing += f", start Ray with ray.init(num_cpus={math.ceil(cpus)}) before the data is named"
+    return sharing
+
+
 def _job(binary: bytes, mine: str) -> str:
     return "this job" if binary.hex() == mine else f"job {binary.hex()}"
 
@@ -161,7 +190,7 @@ def check_cluster(scaling_config) -> None:
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            f"Use fewer workers, {LESS}, or add nodes",
+            f"Use fewer workers, {less(each.get('CPU', 0) * wanted)}, or add nodes",
         )
 
 
@@ -199,5 +228,5 @@ def check_bundles(bundles: list[dict[str, float]]) -> None:
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({shown(wanted)})",
         f"{len(nodes)} node(s) with {shown({name: there.get(name, 0) for name in wanted})}",
-        f"Ask for fewer tasks, {LESS}, or add nodes",
+        f"Ask for fewer tasks, {less(wanted.get('CPU', 0))}, or add nodes",
     )

@@ -138,7 +138,10 @@ def sweep(
             "Leave the limit out: trials wait for the cluster's room anyhow",
         )
     searched = space.search(search_alg)
-    connect([resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given))
+    bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
+    connect(bundles)
+    trainer = copy.copy(trainer)
+    trainer.scaling_config = resources.sharing(trainer.scaling_config, bundles)
     largest, room = _check_room(trainer.scaling_config, given)
     lanes = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
     spares = largest * (int(lanes) if math.isfinite(lanes) else 1)
@@ -269,7 +272,8 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            f"Use fewer workers, {resources.LESS}, or add nodes",
+            f"Use fewer workers, {resources.less(resources.per_worker(scaling_config).get('CPU', 0) * largest)}, "
+            "or add nodes",
         )
     return largest, holds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -76,7 +77,8 @@ class KerasTrainer:
             process.
         dataset_config: `ray.train.DataConfig`: how Ray Data executes the datasets. Workers always share the rows.
         validation_config: `ray.train.ValidationConfig`: a function of your own that is called for each checkpoint, as
-            a task beside the training; what it gives comes to the epoch's row of the result's metrics_dataframe.
+            a task beside the training; what it gives comes to the rows of the result's metrics_dataframe whose
+            checkpoints are kept.
         run_config: `ray.train.RunConfig`. Without a name each `fit` is a run of its own. One driver at a time has the
             folder of a run: another one is refused.
         tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
@@ -155,7 +157,7 @@ class KerasTrainer:
             checks.check_pickles(self.map, "map", "batches")
         if self.variable_partitioner is not None:
             checks.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
-        given = self.scaling_config, self.run_config
+        given = self.scaling_config, self.run_config, self.tensorflow_config
         ray_config.check_local(*given, self.num_ps, self.validation_config, self.evaluator)
         ray_config.check_validation(self.validation_config, self.evaluator)
         checks.check_servers(self.strategy, self.num_ps, self.scaling_config)
@@ -219,6 +221,9 @@ class KerasTrainer:
         inner, plan = self.servers()
         beside = resources.per_worker(self.scaling_config) if self.evaluator else None
         connect(resources.bundles(inner, plan, beside))
+        self.scaling_config = resources.sharing(self.scaling_config, resources.bundles(inner, plan, beside))
+        inner, plan = self.servers()
+        beside = resources.per_worker(self.scaling_config) if self.evaluator else None
         resources.check_cluster(self.scaling_config)
         resources.check_servers(inner, plan, extra=beside)
         run_config = self.run_config
@@ -475,7 +480,7 @@ class TensorflowTrainer(PromptTrainer):
         num_ps: int = 0,
     ):
         scaling_config = scaling_config or ScalingConfig()
-        ray_config.check_local(scaling_config, run_config, num_ps, validation_config)
+        ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
         checks.check_strategy(strategy, scaling_config)
         checks.check_servers(strategy, num_ps, scaling_config)
         run_folder.check_name(None if run_config is None else run_config.name)
@@ -518,6 +523,9 @@ class TensorflowTrainer(PromptTrainer):
                 `ray.train.TrainingFailedError` too.
         """
         connect(resources.bundles(self.scaling_config, self._servers))
+        if not self.num_ps:
+            self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
+            self.scaling_config = self._workers
         resources.check_cluster(self._workers)
         resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
@@ -526,13 +534,15 @@ class TensorflowTrainer(PromptTrainer):
         self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed, board=board)
         given, context = self.run_config, self.train_run_context
         self.run_config = run_folder.named(given, "tensorflow")
-        self.train_run_context = dataclasses.replace(context, run_config=self.run_config)
+        self.train_run_context = dataclasses.replace(
+            context, run_config=self.run_config, scaling_config=self.scaling_config
+        )
         folder = RunFolder.of(self.run_config)
         try:
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 try:
-                    with failures.first_cause(), progress.Line(board, progress.console(), waiting=""):
+                    with failures.first_cause(), self._shown_line(board):
                         return super().fit()
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
@@ -540,3 +550,9 @@ class TensorflowTrainer(PromptTrainer):
         finally:
             board.clear()
             self.backend_config, self.run_config, self.train_run_context = config, given, context
+
+    def _shown_line(self, board: progress.Board):
+        """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
+        if self.running_in_local_mode:
+            return contextlib.nullcontext()
+        return progress.Line(board, progress.console(), waiting="")

@@ -28,12 +28,13 @@ def run(*command, cwd=ROOT, code=0, program=sys.executable):
     return done.stdout, done.stderr
 
 
-def test_the_example_of_the_readme(tmp_path):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+@pytest.mark.parametrize("number, shown", [(0, "epoch 5/5"), (1, "loss")], ids=["fit", "trainer"])
+def test_the_examples_of_the_readme(number, shown, tmp_path):
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[number]
     assert len(code.strip().splitlines()) <= 15
     (tmp_path / "example.py").write_text(code)
     out, _ = run("example.py", cwd=tmp_path)
-    assert "loss" in out
+    assert shown in out
 
 
 MODULE = """

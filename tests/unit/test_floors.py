@@ -28,6 +28,7 @@ FLOORS = [
         "connection",
         "double_writes",
         "failures",
+        "fit_tf_data",
         "guard",
         "hyperband",
         "keras_import",
@@ -47,6 +48,7 @@ FLOORS = [
         "sources",
         "summary",
         "tpu",
+        "transport",
         "waiting",
     },
     {
@@ -70,6 +72,7 @@ FLOORS = [
     {
         "callbacks",
         "fingerprint",
+        "fit_data",
         "lane",
         "legacy_callbacks",
         "local",
@@ -86,6 +89,7 @@ FLOORS = [
         "checks",
         "evaluator",
         "execution",
+        "fit_worker",
         "inspection",
         "launching",
         "multiworker_gradients",
@@ -96,11 +100,11 @@ FLOORS = [
         "trial",
         "verbosity",
     },
-    {"keras_multiworker", "planning", "sweep_table", "trainer"},
+    {"keras_multiworker", "planning", "sweep_table", "trainer", "warm"},
     {"strategy", "sweeping"},
     {"feed"},
-    {"worker_rows"},
-    {"__init__", "cli", "parameter_server"},
+    {"fit_call", "worker_rows"},
+    {"__init__", "cli", "fitting", "parameter_server"},
 ]
 FOLDER = pathlib.Path(raytf.__file__).parent
 DRIVER = (
@@ -147,6 +151,8 @@ DRIVER = (
     "legacy_keras",
     "connection",
     "validation",
+    "fit_worker",
+    "warm",
 )
 
 

@@ -14,7 +14,7 @@ from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, ScalingConfi
 from ray.train.v2._internal.execution.context import TrainRunContext
 
 import raytf
-from raytf import local, ray_config
+from raytf import checks, local, ray_config, reservation
 from raytf.session import LaneSession
 from raytf.trial_train import Surroundings, TrialTrainFnUtils, place_of, preemption
 
@@ -199,9 +199,29 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             lambda: sweep({"num_workers": 2}, workers=2, scaling={"label_selector": [{"a": "b"}] * 2}),
             "list as ScalingConfig",
         ),
+        (
+            lambda: checks.check_servers(
+                "parameter_server", 1, ScalingConfig(num_workers=1, label_selector=[{"a": "b"}])
+            ),
+            "one label selector for all",
+        ),
         (lambda: ray_config.obeyed({}, Own()), "a Own, which may cut"),
         (lambda: ray_config.check_validation(CHECKS, True), "both"),
         (lambda: ray_config.check_validation(3, False), "received: 3"),
+        (
+            lambda: raytf.TensorflowTrainer(
+                loop,
+                scaling_config=ScalingConfig(num_workers=0),
+                tensorflow_config=raytf.TensorflowConfig(inter_op_threads=2),
+            ),
+            "inter_op_threads=2.*set_inter_op_parallelism_threads",
+        ),
+        (
+            lambda: ray_config.check_local(
+                ScalingConfig(num_workers=0), None, raytf.TensorflowConfig(legacy_keras=True), 0, None
+            ),
+            "legacy_keras=True.*TF_USE_LEGACY_KERAS=1 before Python starts",
+        ),
         (lambda: trainer(workers=(0, 2)), "num_workers must be at least 1"),
         (lambda: here(tmp_path, print, callbacks=[ray.train.v2.api.callback.RayTrainCallback()]), "RayTrainCallback"),
         (lambda: here(tmp_path, lambda: report_elsewhere(tmp_path)), "must lie in the run's folder"),
@@ -209,6 +229,15 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
     for action, named in cases:
         with pytest.raises(raytf.ConfigError, match=named):
             action()
+
+
+def test_what_stands_beside_workers_stands_where_they_do():
+    zone, other = {"zone": "a"}, {"zone": "b"}
+    scaling = ScalingConfig(num_workers=2, placement_strategy="SPREAD", label_selector=zone)
+    coordinator, _ = checks.servers(1, scaling, {})
+    assert coordinator.label_selector == zone and coordinator.placement_strategy == "SPREAD"
+    assert reservation.for_all([zone, zone], 3) == [zone] * 3
+    assert reservation.for_all([zone, other], 3) == [zone, other, {}] and reservation.for_all(None, 3) is None
 
 
 def report_elsewhere(folder):
@@ -272,7 +301,7 @@ def test_a_trials_context_and_report(tmp_path):
     assert not mine.exists()
 
 
-def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path):
+def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path, caplog):
     told = []
 
     class Tells(ray.train.UserCallback):
@@ -302,7 +331,9 @@ def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path):
         return before and pathlib.Path(before.path).name, kept
 
     keep = {"callbacks": [Tells()], "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=2)}
-    result = here(tmp_path, train, **keep)
+    with caplog.at_level("INFO"):
+        result = here(tmp_path, train, **keep)
+    assert not [one for one in caplog.records if "Checkpoint" in one.getMessage()], "Ray Train's levels hold here, too"
     assert result.return_value == (None, ["epoch_1", "epoch_2"]) and result.metrics == {"epoch": 2}
     assert told[0] == ("here", [{"epoch": 0}], "epoch_0") and len(told) == 3
     assert ray.train.Result.from_path(result.path).checkpoint.path == result.checkpoint.path
@@ -321,3 +352,25 @@ def test_what_the_dashboard_is_told():
     made = trainer()
     assert made.backend_config.framework is TrainingFramework.TENSORFLOW
     assert isinstance(made.train_run_context, TrainRunContext)
+
+
+def test_fit_takes_of_rays_configs_what_it_can(tmp_path):
+    from raytf import fitting
+
+    unnamed = ray.train.RunConfig()
+    unnamed.name = "ray_train_run-2000-01-01_00-00-00"  # one that was made a while ago
+    assert fitting._workers(None, ScalingConfig(num_workers=2), unnamed)[0].num_workers == 2
+    refused = {
+        "name": "mine",
+        "storage_path": str(tmp_path),
+        "storage_filesystem": ray.train.v2._internal.execution.storage.get_fs_and_path(str(tmp_path))[0],
+        "failure_config": ray.train.FailureConfig(max_failures=1),
+        "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=1),
+        "callbacks": [Callback()],
+    }
+    for name, value in refused.items():
+        with pytest.raises(raytf.ConfigError, match=rf"RunConfig\({name}="):
+            fitting._workers(2, None, ray.train.RunConfig(**{name: value}))
+    for scaling in (ScalingConfig(num_workers=0), ScalingConfig(num_workers=(1, 2)), ScalingConfig(use_tpu=True)):
+        with pytest.raises(raytf.ConfigError):
+            fitting._workers(None, scaling, None)

@@ -1,0 +1,485 @@
+"""A compiled model and its callbacks from process to process, exactly: every object by value, with what it refers to.
+
+Keras' own pickles go through its file format, which loses what is not registered. Here the objects themselves travel,
+by cloudpickle, so that classes and functions of a notebook come along; layers, optimizers and metrics with their
+attributes, variables with their values. It passes through Ray only; nothing of it goes into a storage.
+
+What is numbered on the way out keeps its number on the way back: values of variables, and callbacks that refer to the
+model, find the very objects that they left from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import ray.cloudpickle
+import tensorflow as tf
+from keras.src import backend
+from keras.src.losses.loss import Loss
+from keras.src.ops.function import Function, make_node_key
+from keras.src.ops.operation import Operation
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.utils import tracking
+from keras.src.utils.backend_utils import DynamicBackend
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as TfFunction
+
+from raytf.errors import ConfigError, in_a_line
+
+# Of a model: what belongs to a process, and is made anew.
+_OF_A_PROCESS = (
+    *("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "history", "stop_training"),
+    *("_self_saveable_object_factories", "_raytf_last", "_raytf_sync_batches", "_losses", "_loss_ids"),
+    *("_self_update_uid", "_exclude_from_weight_decay_cache", "build", "quantize"),
+)
+_EMPTY = {"_losses": list, "_loss_ids": set}
+_TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedOrderedDict, tracking.TrackedSet)
+_PREDICATES = {
+    "variables": lambda x: isinstance(x, backend.Variable),
+    "trainable_variables": lambda x: isinstance(x, backend.Variable) and x.trainable,
+    "non_trainable_variables": lambda x: isinstance(x, backend.Variable) and not x.trainable,
+    "metrics": lambda x: isinstance(x, keras.metrics.Metric),
+    "layers": lambda x: isinstance(x, keras.layers.Layer) and not isinstance(x, keras.metrics.Metric),
+    "seed_generators": lambda x: isinstance(x, keras.random.SeedGenerator),
+}
+# Of a callback: what Keras sets anew for each training.
+_OF_A_TRAINING = ("_model", "params", "_params", "validation_data")
+_reading = threading.local()
+
+
+class Sent:
+    """Objects that went, or came: each by its number.
+
+    Attributes:
+        objects: variables, layers, models, optimizers, losses and metrics.
+        numbers: the number of each, by its id.
+    """
+
+    def __init__(self):
+        self.objects: list = []
+        self.numbers: dict[int, int] = {}
+
+    def add(self, value) -> int:
+        self.numbers[id(value)] = number = len(self.objects)
+        self.objects.append(value)
+        return number
+
+    def variables(self) -> dict[int, Any]:
+        """The variables that have values, by their numbers."""
+        return {
+            number: one
+            for number, one in enumerate(self.objects)
+            if isinstance(one, tf.Variable) or (isinstance(one, backend.Variable) and one._value is not None)
+        }
+
+    def values(self) -> dict[int, np.ndarray]:
+        """The values of all variables, by their numbers."""
+        return {number: value_of(one) for number, one in self.variables().items()}
+
+    def assign(self, values: dict[int, np.ndarray]) -> None:
+        """Gives the variables values that another process has read from them."""
+        for number, value in values.items():
+            for local in _locals(self.objects[number]):
+                local.assign(np.array(value))
+
+    def joined(self, other: Sent) -> Sent:
+        """These objects, and then those of another, under one numbering."""
+        both = Sent()
+        for value in (*self.objects, *other.objects):
+            both.add(value)
+        return both
+
+
+def _locals(variable) -> list:
+    """The variables of this process behind one; a read of metrics through a strategy would wait for other workers."""
+    inner = variable._value if isinstance(variable, backend.Variable) else variable
+    return list(inner.values) if isinstance(inner, DistributedVariable) else [inner]
+
+
+def value_of(variable) -> np.ndarray:
+    return np.asarray(_locals(variable)[0].numpy())
+
+
+class _Pickler(ray.cloudpickle.Pickler):
+    """Writes objects by value.
+
+    Args:
+        known: of objects that the reader has, which are only numbered; None where it has none.
+    """
+
+    def __init__(self, file, known: Sent | None = None):
+        super().__init__(file, protocol=5)
+        self._known, self.sent = known, Sent()
+
+    def persistent_id(self, value):
+        if self._known is not None and id(value) in self._known.numbers:
+            return self._known.numbers[id(value)]
+        return None
+
+    def reducer_override(self, value):
+        reduced = self._reduced(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    def _reduced(self, value):
+        if isinstance(value, backend.Variable):
+            return self._variable(value)
+        if isinstance(value, tf.Variable):
+            return self._tf_variable(value)
+        if isinstance(value, BaseOptimizer):
+            return self._numbered(value, _optimizer_state(value), _set_optimizer)
+        if isinstance(value, (Operation, keras.metrics.Metric, Loss)):
+            return self._numbered(value, _state(value), _set_operation)
+        if isinstance(value, keras.callbacks.Callback):
+            state = {k: v for k, v in vars(value).items() if k not in _OF_A_TRAINING}
+            return self._numbered(value, state, _set_callback)
+        if isinstance(value, tracking.Tracker):
+            return _new, (type(value),), _tracker_state(value), None, None, _set_tracker
+        if isinstance(value, _TRACKED):
+            items = dict.copy(value) if isinstance(value, dict) else list(value)
+            return _new_tracked, (type(value),), (value.tracker, items), None, None, _set_tracked
+        if isinstance(value, DynamicBackend):
+            return DynamicBackend, (value._backend,)
+        return self._of_tensorflow(value)
+
+    def _of_tensorflow(self, value):
+        if isinstance(value, TfFunction):
+            given = {
+                "input_signature": value.input_signature,
+                "autograph": value._autograph,
+                "jit_compile": value._jit_compile,
+                "reduce_retracing": value._reduce_retracing,
+            }
+            return _tf_function, (value._python_function, given)
+        if isinstance(value, tf.lookup.StaticHashTable):
+            keys, values = value.export()
+            return _static_table, (keys.numpy(), values.numpy(), _types(value), value._default_value.numpy())
+        if isinstance(value, tf.lookup.experimental.MutableHashTable):
+            keys, values = value.export()
+            return _mutable_table, (keys.numpy(), values.numpy(), _types(value), value._default_value.numpy())
+        if isinstance(value, tf.random.Generator):
+            return _generator, (value.state.numpy(), value.algorithm)
+        if isinstance(value, tf.distribute.Strategy):
+            return tf.distribute.get_strategy, ()
+        if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+            raise pickle.PicklingError(f"a symbolic tensor ({value.name}) that some function has left behind")
+        return NotImplemented
+
+    def _numbered(self, value, state, setter):
+        return _new, (type(value), self.sent.add(value)), state, None, None, setter
+
+    def _variable(self, value):
+        state = _plain_state(value)
+        state.pop("_value")
+        basic = {name: state.pop(name) for name in _BASIC}
+        content = None if value._value is None else self._content(value)
+        return _new_variable, (type(value), self.sent.add(value), basic, content), state, None, None, _update
+
+    def _tf_variable(self, value):
+        basic = {
+            "trainable": value.trainable,
+            "name": value.name.split(":")[0],
+            "aggregation": value.aggregation,
+            "synchronization": value.synchronization,
+        }
+        return _new_tf_variable, (self.sent.add(value), basic, self._content(value))
+
+    def _content(self, value):
+        """The value itself where the reader does not get it apart."""
+        return value_of(value) if self._known is not None else ()
+
+
+_BASIC = ("_dtype", "_trainable", "_name", "_path", "_aggregation", "_synchronization", "_shape", "_autocast")
+
+
+def _plain_state(value) -> dict[str, Any]:
+    return {k: v for k, v in vars(value).items() if not k.startswith("_self_")}
+
+
+def _state(value) -> dict[str, Any]:
+    state = {k: v for k, v in vars(value).items() if k not in _OF_A_PROCESS}
+    step = vars(value).get("predict_step")
+    if step is not None and getattr(step, "__module__", "").startswith("raytf."):
+        del state["predict_step"]
+    state.pop("_distribute_strategy", None)
+    state.pop("_nodes", None)  # names by the ids of objects
+    return state
+
+
+def _optimizer_state(optimizer) -> dict[str, Any]:
+    state = {k: v for k, v in vars(optimizer).items() if k not in _OF_A_PROCESS}
+    state.pop("_distribution_strategy", None)
+    indices = state.pop("_trainable_variables_indices", {})
+    excluded = state.pop("_exclude_from_weight_decay", None)
+    if excluded:
+        state["_raytf_excluded"] = sorted(indices[key] for key in excluded if key in indices)
+    return state
+
+
+def _tracker_state(tracker) -> dict[str, Any]:
+    stores = {name: store for name, (_, store) in tracker.config.items()}
+    own = {name: test for name, (test, _) in tracker.config.items() if name not in _PREDICATES}
+    rest = {k: v for k, v in vars(tracker).items() if k not in ("config", "stored_ids")}
+    return {"stores": stores, "own": own, "rest": rest}
+
+
+def _types(table):
+    return table.key_dtype, table.value_dtype
+
+
+# ------------------------------------------------------------------------------------------ at the reader
+
+
+def _new(kind, number: int | None = None):
+    return _came(kind.__new__(kind), number)
+
+
+def _came(value, number: int | None):
+    if number is not None:
+        objects = _reading.sent.objects
+        objects.extend([None] * (number + 1 - len(objects)))
+        objects[number] = value
+        _reading.sent.numbers[id(value)] = number
+    return value
+
+
+def _new_variable(kind, number, basic, content):
+    value = kind.__new__(kind)
+    vars(value).update(basic, _value=None, _initializer=None, _regularizer=None, _constraint=None)
+    vars(value).update(_overwrite_with_gradient=False, _layout=None)
+    if content is not None:
+        value._initialize(_content_of(number, content))
+    return _came(value, number)
+
+
+def _new_tf_variable(number, basic, content):
+    return _came(tf.Variable(_content_of(number, content), **basic), number)
+
+
+def _content_of(number, content) -> np.ndarray:
+    found = content if isinstance(content, np.ndarray) else _reading.values[number]
+    return np.array(found)  # TensorFlow may work in place on what it is given, and this may lie in Ray's store
+
+
+def _update(value, state) -> None:
+    vars(value).update(state)
+
+
+def _set_callback(callback, state) -> None:
+    vars(callback).update(dict.fromkeys(_OF_A_TRAINING[:3]) | state)
+
+
+def _set_operation(value, state) -> None:
+    vars(value).update(state)
+    vars(value).update({name: empty() for name, empty in _EMPTY.items() if isinstance(value, keras.layers.Layer)})
+    if isinstance(value, keras.Model):
+        strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+        vars(value).update(train_function=None, test_function=None, predict_function=None)
+        vars(value).update(_distribute_strategy=strategy, stop_training=False)
+    if isinstance(value, Function):
+        _reading.after.append(lambda: _name_nodes(value))
+
+
+def _name_nodes(function) -> None:
+    """What `map_graph` calls the nodes of a function; `get_config` asks for these."""
+    nodes = {id(node) for group in function._nodes_by_depth.values() for node in group}
+    vars(function)["_nodes"] = {
+        make_node_key(operation, index)
+        for operation in function._operations
+        for index, node in enumerate(operation._inbound_nodes)
+        if id(node) in nodes
+    }
+
+
+def _set_optimizer(optimizer, state) -> None:
+    excluded = state.pop("_raytf_excluded", None)
+    vars(optimizer).update(state, _distribution_strategy=tf.distribute.get_strategy())
+
+    def index():
+        trained = getattr(optimizer, "_trainable_variables", [])
+        keys = [optimizer._var_key(v) for v in trained]
+        vars(optimizer)["_trainable_variables_indices"] = {key: i for i, key in enumerate(keys)}
+        if excluded is not None:
+            vars(optimizer)["_exclude_from_weight_decay"] = {keys[i] for i in excluded}
+
+    _reading.after.append(index)
+
+
+def _set_tracker(tracker, state) -> None:
+    tests = _PREDICATES | state["own"]
+    vars(tracker).update(state["rest"])
+    tracker.config = {name: (tests[name], store) for name, store in state["stores"].items()}
+    tracker.stored_ids = {}
+
+    def index():
+        tracker.stored_ids = {name: {id(v) for v in store} for name, (_, store) in tracker.config.items()}
+
+    _reading.after.append(index)
+
+
+def _new_tracked(kind):
+    made = kind.__new__(kind)
+    made.tracker = None
+    return made
+
+
+def _set_tracked(made, state) -> None:
+    made.tracker, items = state
+    plain = next(k for k in (dict, list, set) if isinstance(made, k))
+    (plain.extend if plain is list else plain.update)(made, items)
+
+
+def _tf_function(function, given):
+    return tf.function(function, **given)
+
+
+def _static_table(keys, values, types, default):
+    initializer = tf.lookup.KeyValueTensorInitializer(keys, values, *types)
+    return tf.lookup.StaticHashTable(initializer, default)
+
+
+def _mutable_table(keys, values, types, default):
+    table = tf.lookup.experimental.MutableHashTable(*types, default)
+    if len(keys):
+        table.insert(tf.constant(keys, types[0]), tf.constant(values, types[1]))
+    return table
+
+
+def _generator(state, algorithm):
+    return tf.random.Generator.from_state(state, algorithm)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file, known: Sent | None):
+        super().__init__(file)
+        self._known = known
+
+    def persistent_load(self, number):
+        return self._known.objects[number]
+
+
+# ------------------------------------------------------------------------------------------ for both
+
+
+def write(value, known: Sent | None = None) -> tuple[bytes, Sent]:
+    """(the bytes of an object without the values of its variables, the objects in it).
+
+    Args:
+        value: anything.
+        known: objects that the reader has: they are only named, and others bring their values.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, known)
+    pickler.dump(value)
+    return file.getvalue(), pickler.sent
+
+
+def read(data: bytes, values: dict[int, np.ndarray] | None = None, known: Sent | None = None) -> tuple[Any, Sent]:
+    """What `write` wrote, in the scope of the strategy that is in force, and the objects in it.
+
+    Args:
+        data: the bytes.
+        values: of the variables, by number, where they came apart.
+        known: the reader's objects.
+    """
+    before = dict(vars(_reading))
+    vars(_reading).update(sent=Sent(), values=values or {}, after=[])
+    try:
+        found = _Unpickler(io.BytesIO(data), known).load()
+        for finish in _reading.after:
+            finish()
+        return found, _reading.sent
+    finally:
+        vars(_reading).clear()
+        vars(_reading).update(before)
+
+
+def write_named(values: Sequence[tuple[str, Any]], known: Sent | None = None) -> tuple[bytes, Sent]:
+    """`write` of a list of values, which have names.
+
+    Raises:
+        ConfigError: one of them does not pickle; it is named.
+    """
+    try:
+        return write([value for _, value in values], known)
+    except Exception as whole:
+        for name, value in values:
+            try:
+                write(value, known)
+            except Exception as error:
+                where = _culprit(value, known)
+                raise ConfigError(
+                    "The model and the callbacks are sent to the workers, so all of them must pickle",
+                    f"{name}{where} ({in_a_line(error)})",
+                    "Make what does not pickle (locks, files, connections, generators) where it is used, for example "
+                    "in on_train_begin",
+                ) from error
+        raise whole
+
+
+def _culprit(value, known: Sent | None) -> str:
+    """ " with its attribute 'name'", where a single attribute is to blame."""
+    for name, part in getattr(value, "__dict__", {}).items():
+        if name in (*_OF_A_PROCESS, *_OF_A_TRAINING):
+            continue
+        try:
+            write(part, known)
+        except Exception:
+            return f" with its attribute {name!r}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------ callbacks
+
+
+def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, bytes]], list[str]]:
+    """(the attributes of each callback, as bytes; names of the user's own that do not pickle)."""
+    found, lost = [], []
+    for callback in callbacks:
+        mine = {}
+        for name, value in vars(callback).items():
+            if name in _OF_A_TRAINING:
+                continue
+            try:
+                mine[name] = write(value, known)[0]
+            except Exception:
+                if not type(callback).__module__.startswith("keras."):  # whose files and writers are nobody else's
+                    lost.append(f"{type(callback).__name__}.{name}")
+        found.append(mine)
+    return found, lost
+
+
+def read_attributes(callbacks: Sequence, attributes: Sequence[dict[str, bytes]], known: Sent) -> None:
+    """Gives callbacks the attributes that their copies had."""
+    for callback, mine in zip(callbacks, attributes, strict=True):
+        for name, data in mine.items():
+            with contextlib.suppress(AttributeError):  # a property without a setter
+                vars(callback)[name] = read(data, known=known)[0]
+
+
+# ------------------------------------------------------------------------------------------ Keras' settings
+
+
+def settings() -> dict[str, Any]:
+    """What of Keras' and TensorFlow's global settings a model depends on."""
+    return {
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": write(keras.config.dtype_policy())[0],
+        "eager": tf.config.functions_run_eagerly(),
+    }
+
+
+def apply_settings(given: dict[str, Any]) -> None:
+    """Gives another process what `settings` found."""
+    for name in ("floatx", "epsilon", "image_data_format"):
+        getattr(keras.config, f"set_{name}")(given[name])
+    keras.config.set_dtype_policy(read(given["dtype_policy"])[0])
+    tf.config.run_functions_eagerly(given["eager"])

@@ -1,0 +1,262 @@
+"""`raytf.fit`, `evaluate` and `predict` against Keras' own here, in float64, with classes that no worker can import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+import raytf
+from raytf import warm
+from raytf.errors import ConfigError, TrainingError
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ROWS, BATCH = 37, 10
+RNG = np.random.default_rng(0)
+X = {"a": RNG.normal(size=(ROWS, 4)), "b": RNG.normal(size=(ROWS, 3))}
+Y = {"p": RNG.normal(size=(ROWS, 1)), "q": RNG.integers(0, 3, ROWS)}
+WEIGHTS = RNG.uniform(0, 2, ROWS)
+
+
+def make():
+    """Two inputs, two outputs, a layer and a loss of this function alone, and an optimizer with a memory."""
+    import keras
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+        def call(self, x):
+            return x * self.scale
+
+    use(keras, "float64")
+    keras.utils.set_random_seed(1)
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    x = keras.layers.Dense(6, "tanh")(keras.layers.Concatenate()([Scale()(a), b]))
+    outputs = {"p": keras.layers.Dense(1, name="p")(x), "q": keras.layers.Dense(3, "softmax", name="q")(x)}
+    model = keras.Model({"a": a, "b": b}, outputs)
+    losses = {"p": lambda true, predicted: (true - predicted) ** 2, "q": "sparse_categorical_crossentropy"}
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), losses, metrics={"q": ["accuracy"]})
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_workers_stay():
+    yield
+    warm.end()
+
+
+@pytest.fixture(autouse=True)
+def in_float64(leaves_nothing_behind):
+    import keras
+
+    use(keras, "float64")
+    yield
+    use(keras, "float32")
+
+
+def use(keras, floats):
+    keras.config.set_floatx(floats)
+    keras.config.set_dtype_policy(floats)
+
+
+def stopping(keras):
+    return keras.callbacks.EarlyStopping(monitor="loss", patience=9)
+
+
+ARGUMENTS = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "sample_weight": WEIGHTS}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Keras' own: two epochs and a third, without Ray."""
+    import keras
+
+    model = make()
+    calls = [
+        model.fit(X, Y, epochs=epochs, initial_epoch=first, validation_data=(X, Y), **ARGUMENTS)
+        for first, epochs in ((0, 2), (2, 3))
+    ]
+    yield model, calls
+    use(keras, "float32")
+
+
+@pytest.fixture(scope="module")
+def trained(ray_cluster):
+    """The same with two workers; the second call and how long it took."""
+    import keras
+
+    model, callback = make(), stopping(keras)
+    validated = {"validation_data": (X, Y), "num_workers": 2, **ARGUMENTS}
+    calls = [raytf.fit(model, X, Y, epochs=2, callbacks=[callback], **validated)]
+    begun = time.time()
+    first = FirstStep()
+    calls.append(raytf.fit(model, X, Y, epochs=3, initial_epoch=2, callbacks=[first], **validated))
+    return model, calls, callback, first.at - begun
+
+
+def FirstStep():
+    """A callback that notes when the first step of a training has ended."""
+    import keras
+
+    class First(keras.callbacks.Callback):
+        raytf_local_batches = True
+        at = None
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.at = self.at or time.time()
+
+    return First()
+
+
+def assert_same(model, other, tolerance=1e-9):
+    for mine, its in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=tolerance)
+    for mine, its in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=tolerance)
+
+
+def assert_same_history(history, other):
+    assert history.epoch == other.epoch and history.history.keys() == other.history.keys()
+    for name, values in other.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=0, atol=1e-9)
+
+
+def test_two_calls_with_two_workers_are_what_keras_does(alone, trained):
+    model, calls, callback, seconds = trained
+    assert_same(model, alone[0])
+    for mine, its in zip(calls, alone[1], strict=True):
+        assert_same_history(mine, its)
+    assert callback.best == calls[0].history["loss"][-1] and callback.model is model
+    assert model.history is calls[1]
+    assert seconds < 5  # under 1 s on a machine of its own
+
+
+def test_evaluate_and_predict(alone, trained, tmp_path):
+    import ray
+
+    model, keras_model = trained[0], alone[0]
+    mine = raytf.evaluate(model, X, Y, batch_size=BATCH, return_dict=True, num_workers=2)
+    its = keras_model.evaluate(X, Y, batch_size=BATCH, return_dict=True, verbose=0)
+    assert mine.keys() == its.keys()
+    np.testing.assert_allclose(list(mine.values()), list(its.values()), atol=1e-9)
+    listed = raytf.evaluate(model, X, Y, batch_size=BATCH, num_workers=2)
+    np.testing.assert_allclose(listed, keras_model.evaluate(X, Y, batch_size=BATCH, verbose=0), atol=1e-9)
+    expected = keras_model.predict(X, verbose=0)
+    for batch in (2, 7, 64):
+        found = raytf.predict(model, X, batch_size=batch, num_workers=2)
+        for name in ("p", "q"):
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-12)
+    rows = ray.data.from_items([{"a": a, "b": b} for a, b in zip(X["a"], X["b"], strict=True)])
+    rows.write_parquet(str(tmp_path))
+    for source in (rows, str(tmp_path)):
+        found = raytf.predict(model, source, features={"a": "a", "b": "b"}, batch_size=BATCH, num_workers=2)
+        assert isinstance(found, ray.data.Dataset) and found.count() == ROWS
+        table = found.take_all()
+        for name in ("p", "q"):
+            np.testing.assert_allclose(np.stack([row[name] for row in table]), expected[name], atol=1e-12)
+
+
+def test_other_numbers_of_workers_shuffle_alike(trained):
+    """One worker, then three; fewer rows than a batch; workers of another number replace those that were kept."""
+    import keras
+
+    found = []
+    for workers in (1, 3):
+        model = make()
+        keras.utils.set_random_seed(5)
+        raytf.fit(model, X, Y, batch_size=BATCH, epochs=2, verbose=0, num_workers=workers)
+        found.append(model)
+    assert_same(*found)
+    model, keras_model = make(), make()
+    few = ({name: part[:7] for name, part in X.items()}, {name: part[:7] for name, part in Y.items()})
+    raytf.fit(model, *few, shuffle=False, verbose=0, num_workers=3)
+    keras_model.fit(*few, shuffle=False, verbose=0)
+    assert_same(model, keras_model)
+
+
+def fails_at(epoch_, marker=None):
+    """A callback that raises as that epoch begins, or notes its process and waits."""
+    import keras
+
+    class At(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch != epoch_:
+                return
+            if marker is None:
+                raise ValueError("as it was told to")
+            with open(f"{marker}/{os.getpid()}", "w"):
+                pass
+            time.sleep(60)
+
+    return At()
+
+
+def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
+    two = make()
+    two.fit(X, Y, epochs=2, **ARGUMENTS)
+    model = make()
+    with pytest.raises(TrainingError, match="as it was told to"):
+        raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2)], num_workers=2, **ARGUMENTS)
+    assert_same(model, two)
+    model, at = make(), []
+
+    def interrupt():
+        until = time.monotonic() + 120
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < until:
+            threading.Event().wait(0.05)
+        at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2, str(tmp_path))], num_workers=2, **ARGUMENTS)
+    processes = [psutil.Process(int(pid)) for pid in os.listdir(tmp_path) if psutil.pid_exists(int(pid))]
+    _, alive = psutil.wait_procs(processes, timeout=max(0.1, 5 - (time.monotonic() - at[0])))
+    assert not alive
+    assert_same(model, two)
+
+
+def test_idle_workers_give_way(trained):
+    """To a task that needs every CPU, of which raytf knows nothing."""
+    import ray
+
+    model = make()
+    raytf.fit(model, X, Y, num_workers=2, **ARGUMENTS)
+    assert warm.there()
+    task = ray.remote(num_cpus=4)(lambda: "ran")
+    assert ray.get(task.remote(), timeout=60) == "ran"
+    assert not warm.there()
+
+
+def test_tables_with_columns_and_many_workers(alone, tmp_path):
+    """A frame and a dataset with columns; what the cluster cannot hold."""
+    import keras
+    import pandas as pd
+    import ray
+
+    def build():
+        keras.utils.set_random_seed(2)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    frame = pd.DataFrame({"u": X["a"][:, 0], "v": X["a"][:, 1], "y": Y["p"][:, 0], "w": WEIGHTS})
+    named = {"features": ["u", "v"], "labels": "y", "sample_weight": "w", "shuffle": False, "verbose": 0}
+    found = []
+    for source in (frame, ray.data.from_pandas(frame)):
+        model = build()
+        raytf.fit(model, source, batch_size=BATCH, validation_data=source, num_workers=2, **named)
+        found.append(model)
+    keras_model = build()
+    x = frame[["u", "v"]].to_numpy("float32").astype("float64")
+    keras_model.fit(x, frame["y"].to_numpy(), sample_weight=WEIGHTS, batch_size=BATCH, shuffle=False, verbose=0)
+    for model in found:
+        np.testing.assert_allclose(model.get_weights()[0], keras_model.get_weights()[0], atol=1e-7)
+    with pytest.raises(ConfigError, match="room for 4"):
+        raytf.fit(build(), frame, batch_size=BATCH, num_workers=5, **named)

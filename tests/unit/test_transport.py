@@ -1,0 +1,152 @@
+"""A model that was written and read trains as it was, and what comes back finds the objects it left from."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from raytf import transport
+from raytf.errors import ConfigError
+
+
+def _functional(keras):
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    x = keras.layers.Dense(8, "relu", kernel_regularizer="l2")(keras.layers.Concatenate()([a, b]))
+    x = keras.layers.BatchNormalization()(keras.layers.Dropout(0.3)(x))
+    outputs = {"p": keras.layers.Dense(1, name="p")(x), "q": keras.layers.Dense(2, "softmax", name="q")(x * 2.0)}
+    model = keras.Model({"a": a, "b": b}, outputs)
+    power = 2
+    losses = {"p": lambda true, predicted: (true - predicted) ** power, "q": "sparse_categorical_crossentropy"}
+    model.compile(keras.optimizers.AdamW(0.01), losses, metrics={"q": ["accuracy"]})
+    model.optimizer.exclude_from_weight_decay(var_names=["bias"])
+    x = {"a": np.ones((20, 4)), "b": np.arange(60.0).reshape(20, 3)}
+    return model, x, {"p": np.arange(20.0)[:, None], "q": np.arange(20) % 2}
+
+
+def _gan(keras):
+    import tensorflow as tf
+
+    class Gan(keras.Model):
+        def __init__(self, critic, maker):
+            super().__init__()
+            self.critic, self.maker = critic, maker
+            self.score, self.seeds = keras.metrics.Mean(name="score"), keras.random.SeedGenerator(3)
+
+        def compile(self, first, second):
+            super().compile()
+            self.first, self.second = first, second
+
+        @property
+        def metrics(self):
+            return [self.score]
+
+        @tf.function
+        def made(self, rows):
+            return self.maker(keras.random.normal((rows, 4), seed=self.seeds))
+
+        def train_step(self, x):
+            for part, optimizer in ((self.maker, self.second), (self.critic, self.first)):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(self.critic(self.made(tf.shape(x)[0])) - self.critic(x))
+                gradients = tape.gradient(loss, part.trainable_weights)
+                optimizer.apply_gradients(zip(gradients, part.trainable_weights, strict=True))
+            self.score.update_state(loss)
+            return {"score": self.score.result()}
+
+    parts = [keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)]) for units in (1, 4)]
+    model = Gan(*parts)
+    model.compile(keras.optimizers.Adam(), keras.optimizers.SGD(momentum=0.9))
+    return model, np.arange(80.0, dtype="float32").reshape(20, 4) / 80, None
+
+
+def _words(keras):
+    import tensorflow as tf
+
+    words = keras.Input((), dtype="string")
+    x = keras.layers.Embedding(4, 3)(keras.layers.StringLookup(vocabulary=["a", "b"])(words))
+    model = keras.Model(words, keras.layers.Dense(1)(x))
+    model.compile("adam", "mse")
+    return model, tf.constant(list("abca" * 5)), np.arange(20.0)[:, None]
+
+
+def _pictures(keras):
+    normal = keras.layers.Normalization()
+    normal.adapt(np.arange(9.0).reshape(3, 3))
+    layers = [
+        normal,
+        keras.layers.RandomFlip(),
+        keras.layers.Conv2D(4, 3),
+        keras.layers.Flatten(),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential(layers)
+    rate = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5)
+    model.compile(keras.optimizers.Adam(rate, clipnorm=1.0, use_ema=True), "mse")
+    return model, np.arange(20 * 6 * 6 * 3.0).reshape(20, 6, 6, 3) % 7, np.arange(20.0)[:, None] / 20
+
+
+@pytest.mark.parametrize("make", [_functional, _gan, _words, _pictures])
+def test_a_copy_trains_as_the_original(make):
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model, x, y = make(keras)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    data, sent = transport.write(model)
+    assert data == transport.write(model)[0], "the same model gives the same bytes: workers that have it keep it"
+    copy, came = transport.read(data, sent.values())
+    assert type(copy) is not keras.Model and copy is not model
+    for one in (model, copy):
+        one.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert model.history.history == copy.history.history
+    values = came.values()
+    for number, mine in sent.values().items():
+        np.testing.assert_array_equal(mine, values[number])
+    assert not {id(v) for v in copy.variables} - came.numbers.keys()
+    if make is _functional:
+        assert copy.get_config() == model.get_config()
+
+
+def test_what_comes_back_is_about_the_objects_that_went():
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self, model, teacher):
+            super().__init__()
+            self.layer, self.teacher = model.layers[0], teacher
+            self.seen, self.lock = [], None
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    teacher = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    mine = Watch(model, teacher)
+    data, sent = transport.write(model)
+    calls, own = transport.write([mine], sent)
+    copy, came = transport.read(data, sent.values())
+    (its,), its_own = transport.read(calls, known=came)
+    assert its.layer is copy.layers[0] and its.teacher is not teacher
+    np.testing.assert_array_equal(its.teacher.get_weights()[0], teacher.get_weights()[0])
+    its.seen.append(copy.layers[0].kernel)
+    its.teacher.set_weights([np.ones((2, 1)), np.ones(1)])
+    its.lock = threading.Lock()
+    there, here = came.joined(its_own), sent.joined(own)
+    attributes, lost = transport.write_attributes([its], there)
+    assert lost == ["Watch.lock"]
+    here.assign(there.values())
+    transport.read_attributes([mine], attributes, here)
+    assert mine.seen[0] is model.layers[0].kernel and mine.teacher is teacher and mine.layer is model.layers[0]
+    np.testing.assert_array_equal(teacher.get_weights()[0], np.ones((2, 1)))
+
+
+def test_what_does_not_pickle_is_named():
+    import keras
+
+    class Locks(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(ConfigError, match=r"callback 1, a Locks with its attribute 'lock'"):
+        transport.write_named([("callback 0, a History", keras.callbacks.History()), ("callback 1, a Locks", Locks())])
