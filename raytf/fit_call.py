@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend, tree
 from ray.train import RunConfig, ScalingConfig
-from rich.console import Console
 
 from raytf import (
     columns,
@@ -35,6 +35,8 @@ from raytf.connection import connect
 from raytf.errors import ConfigError, TrainingError
 from raytf.feed import Feed
 from raytf.lane import Job, LaneLostError, TrialError
+from raytf.output import Output
+from raytf.processes import worker_environment
 
 _FIRST_ROWS = 1000
 
@@ -159,6 +161,7 @@ class Call:
         """
         config = TensorflowConfig(seed=0)
         well = False
+        shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         try:
             self._group = warm.take(self._scaling, self._run, config)
             group, known = self._group, self._sending["key"] == self._group.model
@@ -177,6 +180,7 @@ class Call:
         except LaneLostError as error:
             raise TrainingError(None, str(error)) from None
         finally:
+            shown.close(sys.exc_info()[1])
             if self._group is not None:
                 self._end(well)
 
@@ -205,7 +209,7 @@ class Call:
         if board is None:
             yield from self.reports(work)
             return
-        with progress.Line(board, Console()):
+        with progress.Line(board, progress.console()):
             yield from self.reports(work, board)
 
     def _learn(self, told: dict, users: Sequence, history) -> None:
