@@ -141,7 +141,14 @@ def sweep(model, domains, **options):
     for domain in domains:
         name, _, value = domain.partition("=")
         written[name] = value
-    trainer = _trainer(model, options)
+
+    def largest():
+        from raytf import space
+
+        known = space.values(space.parse(written).get("num_workers", 1), "num_workers")
+        return max((n for n in known if isinstance(n, int)), default=1)
+
+    trainer = _trainer(model, options, largest=largest)
     from raytf import space
     from raytf.sweeping import sweep as run
 
@@ -218,8 +225,8 @@ def report(path, output):
     click.echo(output)
 
 
-def _trainer(model: str, options: dict, resume: str | bool = "auto"):
-    """A KerasTrainer from the options of a command; starts or finds Ray."""
+def _trainer(model: str, options: dict, resume: str | bool = "auto", largest=lambda: 1):
+    """A KerasTrainer from the options of a command; starts or finds Ray, with room for `largest()` workers, too."""
     from raytf import options as options_module
 
     module, function = options_module.split_function(model)
@@ -239,7 +246,7 @@ def _trainer(model: str, options: dict, resume: str | bool = "auto"):
 
     # the workers import the model function from where the command runs
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    processes = options["num_workers"] + (options["num_ps"] + 1 if options["num_ps"] else 0)
+    processes = max(largest(), options["num_workers"] + (options["num_ps"] + 1 if options["num_ps"] else 0))
     bundles = [{"CPU": options["cpus_per_worker"]}] * processes
     connect(bundles, logging_level=logging.ERROR, runtime_env=environment)
     storage = options["storage"]
