@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import time
 import uuid
 import warnings
@@ -19,6 +18,7 @@ from ray.train import Checkpoint
 from ray.train.v2.api.validation_config import ValidationConfig
 
 from raytf import guard, output
+from raytf.checkpoint_files import read_state_of
 from raytf.errors import in_a_line
 from raytf.guard import Place
 from raytf.progress import Entries
@@ -283,7 +283,4 @@ def _why(error: Exception) -> str:
 
 def _epoch(checkpoint: Checkpoint) -> int:
     """The number of epochs that a checkpoint has behind it."""
-    from raytf.checkpoint import STATE
-
-    with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{STATE}") as file:
-        return json.loads(file.read())["epoch"]
+    return read_state_of(checkpoint).epoch
