@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 from ray.train.v2.api.validation_config import ValidationConfig
 
-from raytf import guard, output
+from raytf import autograph_files, guard, output
 from raytf.checkpoint_files import read_state_of
 from raytf.errors import in_a_line
 from raytf.guard import Place
@@ -54,12 +54,13 @@ class Evaluator:
         self._record.entries.put("begun", asked)
         from raytf import checkpoint as checkpoints
 
-        if self._model is None:
-            self._build()
-        with checkpoint.as_directory() as folder:
-            checkpoints.check(folder)
-            checkpoints.restore(folder, self._model)
-        values = self._model.evaluate(self._dataset, verbose=0, return_dict=True)
+        with autograph_files.removed():
+            if self._model is None:
+                self._build()
+            with checkpoint.as_directory() as folder:
+                checkpoints.check(folder)
+                checkpoints.restore(folder, self._model)
+            values = self._model.evaluate(self._dataset, verbose=0, return_dict=True)
         return {PREFIX + name: float(value) for name, value in values.items()}
 
     def _build(self) -> None:

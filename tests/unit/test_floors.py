@@ -24,6 +24,7 @@ FLOORS = [
     {"order", "rates", "roles"},
     {
         "answers",
+        "autograph_files",
         "chief_callbacks",
         "collectives",
         "connection",

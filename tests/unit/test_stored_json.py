@@ -1,6 +1,5 @@
 """JSON from storage: one reader, and one error for all that may be wrong with a file. No Ray."""
 
-import functools
 import os
 import pathlib
 import re
