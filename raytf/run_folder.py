@@ -34,8 +34,8 @@ from raytf.run_lock import LOCK
 # Ray Train names every RunConfig that has no name by the second in which it is made.
 _RAYS_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
-# How Ray Train names the folders of checkpoints, with the time after it.
-_CHECKPOINT = "checkpoint_"
+# How Ray Train names the folders of checkpoints, unless a train loop names them otherwise.
+_CHECKPOINT, _RAYS_CHECKPOINT = "checkpoint_", re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 
 def new_name(kind: str) -> str:
@@ -194,18 +194,16 @@ class RunFolder:
         )
         with self.filesystem.open_output_stream(f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}") as file:
             file.write(snapshot.model_dump_json().encode())
-        why = f", which {wrong}," if wrong else ""
-        print(
-            f"{self.name}: {CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}{why} now lists its {len(found)} whole checkpoint(s)"
-        )
+        file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {wrong}," if wrong else "")
+        print(f"{self.name}: {file} now lists its {len(found)} whole checkpoint(s)")
 
     def check_list(self) -> None:
         """Raises ConfigError where Ray's list of the checkpoints is there and cannot be used, or has been lost."""
         try:
             self._listed()
         except stored_json.UnreadableError as error:
-            if error.missing and len(self._stored()) < 2:  # a run may end within its first checkpoint
-                return
+            if error.missing and sum(map(bool, map(_RAYS_CHECKPOINT.match, self._stored()))) < 2:
+                return  # a run may end within its first checkpoint
             raise ConfigError(
                 "A run goes on from the checkpoints that Ray Train lists in its folder",
                 f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which {error}",
@@ -225,9 +223,8 @@ class RunFolder:
             raise stored_json.UnreadableError("is no list of this version of Ray") from error
         results, latest = listed.checkpoint_results, listed.latest_checkpoint_result
         names = [entry.checkpoint_dir_name for entry in results]
-        named = {
-            entry.checkpoint_dir_name for entry in (*listed.pending_training_results, *([latest] if latest else ()))
-        }
+        others = [*listed.pending_training_results, *([latest] if latest else [])]
+        named = {entry.checkpoint_dir_name for entry in others}
         if len(names) != len(listed.checkpoint_report_indices) or not named <= set(names):
             raise stored_json.UnreadableError("contradicts itself")
         if any(name != posixpath.basename(name) or name in ("", ".", "..") for name in names):

@@ -44,11 +44,9 @@ def test_what_cannot_be_read_is_one_error(tmp_path, name):
 
 def test_what_is_missing_is_told_from_what_is_no_file(tmp_path):
     filesystem = pyarrow.fs.LocalFileSystem()
-    for path, missing in ((tmp_path / "none", True), (tmp_path, False)):
+    for path, missing, why in ((tmp_path / "none", True, "is missing"), (tmp_path, False, "is not a file")):
         for read in (lambda p: stored_json.load(p), lambda p: stored_json.fetched(filesystem, p)):
-            with pytest.raises(
-                stored_json.UnreadableError, match="is missing" if missing else "is not a file"
-            ) as error:
+            with pytest.raises(stored_json.UnreadableError, match=why) as error:
                 read(str(path))
             assert error.value.missing is missing
 
@@ -60,11 +58,8 @@ def test_a_lock_of_such_bytes_names_nobody_and_lapses(tmp_path, name, monkeypatc
     lock = tmp_path / "run.lock"
     lock.write_bytes(WRONG[name][0])
     assert _owner_in(StoredFile(filesystem, str(lock), "me").read()) == {}
-    with (
-        pytest.raises(ConfigError, match="held by an unknown driver"),
-        RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path)),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="held by an unknown driver"):
+        RunLock(filesystem, str(tmp_path)).acquire()
     old = os.stat(lock).st_mtime - 500
     os.utime(lock, (old, old))
     with RunLock(filesystem, str(tmp_path)):
