@@ -164,6 +164,9 @@ class RunFolder:
         Args:
             last: what `last` found.
             config: the run's; says in which order Ray keeps them.
+
+        Raises:
+            ConfigError: it cannot be written.
         """
         if last.relisted is None:
             return
@@ -192,8 +195,15 @@ class RunFolder:
             timed_out_validation_checkpoint_dir_names=[],
             failed_validation_checkpoint_dir_names=[],
         )
-        with self.filesystem.open_output_stream(f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}") as file:
-            file.write(snapshot.model_dump_json().encode())
+        try:
+            with self.filesystem.open_output_stream(f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}") as file:
+                file.write(snapshot.model_dump_json().encode())
+        except OSError as error:
+            raise ConfigError(
+                "Ray's list of a run's checkpoints must be a file that can be written",
+                f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {in_a_line(error)}",
+                "Move what is there away, or use resume=False to start anew",
+            ) from error
         file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {wrong}," if wrong else "")
         print(f"{self.name}: {file} now lists its {len(found)} whole checkpoint(s)")
 

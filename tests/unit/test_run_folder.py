@@ -244,6 +244,17 @@ def test_a_train_loops_own_checkpoints_are_missed_where_ray_has_lost_its_list(fo
         folder.check_list()
 
 
+def test_a_folder_in_the_place_of_the_list_is_said(tmp_path):
+    folder = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"), "run")
+    trained(folder)
+    (tmp_path / "run" / SNAPSHOT).unlink()
+    (tmp_path / "run" / SNAPSHOT).mkdir()
+    last = folder.last()
+    assert last.epoch == 2
+    with pytest.raises(ConfigError, match="must be a file that can be written.*Move what is there away"):
+        folder.relist(last, CheckpointConfig())
+
+
 def test_the_new_list_is_in_rays_order_of_scores(folder):
     trained(folder, 3)
     folder.filesystem.delete_file(f"{folder.path}/{SNAPSHOT}")
