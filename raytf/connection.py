@@ -19,6 +19,7 @@ from raytf.errors import ConfigError, first_line
 
 # For a cluster's head to answer; Ray itself tries for 20 s and then does not say why.
 _ANSWER_SECONDS = 15.0
+_HERE = "this machine"
 _NO_TOKEN = (
     "Put the cluster's token (`ray get-auth-token` on a host of it) into ~/.ray/auth_token, or into a file that "
     "RAY_AUTH_TOKEN_PATH names"
@@ -58,8 +59,8 @@ def connect(
             if wanted > cores:
                 print(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
-        elif "://" not in where:  # which Ray's client is for
-            _knock(found, where)
+        else:
+            _knock(found, where if where != _HERE else f"{found}, the last Ray of this machine")
         ray.init(address=address, **options)
     except ConfigError:
         raise
@@ -72,7 +73,7 @@ def connect(
 
 
 def located(address: str | None = None) -> str | None:
-    """ "HOST:PORT" of the cluster that `connect` would go to, or None where it would start a Ray.
+    """The "HOST:PORT" of the cluster that `connect` would go to, or None where it would start a Ray.
 
     Raises:
         ConfigError: the address is none.
@@ -86,7 +87,7 @@ def located(address: str | None = None) -> str | None:
 
 
 def _named(address: str | None) -> str:
-    return address or os.environ.get("RAY_ADDRESS") or "this machine"
+    return address or os.environ.get("RAY_ADDRESS") or _HERE
 
 
 def _knock(address: str, where: str) -> None:
@@ -132,8 +133,8 @@ def _lets_in(address: str, where: str) -> bool:
             raise ConfigError(
                 "raytf needs a Ray cluster that answers",
                 f"{where}: {first_line(error.details()) or error.code().name}",
-                "Check the address: HOST:PORT of `ray start --head`, which is 6379 unless it was told another, and "
-                "whether the head runs",
+                "Check the address, HOST:PORT of `ray start --head` (port 6379 unless it was told another), and that "
+                "the head runs; RAY_ADDRESS=local starts a Ray of one's own",
             ) from error
     return True
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 from ray.train.v2.api.validation_config import ValidationConfig
 
-from raytf import autograph_files, guard, output
+from raytf import autograph_files, guard, once, output
 from raytf.checkpoint_files import read_state_of
 from raytf.errors import in_a_line
 from raytf.guard import Place
@@ -40,18 +40,22 @@ class Evaluator:
     """The model of a task, with the weights of one checkpoint after the other; an actor.
 
     Args:
-        given: (a ref of a `Task` with a dataset "validation", what its askers know of it).
+        given: (a ref of a `Task` with a dataset "validation", what its askers know of it, see `once.py`).
     """
 
     def __init__(self, given: tuple):
         output.say_who("evaluator 0")
-        task, record = given
+        task, record, self._warned = given
         self._task, self._record, self._model = ray.get(task), record, None
         record.entries.put("place", vars(guard.here()))
 
     def evaluate(self, checkpoint: Checkpoint, asked: str) -> dict[str, float]:
         """Metrics of a checkpoint on the validation data, by name; `asked` tells one call from another."""
         self._record.entries.put("begun", asked)
+        with once.shown(self._warned):
+            return self._evaluate(checkpoint)
+
+    def _evaluate(self, checkpoint: Checkpoint) -> dict[str, float]:
         from raytf import checkpoint as checkpoints
 
         with autograph_files.removed():
@@ -153,6 +157,7 @@ class Beside:
         task: of the training; its map of training rows is not used.
         resources: of the actor, by name.
         environment: runtime environment of its process.
+        warned: entries by which warnings are shown once, see `once.py`.
 
     Attributes:
         name: of the task among those of the run.
@@ -161,8 +166,8 @@ class Beside:
 
     name = "evaluator 0"
 
-    def __init__(self, task: Task, resources: dict[str, float], environment: dict):
-        self.resources, self.record = resources, Record()
+    def __init__(self, task: Task, resources: dict[str, float], environment: dict, warned: Entries):
+        self.resources, self.record, self._warned = resources, Record(), warned
         self._task, self._environment = task, environment
         self._actor, self._group, self._given = None, None, None
 
@@ -176,7 +181,7 @@ class Beside:
         self._given = self._given or ray.put(self._task)
         name = f"raytf-evaluator-{uuid.uuid4().hex}"
         options = {"runtime_env": self._environment, "name": name, "max_restarts": -1}
-        options["arguments"] = ((self._given, self.record),)
+        options["arguments"] = ((self._given, self.record, self._warned),)
         self._actor = placed_actor(Evaluator, held.group, held.places[self.name], self.resources, **options)
         self.record.entries.put("actor", name)
 

@@ -193,7 +193,8 @@ def _fit(session, work: Work, model, sent, distribution) -> None:
         shuffle=False,  # the feed does
         **work.arguments,
     )
-    told = {"values": everything.values() if session.rank == 0 else None, "ended": True}
+    totals = _totals(model, everything)
+    told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
     told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
     told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
     if session.rank == 0:
@@ -203,16 +204,14 @@ def _fit(session, work: Work, model, sent, distribution) -> None:
 
 def _built(model, everything) -> dict[str, tuple[list[int], list]]:
     """The optimizers that were built here: (numbers of what each trains, the values of its variables), by name."""
-    import numpy as np
-
-    from raytf import optimizers
+    from raytf import optimizers, transport
 
     found = {}
     for name, optimizer in optimizers.of(model).items():
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
             trained = [everything.numbers.get(id(v)) for v in optimizer._trainable_variables]
-            found[name] = trained, [np.asarray(v) for v in optimizer.variables]
+            found[name] = trained, [transport.value_of(v) for v in optimizer.variables]
     return found
 
 
@@ -223,10 +222,19 @@ def _evaluate(session, work: Work, model, sent, distribution) -> None:
     logs = model.evaluate(
         _dataset(work.rows["train"], session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
     )
-    values = sent.values() if session.rank == 0 else {}
-    metrics = {sent.numbers.get(id(v)) for v in model.metrics_variables}
-    told = {"logs": {k: _plain(v) for k, v in logs.items()}}
-    session.report(told | {"values": {k: v for k, v in values.items() if k in metrics}, "ended": True}, None)
+    told = {"logs": {k: _plain(v) for k, v in logs.items()}, "values": _totals(model, sent), "ended": True}
+    session.report(told, None)
+
+
+def _totals(model, sent) -> dict:
+    """The values of the metrics' variables over all workers, by number; every worker calls it."""
+    from raytf import collectives, multiworker_metrics, transport
+
+    if collectives.many_replicas(model.distribute_strategy):
+        found = [(v, total.numpy()) for v, total in multiworker_metrics.synchronize(model)]
+    else:
+        found = [(v, transport.value_of(v)) for v in model.metrics_variables]
+    return {sent.numbers[id(v)]: value for v, value in found if id(v) in sent.numbers}
 
 
 def _plain(value):
@@ -244,28 +252,20 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
     _, dataset = _dataset(work.rows["train"], session)
     step = _predict_function(model, distribution)
     parts: list[list] = []
-    structure = None
+    like = None  # the structure of the outputs, with the number of each
     for done, batch in enumerate(dataset, 1):
         rows = int(tree.flatten(batch)[0].shape[0])
         if rows:
             outputs = step(batch)
-            structure = tree.map_structure(lambda _: None, outputs) if structure is None else structure
-            parts.append([rows, [np.asarray(output) for output in tree.flatten(outputs)]])
+            flat = [np.asarray(output) for output in tree.flatten(outputs)]
+            like = tree.pack_sequence_as(outputs, list(range(len(flat)))) if like is None else like
+            parts.append([rows, flat])
         else:
             parts.append([0, None])
         if done % work.chunk_steps == 0:
-            session.report({"parts": parts, "like": _numbered(structure)}, None)
+            session.report({"parts": parts, "like": like}, None)
             parts = []
-    session.report({"parts": parts, "like": _numbered(structure), "ended": True}, None)
-
-
-def _numbered(structure):
-    """The structure with the numbers of its leaves."""
-    from keras.src import tree
-
-    if structure is None:
-        return None
-    return tree.pack_sequence_as(structure, list(range(len(tree.flatten(structure)))))
+    session.report({"parts": parts, "like": like, "ended": True}, None)
 
 
 def _predict_function(model, distribution) -> Callable:

@@ -15,7 +15,7 @@ from keras.src.random.seed_generator import make_default_seed
 from ray.data.extensions import ArrowTensorArray
 from ray.train import RunConfig, ScalingConfig
 
-from raytf import checks, fit_data, fit_tf_data, validation
+from raytf import checks, fit_data, fit_tf_data, run_folder, validation
 from raytf.errors import ConfigError
 from raytf.fit_call import Call
 from raytf.topology import per_replica_batch
@@ -53,8 +53,9 @@ def fit(
     """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
 
     The model travels to the workers as it is, with classes and functions of a notebook, and its weights, optimizers,
-    seeds and metrics come back into the same object, as the callbacks' attributes do. Workers stay for the next call.
-    An interrupt ends the workers; the model then has the weights of the last epoch that had ended.
+    seeds and metrics come back into the same object, as the callbacks' attributes do, but for what does not pickle.
+    Other attributes of the model that a `train_step` sets stay on the workers, which stay for the next call. An
+    interrupt ends the workers; the model then has the weights of the last epoch that had ended.
 
     Args:
         model: a compiled `keras.Model`, made outside of any `tf.distribute` strategy.
@@ -319,9 +320,11 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
             "use_tpu=True" if scaling_config.use_tpu else f"num_workers={scaling_config.num_workers}",
             "Use raytf.KerasTrainer for elastic runs and TPUs",
         )
+    if scaling_config.num_workers == 0:
+        raise ConfigError("raytf.fit trains on workers", "num_workers=0", "Call the model's own method: model.fit(...)")
     checks.check_workers(scaling_config)
     run_config = run_config or RunConfig()
-    empty = RunConfig()
+    empty = RunConfig(name=run_config.name if run_folder.is_unnamed(run_config) else None)
     for name in ("name", "storage_path", "storage_filesystem", "failure_config", "checkpoint_config", "callbacks"):
         given = getattr(run_config, name)
         if given != getattr(empty, name):

@@ -46,7 +46,7 @@ from ray.train.v2._internal.util import construct_train_func, time_monotonic
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
-from raytf import answers, backend, local, output, reservation, resources
+from raytf import answers, backend, local, output, quiet, reservation, resources
 from raytf.failures import WorkerFrozenError, is_consequence
 from raytf.guard import Place
 from raytf.processes import Processes, worker_environment
@@ -134,7 +134,8 @@ class PromptTrainer(DataParallelTrainer):
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
         around = functools.partial(backend.context_here, self.backend_config)
         loop = construct_train_func(self.train_loop_per_worker, self.train_loop_config, around, "train_loop_per_worker")
-        return local.run(loop, self.train_run_context, self.datasets, cancelled)
+        with quiet.native():
+            return local.run(loop, self.train_run_context, self.datasets, cancelled)
 
     def _tasks_beside(self) -> dict[str, dict[str, float]]:
         """Resources of each task beside Ray Train's workers, by name."""

@@ -6,6 +6,7 @@ with workers, or without them. Errors are those of the user's code: no other pro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,9 +56,12 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     Raises:
         TrainingError: the run was cancelled.
     """
-    utils = _Utils(context, datasets, cancelled)
-    set_train_fn_utils(utils)
+    logger = logging.getLogger("ray.train")
+    level = logger.level
+    logger.setLevel(context.run_config.logging_config.log_level)
     try:
+        utils = _Utils(context, datasets, cancelled)
+        set_train_fn_utils(utils)
         value = function()
     except Exception as error:
         for callback in context.run_config.callbacks:
@@ -65,6 +69,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
         raise
     finally:
         set_train_fn_utils(None)
+        logger.setLevel(level)
     return utils.result(value)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -23,9 +24,16 @@ from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from raytf import quiet
 
 _OURS = "raytf "
+# A process that may become a worker, and until then at most tries the model.
+CHECK = "model check"
 _BEGIN, _END = ":raytf_begin:", ":raytf_end:"
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_MANY_PROCESSES = "worker processes have been started on node"
+# What Ray warns of and raytf does on purpose: more processes than cores, and an evaluator that comes back, as the run
+# holds what it was made with.
+_ON_PURPOSE = re.compile(
+    "worker processes have been started on node"
+    r"|class name: 'Evaluator' and ID: '\w+' has constructor arguments in the object store"
+)
 _LOOK_SECONDS = 0.1
 # Ray looks for new lines several times a second, but for that it needs the CPU.
 _LAST_SECONDS, _LAST_OF_FAILED_SECONDS = 5.0, 1.5
@@ -73,7 +81,7 @@ class Output:
         self._native = quiet.wants_native(environment)
         self._new: collections.deque = collections.deque()
         self._open: set[tuple[str, bool]] = set()
-        self._stop = threading.Event()
+        self._showing, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow_lines, daemon=True)
         _listen()
         _listeners.append(self)
@@ -105,7 +113,9 @@ class Output:
                 self._open.add((name, is_error))
             elif line == _END:
                 self._open.discard((name, is_error))
-            elif self._native or not quiet.is_native(line):
+            elif not line and name == CHECK:
+                continue  # a line of nobody's, before the process is a worker
+            elif not _ON_PURPOSE.search(line) and (self._native or not quiet.is_native(line)):
                 self._new.append((name, is_error, line))
         if self._stop.is_set():
             self._show_new()
@@ -115,11 +125,14 @@ class Output:
             self._show_new()
 
     def _show_new(self) -> None:
-        while self._new:
-            name, is_error, line = self._new.popleft()
-            label = click.style(f"[{name}]", fg=_COLORS[sum(map(ord, name)) % len(_COLORS)])
-            # not `err=`: while a live line is shown, it is drawn again below what these streams get
-            click.echo(f"{label} {line.rpartition(chr(13))[2]}", file=sys.stderr if is_error else sys.stdout)
+        with self._showing:
+            while self._new:
+                self._show(*self._new.popleft())
+
+    def _show(self, name: str, is_error: bool, line: str) -> None:
+        label = click.style(f"[{name}]", fg=_COLORS[sum(map(ord, name)) % len(_COLORS)])
+        # not `err=`: while a live line is shown, it is drawn again below what these streams get
+        click.echo(f"{label} {line.rpartition(chr(13))[2]}", file=sys.stderr if is_error else sys.stdout)
 
 
 _print_to_stdstream = ray._private.worker.print_to_stdstream
@@ -140,8 +153,8 @@ def _listen() -> None:
 
 
 def _print_of_raylet(batch: dict, ignore_prefix: bool) -> None:
-    """`print_to_stdstream` without the warning of more processes than cores, which raytf starts on purpose."""
-    if not any(_MANY_PROCESSES in line for line in batch["lines"]):
+    """`print_to_stdstream` without what is on purpose."""
+    if not any(_ON_PURPOSE.search(line) for line in batch["lines"]):
         _print_to_stdstream(batch, ignore_prefix)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -130,9 +131,11 @@ def plan(trainer) -> Plan:
         ConfigError: what `fit` would refuse.
         ResourceError: the workers do not fit the cluster, or the model a worker's memory.
     """
-    scaling = trainer.scaling_config
+    trainer = copy.copy(trainer)
+    connect(resources.bundles(*trainer.servers()))
+    scaling = resources.sharing(trainer.scaling_config, resources.bundles(*trainer.servers()))
+    trainer.scaling_config = scaling
     inner, servers = trainer.servers()
-    connect(resources.bundles(inner, servers))
     resources.check_cluster(scaling)
     resources.check_servers(inner, servers)
     processes = Processes(Process, inner, trainer.run_config, 1)

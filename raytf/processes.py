@@ -133,7 +133,7 @@ def import_raytf() -> None:
     """What a worker needs; no TensorFlow operation runs."""
     from raytf.keras_import import import_keras
 
-    output.say_who("model check")  # until it is a worker
+    output.say_who(output.CHECK)
     import_keras()
     from raytf import feed  # noqa: F401
 

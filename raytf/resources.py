@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import ray
@@ -139,11 +140,33 @@ def held() -> str:
     return f"{total - free:g} of {total:g} CPUs are held: {shown}"
 
 
+def sharing(scaling_config, bundles: list[dict[str, float]]):
+    """The ScalingConfig, with less of a CPU for each worker where a run's processes have to share this machine's cores.
+
+    They do in a Ray that this process started without saying how many CPUs it has, as `ray.data` does. Any other keeps
+    its count, and says so if that is too small.
+
+    Args:
+        scaling_config: a `ray.train.ScalingConfig`.
+        bundles: resources of each of the run's processes.
+    """
+    node, wanted = ray._private.worker._global_node, total(bundles).get("CPU", 0)
+    if node is None or not node.is_head() or node._ray_params.num_cpus is not None:
+        return scaling_config
+    cores = ray.cluster_resources().get("CPU", 0)
+    each = dict(scaling_config._resources_per_worker_not_none)
+    if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
+        return scaling_config
+    print(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
+    each["CPU"] = math.floor(each["CPU"] * cores / wanted * 1000) / 1000
+    return dataclasses.replace(scaling_config, resources_per_worker=each)
+
+
 def less(cpus: float) -> str:
     """How processes that want so many CPUs in all come to share cores of a Ray that is there already, in a clause."""
     sharing = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
     node = ray._private.worker._global_node
-    if node is not None and node.is_head():  # which `ray.data` did, unless the user's code
+    if node is not None and node.is_head():
         sharing += f", start Ray with ray.init(num_cpus={math.ceil(cpus)}) before the data is named"
     return sharing
 

@@ -119,10 +119,10 @@ def _show(kind, error, traceback) -> None:
     while inner is not None and inner.tb_frame.f_code.co_filename in ours:
         inner = inner.tb_next
     try:
-        legacy_names.explain(error.with_traceback(inner or traceback), "start the script with raytf run --legacy-keras")
+        legacy_names.explain(error, "start the script with raytf run --legacy-keras")
     except legacy_names.Keras2Error as told:
-        sys.__excepthook__(type(told), told.with_traceback(None), None)
-        return
+        told.__cause__ = None  # its text holds it, and the traceback is the same
+        kind, error = type(told), told
     sys.__excepthook__(kind, error.with_traceback(inner or traceback), inner or traceback)
 
 

@@ -60,7 +60,7 @@ class Stream:
 
     def another(self) -> Stream:
         """The same dataset from a server of its own, for workers that train apart; ends with this process."""
-        return replace(self, server=_server(self.pieces, self.name, self.workers))
+        return replace(self, server=_server(self.name, self.workers))
 
     def rest(self) -> None:
         """Lets go of what was read for workers that have stopped."""
@@ -83,6 +83,9 @@ class Stream:
             try:
                 call = self.server.rows.remote(worker, workers, order, epoch, start, stop)
                 found = ray.get(call, timeout=_DEADLINE_SECONDS)
+                if found == []:  # it is new
+                    ray.get(self.server.take.remote([self.pieces]), timeout=_DEADLINE_SECONDS)
+                    found = None
             except ray.exceptions.GetTimeoutError:
                 why = f"has not answered for {_DEADLINE_SECONDS:g} s"
                 raise StreamError(f"What reads {self.name!r} {why}: see why its process cannot start") from None
@@ -118,13 +121,13 @@ class Server:
     request does not bring: one that died is simply started again.
 
     Args:
-        pieces: of the dataset, or a list of a reference to them: Ray restarts no actor for sure whose arguments
-            themselves lie in the object store.
+        pieces: of the dataset; None waits for `take`, as Ray warns of an actor that comes back and whose arguments lie
+            in the object store.
         name: of the dataset, for messages.
     """
 
-    def __init__(self, pieces: Pieces | list, name: str = "dataset"):
-        self._pieces: Pieces = ray.get(pieces[0]) if isinstance(pieces, list) else pieces
+    def __init__(self, pieces: Pieces | None = None, name: str = "dataset"):
+        self._pieces = pieces
         self._name = name
         self._orders: dict[Order, Order] = {}
         self._runs: dict[int, _Run] = {}
@@ -133,6 +136,10 @@ class Server:
         self._lock = threading.Lock()
         self._quiet = contextlib.ExitStack()  # for as long as this lives
         self._quiet.enter_context(blocks.quiet())
+
+    def take(self, pieces: list) -> None:
+        """Takes the pieces; `pieces` is a list of a reference to them, which Ray does not fetch by itself."""
+        self._pieces = ray.get(pieces[0])
 
     def rest(self) -> None:
         """Ends all reading, and lets go of every block."""
@@ -146,11 +153,15 @@ class Server:
     def rows(self, worker: int, workers: int, order: Order, epoch: int, start: int, stop: int) -> list[Part] | None:
         """Where the rows from stream position `start` to `stop` lie, in order; None if they are not read yet.
 
+        [] where it has no pieces, as it has just started.
+
         Args:
             worker, workers: who asks, and how many will.
             order: the order of the pieces, without their rows.
             epoch, start, stop: what is asked for; waits a while until it is read.
         """
+        if self._pieces is None:
+            return []
         deadline = time.monotonic() + _ANSWER_SECONDS
         while True:  # another worker may have gone back, behind what this run still has
             run = self._run(worker, workers, order, epoch, start)
@@ -377,7 +388,7 @@ def open_stream(found: Pieces, columns: list[str], sample: pa.Table, workers: in
         name: of the dataset, for messages.
     """
     stored = ray.put(found)
-    return Stream(found.rows, columns, sample, name, workers, stored, _server(stored, name, workers))
+    return Stream(found.rows, columns, sample, name, workers, stored, _server(name, workers))
 
 
 def close(datasets: Mapping[str, Any]) -> None:
@@ -387,7 +398,7 @@ def close(datasets: Mapping[str, Any]) -> None:
             ray.kill(dataset.server)
 
 
-def _server(stored, name: str, workers: int):
+def _server(name: str, workers: int):
     """A server that comes back wherever there is room when its process or its node dies."""
     options = {"num_cpus": 0, "max_concurrency": 2 * workers + 2, "max_restarts": -1, "max_task_retries": -1}
-    return ray.remote(Server).options(**options).remote([stored], name)
+    return ray.remote(Server).options(**options).remote(None, name)

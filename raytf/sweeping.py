@@ -138,7 +138,10 @@ def sweep(
             "Leave the limit out: trials wait for the cluster's room anyhow",
         )
     searched = space.search(search_alg)
-    connect([resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given))
+    bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
+    connect(bundles)
+    trainer = copy.copy(trainer)
+    trainer.scaling_config = resources.sharing(trainer.scaling_config, bundles)
     largest, room = _check_room(trainer.scaling_config, given)
     lanes = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
     spares = largest * (int(lanes) if math.isfinite(lanes) else 1)
@@ -418,7 +421,9 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
 def _watched(run_config, table: Table) -> tune.RunConfig:
     callbacks = [*(run_config.callbacks or []), table]
     stop = Stopper(table, _users_stopper(run_config.stop))
-    return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop)
+    # in a notebook, Tune's own choice draws an empty page where it has nothing to say
+    reporter = run_config.progress_reporter or tune.CLIReporter()
+    return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop, progress_reporter=reporter)
 
 
 def _lock(run_config, resume) -> RunLock:
@@ -478,4 +483,5 @@ def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
     restored = tuner._local_tuner._run_config
     users = [c for c in restored.callbacks or [] if not isinstance(c, Table)]
     restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0
+    restored.progress_reporter = run_config.progress_reporter
     return tuner

@@ -221,6 +221,9 @@ class KerasTrainer:
         inner, plan = self.servers()
         beside = resources.per_worker(self.scaling_config) if self.evaluator else None
         connect(resources.bundles(inner, plan, beside))
+        self.scaling_config = resources.sharing(self.scaling_config, resources.bundles(inner, plan, beside))
+        inner, plan = self.servers()
+        beside = resources.per_worker(self.scaling_config) if self.evaluator else None
         resources.check_cluster(self.scaling_config)
         resources.check_servers(inner, plan, extra=beside)
         run_config = self.run_config
@@ -375,7 +378,7 @@ class KerasTrainer:
             return _with_history(self, result, self._validated(result))
         environment = worker_environment(self.run_config, self.scaling_config)
         each = resources.per_worker(self.scaling_config)
-        beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment)
+        beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment, launch.warned)
         try:
             result = self._fit(task, launch, beside)
         finally:
@@ -521,6 +524,9 @@ class TensorflowTrainer(PromptTrainer):
                 `ray.train.TrainingFailedError` too.
         """
         connect(resources.bundles(self.scaling_config, self._servers))
+        if not self.num_ps:
+            self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
+            self.scaling_config = self._workers
         resources.check_cluster(self._workers)
         resources.check_servers(self.scaling_config, self._servers)
         config = self.backend_config
@@ -529,7 +535,9 @@ class TensorflowTrainer(PromptTrainer):
         self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed, board=board)
         given, context = self.run_config, self.train_run_context
         self.run_config = run_folder.named(given, "tensorflow")
-        self.train_run_context = dataclasses.replace(context, run_config=self.run_config)
+        self.train_run_context = dataclasses.replace(
+            context, run_config=self.run_config, scaling_config=self.scaling_config
+        )
         folder = RunFolder.of(self.run_config)
         try:
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:

@@ -28,6 +28,7 @@ from keras.src.ops.operation import Operation
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.utils import tracking
 from keras.src.utils.backend_utils import DynamicBackend
+from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as TfFunction
 
 from raytf.errors import ConfigError, in_a_line
@@ -80,13 +81,13 @@ class Sent:
 
     def values(self) -> dict[int, np.ndarray]:
         """The values of all variables, by their numbers."""
-        return {number: np.asarray(_value(one)) for number, one in self.variables().items()}
+        return {number: value_of(one) for number, one in self.variables().items()}
 
     def assign(self, values: dict[int, np.ndarray]) -> None:
         """Gives the variables values that another process has read from them."""
         for number, value in values.items():
-            variable = self.objects[number]
-            (variable._value if isinstance(variable, backend.Variable) else variable).assign(np.array(value))
+            for local in _locals(self.objects[number]):
+                local.assign(np.array(value))
 
     def joined(self, other: Sent) -> Sent:
         """These objects, and then those of another, under one numbering."""
@@ -96,8 +97,14 @@ class Sent:
         return both
 
 
-def _value(variable) -> np.ndarray:
-    return (variable._value if isinstance(variable, backend.Variable) else variable).numpy()
+def _locals(variable) -> list:
+    """The variables of this process behind one; a read of metrics through a strategy would wait for other workers."""
+    inner = variable._value if isinstance(variable, backend.Variable) else variable
+    return list(inner.values) if isinstance(inner, DistributedVariable) else [inner]
+
+
+def value_of(variable) -> np.ndarray:
+    return np.asarray(_locals(variable)[0].numpy())
 
 
 class _Pickler(ray.cloudpickle.Pickler):
@@ -185,7 +192,7 @@ class _Pickler(ray.cloudpickle.Pickler):
 
     def _content(self, value):
         """The value itself where the reader does not get it apart."""
-        return np.asarray(_value(value)) if self._known is not None else ()
+        return value_of(value) if self._known is not None else ()
 
 
 _BASIC = ("_dtype", "_trainable", "_name", "_path", "_aggregation", "_synchronization", "_shape", "_autocast")
@@ -432,7 +439,7 @@ def _culprit(value, known: Sent | None) -> str:
 
 
 def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, bytes]], list[str]]:
-    """(the attributes of each callback, as bytes; names of those that do not pickle)."""
+    """(the attributes of each callback, as bytes; names of the user's own that do not pickle)."""
     found, lost = [], []
     for callback in callbacks:
         mine = {}
@@ -442,7 +449,8 @@ def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, b
             try:
                 mine[name] = write(value, known)[0]
             except Exception:
-                lost.append(f"{type(callback).__name__}.{name}")
+                if not type(callback).__module__.startswith("keras."):  # whose files and writers are nobody else's
+                    lost.append(f"{type(callback).__name__}.{name}")
         found.append(mine)
     return found, lost
 

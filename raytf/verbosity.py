@@ -17,25 +17,27 @@ _current: dict[str, object] = {}
 
 @contextlib.contextmanager
 def of(chief: bool, board):
-    """Within it Keras shows what it is asked for on the chief alone, and TensorFlow's logger says a line once.
+    """Within it Keras shows what it is asked for on the chief alone, and TensorFlow's loggers warn once, and only warn.
 
     Args:
         chief: whether this worker is.
         board: a `progress.Board` that the driver shows, or None.
     """
-    logger = tf.get_logger()
-    before = logger.propagate, logger.level
-    if logger.handlers:
-        logger.propagate = False  # Ray Train gives the root logger a handler that would say it again
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.WARNING)
+    loggers = tf.get_logger(), logging.getLogger("absl")
+    before = [(logger, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        if logger.handlers:
+            logger.propagate = False  # Ray Train gives the root logger a handler that would say it again
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.WARNING)
     _current.update(chief=chief, board=board)
     try:
         yield
     finally:
         _current.clear()
-        logger.propagate = before[0]
-        logger.setLevel(before[1])
+        for logger, propagate, level in before:
+            logger.propagate = propagate
+            logger.setLevel(level)
 
 
 def for_fit(verbose, callbacks):

@@ -17,6 +17,7 @@ from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.placement_group import placement_group_table
 
 from raytf import connection
+from raytf.answers import NoAnswerError, collect
 from raytf.fit_worker import FitWorker
 from raytf.lane import Lane
 from raytf.processes import worker_environment
@@ -29,6 +30,8 @@ _IDLE_SECONDS = 600.0
 # Between two looks at whether somebody waits for room.
 _LOOK_SECONDS = 0.5
 _GIVEN_BACK_SECONDS = 5.0
+# An idle worker answers at once, unless it is stopped or has gone.
+_ANSWER_SECONDS = 5.0
 
 
 class Group:
@@ -55,6 +58,14 @@ class Group:
         except BaseException:
             self._reservation.drop()
             raise
+
+    def answers(self) -> bool:
+        """Whether all workers live."""
+        try:
+            collect([w.__ray_ready__.remote() for w in self.lane.workers], _ANSWER_SECONDS, "idle workers")
+        except (ray.exceptions.RayActorError, NoAnswerError):
+            return False
+        return True
 
     def close(self) -> None:
         """Ends the workers and gives back what they held; returns when the cluster has it."""
@@ -145,7 +156,7 @@ def take(scaling_config, run_config, tensorflow_config) -> Group:
         scaling_config, run_config, tensorflow_config: of the workers.
     """
     group = _shelf.take()
-    if group is not None and group.key == _key(scaling_config, run_config, tensorflow_config):
+    if group is not None and group.key == _key(scaling_config, run_config, tensorflow_config) and group.answers():
         return group
     if group is not None:
         group.close()

@@ -301,7 +301,7 @@ def test_a_trials_context_and_report(tmp_path):
     assert not mine.exists()
 
 
-def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path):
+def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path, caplog):
     told = []
 
     class Tells(ray.train.UserCallback):
@@ -331,7 +331,9 @@ def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path):
         return before and pathlib.Path(before.path).name, kept
 
     keep = {"callbacks": [Tells()], "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=2)}
-    result = here(tmp_path, train, **keep)
+    with caplog.at_level("INFO"):
+        result = here(tmp_path, train, **keep)
+    assert not [one for one in caplog.records if "Checkpoint" in one.getMessage()], "Ray Train's levels hold here, too"
     assert result.return_value == (None, ["epoch_1", "epoch_2"]) and result.metrics == {"epoch": 2}
     assert told[0] == ("here", [{"epoch": 0}], "epoch_0") and len(told) == 3
     assert ray.train.Result.from_path(result.path).checkpoint.path == result.checkpoint.path
@@ -350,3 +352,25 @@ def test_what_the_dashboard_is_told():
     made = trainer()
     assert made.backend_config.framework is TrainingFramework.TENSORFLOW
     assert isinstance(made.train_run_context, TrainRunContext)
+
+
+def test_fit_takes_of_rays_configs_what_it_can(tmp_path):
+    from raytf import fitting
+
+    unnamed = ray.train.RunConfig()
+    unnamed.name = "ray_train_run-2000-01-01_00-00-00"  # one that was made a while ago
+    assert fitting._workers(None, ScalingConfig(num_workers=2), unnamed)[0].num_workers == 2
+    refused = {
+        "name": "mine",
+        "storage_path": str(tmp_path),
+        "storage_filesystem": ray.train.v2._internal.execution.storage.get_fs_and_path(str(tmp_path))[0],
+        "failure_config": ray.train.FailureConfig(max_failures=1),
+        "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=1),
+        "callbacks": [Callback()],
+    }
+    for name, value in refused.items():
+        with pytest.raises(raytf.ConfigError, match=rf"RunConfig\({name}="):
+            fitting._workers(2, None, ray.train.RunConfig(**{name: value}))
+    for scaling in (ScalingConfig(num_workers=0), ScalingConfig(num_workers=(1, 2)), ScalingConfig(use_tpu=True)):
+        with pytest.raises(raytf.ConfigError):
+            fitting._workers(None, scaling, None)

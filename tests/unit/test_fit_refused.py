@@ -1,0 +1,97 @@
+"""What `raytf.fit` refuses at once: a sentence each, before Ray is asked for anything."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from ray.train import RunConfig, ScalingConfig
+
+import raytf
+from raytf.errors import ConfigError
+
+X, Y = np.zeros((20, 3)), np.zeros((20, 1))
+
+
+def model(loss="mse", units=1, layer=None, **compiled):
+    import keras
+
+    made = keras.Sequential([keras.Input((3,)), *([layer] if layer else []), keras.layers.Dense(units)])
+    made.compile("sgd", loss, **compiled)
+    return made
+
+
+def uncompiled():
+    import keras
+
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+def in_a_scope():
+    import tensorflow as tf
+
+    with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
+        return model()
+
+
+def for_gpus():
+    import keras
+
+    made = keras.Sequential([keras.Input((1, 3)), keras.layers.LSTM(2, use_cudnn=True), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+
+
+def holds_a_lock():
+    import keras
+
+    class Holds(keras.callbacks.Callback):
+        lock = None
+
+    made = Holds()
+    made.lock = threading.Lock()
+    return [keras.callbacks.History(), made]
+
+
+CASES = {
+    "no model": (lambda: 3, {}, "takes a keras.Model"),
+    "not compiled": (uncompiled, {}, "needs a compiled model"),
+    "of another strategy": (in_a_scope, {}, "Make the model outside of the scope"),
+    "x of another shape": (model, {"x": X[:, :2]}, "expected axis -1 of input shape to have value 3"),
+    "y of another shape": (lambda: model("categorical_crossentropy", 4), {}, "must have the same shape"),
+    "validation of another shape": (model, {"validation_data": (X[:, :2], Y)}, "expected axis -1"),
+    "different lengths": (model, {"y": Y[:7]}, "x: 20 rows, y: 7 rows"),
+    "a generator": (model, {"x": (part for part in [X])}, "a generator"),
+    "a callback that does not pickle": (model, {"callbacks": holds_a_lock}, "callback 1, a Holds with its attribute"),
+    "a class": (model, {"callbacks": [threading.Thread]}, "callbacks must be a list of Keras callbacks"),
+    "cuDNN": (for_gpus, {"x": X[:, None]}, "cuDNN is not supported"),
+    "XLA": (lambda: model(jit_compile=True), {"num_workers": 2}, "jit_compile needs GPUs"),
+    "batch 0": (model, {"batch_size": 0}, "batch_size must be an integer of at least 1"),
+    "a batch of too few": (model, {"batch_size": 2, "num_workers": 3}, "at least one row for each replica"),
+    "no workers": (model, {"num_workers": 0}, "num_workers must be an integer of at least 1"),
+    "two numbers": (
+        model,
+        {"num_workers": 2, "scaling_config": ScalingConfig(num_workers=3)},
+        "num_workers is said once",
+    ),
+    "a stored run": (model, {"run_config": RunConfig(name="run")}, "RunConfig(name='run')"),
+    "no epochs": (model, {"epochs": 0}, "epochs must be an integer of at least 1"),
+    "some steps": (model, {"steps_per_epoch": 3, "batch_size": 5}, "steps_per_epoch=3 with 4 of them"),
+    "a shuffle by name": (model, {"shuffle": "batch"}, "shuffle must be True or False"),
+    "too large a part": (model, {"validation_split": 1.5}, "validation_split must be"),
+    "a part of columns": (
+        model,
+        {"x": {"a": Y[:, 0]}, "y": None, "features": "a", "validation_split": 0.5},
+        "for arrays",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(name):
+    build, arguments, text = CASES[name]
+    arguments = {k: v() if callable(v) else v for k, v in arguments.items()}
+    with pytest.raises(ConfigError) as error:
+        raytf.fit(build(), **{"x": X, "y": Y} | arguments)
+    assert text in str(error.value)
