@@ -16,7 +16,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.util import TrainingFramework
 
-from raytf import legacy_keras, legacy_names, once, output, ports, ring, settings
+from raytf import autograph_files, legacy_keras, legacy_names, once, output, ports, ring, settings
 from raytf.answers import NoAnswerError, collect
 from raytf.settings import Settings
 from raytf.topology import tf_config
@@ -79,7 +79,13 @@ def _worker_context(config: TensorflowConfig):
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
     logging.getLogger(inspect.getfile(TrainContext)).setLevel(config.log_level)
     chief = ray.train.get_context().get_world_rank() == 0
-    with output.telling(), strategy.prepared(config), spoken(chief, config.board), once.shown(config.warned):
+    with (
+        output.telling(),
+        autograph_files.removed(),
+        strategy.prepared(config),
+        spoken(chief, config.board),
+        once.shown(config.warned),
+    ):
         try:
             yield
         except Exception as error:

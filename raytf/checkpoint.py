@@ -281,7 +281,7 @@ def load_model(
         raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
     if os.path.isdir(path):
         if not os.path.lexists(os.path.join(path, MODEL)) and not _is_ours(path):
-            return _load_of_run(_run(path), arguments)
+            return _load_run(path, arguments)
         if _is_ours(path):
             check(path)
         return _load(os.path.join(path, MODEL), os.path.abspath(path), *arguments)
@@ -300,18 +300,28 @@ def _is_bare(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, MODEL)) and not _is_ours(folder)
 
 
-def _run(path: str):
-    from ray.train import Result
+def _load_run(path: str, arguments):
+    """The model of a run's folder; where Ray's list of its checkpoints cannot be used, of those that lie there."""
+    from ray.train import Checkpoint, Result
     from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError
 
     try:
-        return Result.from_path(path)
-    except (RuntimeError, CheckpointManagerInitializationError) as error:
+        result = Result.from_path(path)
+    except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
+        found = [entry.path for entry in os.scandir(path) if entry.is_dir() and entry.name.startswith("checkpoint_")]
+        if found:
+            warnings.warn(
+                f"Ray's list of the checkpoints in {path!r} cannot be used ({first_line(error)}); "
+                "the newest one that is whole is taken",
+                stacklevel=3,
+            )
+            return _load_whole(newest_first(Checkpoint.from_directory(folder) for folder in found), arguments)
         raise ConfigError(
             f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
             f"{path!r} ({first_line(error)})",
             "Look for it under the storage path of the run",
         ) from error
+    return _load_of_run(result, arguments)
 
 
 def _load_of_run(result, arguments):

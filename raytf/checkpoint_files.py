@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from raytf import stored_json
 from raytf.errors import ConfigError, first_line
 
 VERSION = 2
 MODEL, STATE, SEEDS, MANIFEST = "model.keras", "state.json", "seeds.npz", "manifest.json"
 CALLBACKS, ARRAYS, BUILD = "callbacks.json", "callbacks.npz", "build.json"
-# Far above what a long training writes; a file of this size is no state.
-_MOST_JSON_BYTES = 1 << 28
 _LONGEST_METADATA = 1 << 16
+# How many times its size a file of Keras may unpack to: Keras packs nothing, and weights shrink little. Small ones may.
+_MOST_UNPACKED = 16
+_ALWAYS_UNPACKED = 1 << 26
 _CHUNK_BYTES = 1 << 22
 
 
@@ -109,17 +111,6 @@ def check_version(version, name: str) -> None:
         )
 
 
-def _parse(text: str | bytes, part: str, name: str) -> dict:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        what = "empty" if not text.strip() else f"no JSON: {first_line(error)}"
-        raise damaged(name, f"{part} is {what}") from error
-    if type(found) is not dict:
-        raise damaged(name, f"{part} is not an object of JSON")
-    return found
-
-
 def read_json(folder: str, part: str, name: str | None = None) -> dict:
     """The object in a JSON file of a checkpoint's folder.
 
@@ -131,12 +122,10 @@ def read_json(folder: str, part: str, name: str | None = None) -> dict:
     Raises:
         DamagedCheckpointError: there is none.
     """
-    path, name = os.path.join(folder, part), name or _name(folder)
-    _check_regular(path, part, name)
-    if os.path.getsize(path) > _MOST_JSON_BYTES:
-        raise damaged(name, f"{part} has {os.path.getsize(path)} bytes")
-    with open(path, "rb") as file:
-        return _parse(file.read(), part, name)
+    try:
+        return stored_json.load(os.path.join(folder, part))
+    except stored_json.UnreadableError as error:
+        raise damaged(name or _name(folder), f"{part} {error}") from error
 
 
 def read_state(folder: str, name: str | None = None) -> State:
@@ -150,15 +139,54 @@ def read_state_of(checkpoint) -> State:
     Raises:
         DamagedCheckpointError: it has none that can be read.
     """
-    from pyarrow.fs import FileType
-
-    filesystem, path = checkpoint.filesystem, posixpath.join(checkpoint.path, STATE)
     name = posixpath.basename(checkpoint.path.rstrip("/"))
-    info = filesystem.get_file_info(path)
-    if info.type != FileType.File or info.size > _MOST_JSON_BYTES:
-        raise damaged(name, f"{STATE} is missing" if info.type == FileType.NotFound else f"{STATE} is no such file")
-    with filesystem.open_input_stream(path) as file:
-        return State.of(_parse(file.read(), STATE, name), name)
+    return State.of(_object(_small(checkpoint.filesystem, checkpoint.path, STATE, name), STATE, name), name)
+
+
+def look(filesystem, path: str) -> State:
+    """The `State` of a stored checkpoint all parts of which are as long as they were, and the state what was written.
+
+    Only the small files are read; see `check` for the others.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        path: of the checkpoint there.
+
+    Raises:
+        DamagedCheckpointError: it is not such a one.
+        ConfigError: a newer raytf wrote it.
+    """
+    name = posixpath.basename(path.rstrip("/"))
+    text = _small(filesystem, path, STATE, name)
+    found = _object(text, STATE, name)
+    try:
+        manifest = stored_json.fetched(filesystem, posixpath.join(path, MANIFEST))
+    except stored_json.UnreadableError as error:
+        if not error.missing or "version" in found:
+            raise damaged(name, f"{MANIFEST} {error}") from error
+        return State.of(found, name)  # of format 1
+    parts = _parts(manifest, name)
+    for info, (part, known) in zip(
+        filesystem.get_file_info([posixpath.join(path, part) for part in parts]), parts.items(), strict=True
+    ):
+        _check_size(part, info.size if info.is_file else None, known, name)
+    if zlib.crc32(text) != parts[STATE]["crc32"]:
+        raise damaged(name, f"{STATE} is not what was written")
+    return State.of(found, name)
+
+
+def _small(filesystem, path: str, part: str, name: str) -> bytes:
+    try:
+        return stored_json.content(filesystem, posixpath.join(path, part))
+    except stored_json.UnreadableError as error:
+        raise damaged(name, f"{part} {error}") from error
+
+
+def _object(text: bytes, part: str, name: str) -> dict:
+    try:
+        return stored_json.parsed(text)
+    except stored_json.UnreadableError as error:
+        raise damaged(name, f"{part} {error}") from error
 
 
 def _name(folder: str) -> str:
@@ -171,25 +199,35 @@ def _check_regular(path: str, part: str, name: str) -> None:
 
 
 def check_archive(path: str, name: str) -> None:
-    """Raises DamagedCheckpointError unless a file of Keras is an archive.
+    """Raises DamagedCheckpointError unless a file of Keras is an archive, of parts that are not absurdly large.
+
+    Nothing of it is unpacked for this. A part that unpacks to more than its archive says is cut off by zipfile.
 
     Args:
         path: of the file.
         name: of its checkpoint.
     """
-    _check_regular(path, os.path.basename(path), name)
+    part = os.path.basename(path)
+    _check_regular(path, part, name)
     if not zipfile.is_zipfile(path):
-        raise damaged(name, f"{os.path.basename(path)} is {'no archive' if os.path.getsize(path) else 'empty'}")
+        raise damaged(name, f"{part} is {'no archive' if os.path.getsize(path) else 'empty'}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise damaged(name, f"{part} is no archive: {first_line(error)}") from error
+    if unpacked > max(_ALWAYS_UNPACKED, _MOST_UNPACKED * os.path.getsize(path)):
+        raise damaged(name, f"{part} has {os.path.getsize(path)} bytes and would unpack to {unpacked}")
 
 
 def keras_version(path: str) -> str:
     """The version of Keras that wrote a file of it, or "" where that does not say."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("metadata.json") as file:
-            found = json.loads(file.read(_LONGEST_METADATA))
-    except (KeyError, ValueError, zipfile.BadZipFile):
+            found = stored_json.parsed(file.read(_LONGEST_METADATA))
+    except (KeyError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
         return ""
-    return str(found.get("keras_version", "")) if isinstance(found, dict) else ""
+    return str(found.get("keras_version", ""))
 
 
 def write_manifest(folder: str) -> None:
@@ -228,24 +266,34 @@ def check(folder: str, contents: bool = True, name: str | None = None) -> None:
     if not os.path.lexists(os.path.join(folder, MANIFEST)):
         _check_first_format(folder, name)
         return
-    manifest = read_json(folder, MANIFEST, name)
+    for part, known in _parts(read_json(folder, MANIFEST, name), name).items():
+        path = os.path.join(folder, part)
+        _check_regular(path, part, name)
+        _check_size(part, os.path.getsize(path), known, name)
+        if contents and _crc32(path) != known["crc32"]:
+            raise damaged(name, f"{part} is not what was written")
+    read_state(folder, name)
+
+
+def _parts(manifest: dict, name: str) -> dict[str, dict[str, int]]:
+    """{"bytes", "crc32"} of each part that a manifest names."""
     check_version(manifest.get("version"), name)
     files = manifest.get("files")
     if type(files) is not dict or not {MODEL, STATE, SEEDS} <= files.keys():
         raise damaged(name, f"{MANIFEST} does not name its parts")
     for part, known in files.items():
-        if os.path.basename(part) != part or type(known) is not dict:
+        right = type(known) is dict and all(_is_count(known.get(figure)) for figure in ("bytes", "crc32"))
+        if not right or os.path.basename(part) != part or part in ("", ".", ".."):
             raise damaged(name, f"{MANIFEST} names a part that is none")
-        path = os.path.join(folder, part)
-        _check_regular(path, part, name)
-        size = os.path.getsize(path)
-        if size != known.get("bytes"):
-            raise damaged(
-                name, f"{part} is {'empty' if not size else f'{size} bytes long'}, and was {known.get('bytes')}"
-            )
-        if contents and _crc32(path) != known.get("crc32"):
-            raise damaged(name, f"{part} is not what was written")
-    read_state(folder, name)
+    return files
+
+
+def _check_size(part: str, size: int | None, known: dict[str, int], name: str) -> None:
+    """Raises unless a part has the size that it had; None: there is no such file."""
+    if size is None:
+        raise damaged(name, f"{part} is missing")
+    if size != known["bytes"]:
+        raise damaged(name, f"{part} is {'empty' if not size else f'{size} bytes long'}, and was {known['bytes']}")
 
 
 def _check_first_format(folder: str, name: str) -> None:

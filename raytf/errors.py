@@ -12,8 +12,18 @@ def first_line(error: object) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and first line of an error."""
+    """Type and first line of an error; of a Python function that a graph of TensorFlow called, the function's own."""
+    if type(error).__module__.partition(".")[0] == "tensorflow" and (own := _of_python(str(error))):
+        return own
     return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
+def _of_python(text: str) -> str:
+    """Type and first line of the Python error in a text of TensorFlow's, which ends with its traceback; "" without."""
+    _, found, after = text.rpartition("Traceback (most recent call last):\n")
+    line = next((line for line in after.splitlines() if line[:1].strip()), "") if found else ""
+    kind, colon, message = line.partition(":")
+    return f"{kind.rpartition('.')[2]}{colon}{message}".rstrip(": ")
 
 
 class RaytfError(Exception):

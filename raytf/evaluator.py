@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import time
 import uuid
 import warnings
@@ -18,7 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 from ray.train.v2.api.validation_config import ValidationConfig
 
-from raytf import guard, once, output
+from raytf import autograph_files, guard, once, output
+from raytf.checkpoint_files import read_state_of
 from raytf.errors import in_a_line
 from raytf.guard import Place
 from raytf.progress import Entries
@@ -58,12 +58,13 @@ class Evaluator:
     def _evaluate(self, checkpoint: Checkpoint) -> dict[str, float]:
         from raytf import checkpoint as checkpoints
 
-        if self._model is None:
-            self._build()
-        with checkpoint.as_directory() as folder:
-            checkpoints.check(folder)
-            checkpoints.restore(folder, self._model)
-        values = self._model.evaluate(self._dataset, verbose=0, return_dict=True)
+        with autograph_files.removed():
+            if self._model is None:
+                self._build()
+            with checkpoint.as_directory() as folder:
+                checkpoints.check(folder)
+                checkpoints.restore(folder, self._model)
+            values = self._model.evaluate(self._dataset, verbose=0, return_dict=True)
         return {PREFIX + name: float(value) for name, value in values.items()}
 
     def _build(self) -> None:
@@ -288,7 +289,4 @@ def _why(error: Exception) -> str:
 
 def _epoch(checkpoint: Checkpoint) -> int:
     """The number of epochs that a checkpoint has behind it."""
-    from raytf.checkpoint import STATE
-
-    with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{STATE}") as file:
-        return json.loads(file.read())["epoch"]
+    return read_state_of(checkpoint).epoch

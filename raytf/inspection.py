@@ -12,7 +12,7 @@ import traceback
 
 import cloudpickle
 
-from raytf import fingerprint, legacy_names, optimizers
+from raytf import autograph_files, fingerprint, legacy_names, optimizers
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
 
@@ -170,7 +170,9 @@ def _in_a_copy(answer):
                 os.dup2(printed, stream)
             with os.fdopen(writer, "wb") as file:
                 try:
-                    cloudpickle.dump(answer(), file)
+                    with autograph_files.removed():
+                        said = answer()
+                    cloudpickle.dump(said, file)
                 except BaseException as error:
                     cloudpickle.dump(_unexpected(_where(error)), file)
             sys.stdout.flush()

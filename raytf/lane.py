@@ -23,7 +23,7 @@ import ray.cloudpickle
 from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
 
-from raytf import backend, guard, legacy_keras, legacy_names, once, output, ports, ring, scratch
+from raytf import autograph_files, backend, guard, legacy_keras, legacy_names, once, output, ports, ring, scratch
 from raytf.answers import NoAnswerError, as_they_come, collect
 from raytf.errors import RaytfError, in_a_line
 from raytf.guard import FrozenError, Guard, Place
@@ -317,7 +317,7 @@ class LaneWorker(Process):
         try:
             import_keras()  # for this thread
             session.park()
-            with output.telling():
+            with output.telling(), autograph_files.removed():
                 job.train(session, job.config)
             session.events.put(("end", None))
             session.park()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
+
+from raytf import stored_json
 
 # What two drivers that write at the same moment to an object store may differ by, and some more.
 SETTLE_SECONDS = 1.0
@@ -54,8 +55,8 @@ class MountedFile:
     def read(self) -> str | None:
         """The text, or None where there is no file."""
         try:
-            with open(self._path) as file:
-                return file.read()
+            with open(self._path, "rb") as file:
+                return _text(file.read())
         except FileNotFoundError:
             return None
 
@@ -124,7 +125,7 @@ class StoredFile:
     def read(self) -> str | None:
         try:
             with self._filesystem.open_input_stream(self._path) as file:
-                return file.read().decode()
+                return _text(file.read())
         except FileNotFoundError:
             return None
 
@@ -156,6 +157,11 @@ class StoredFile:
         """Nothing is open."""
 
 
+def _text(content: bytes) -> str:
+    """Whatever the bytes are: two that differ are two texts, and what is no UTF-8 names nobody."""
+    return content.decode(errors="surrogateescape")
+
+
 def _exclusive(path: str) -> int:
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
 
@@ -174,7 +180,6 @@ def look(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
 def _owner_in(text: str | None) -> dict:
     """The owner that a lock's text names; {} where it names none, as one that was just created."""
     try:
-        found = json.loads(text or "{}")
-    except ValueError:
+        return stored_json.parsed((text or "{}").encode(errors="surrogateescape"))
+    except stored_json.UnreadableError:
         return {}
-    return found if isinstance(found, dict) else {}

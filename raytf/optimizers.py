@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+from raytf import checkpoint_files
 from raytf.errors import ConfigError
 
 FILE = "optimizers.json"
@@ -90,14 +91,16 @@ def build_as_saved(folder: str, model) -> None:
 
     Raises:
         ConfigError: the model has other optimizers, or fewer weights.
+        DamagedCheckpointError: what was noted cannot be read.
     """
     path = os.path.join(folder, FILE)
-    if not os.path.exists(path):  # of a version that knew one optimizer
+    if not os.path.lexists(path):  # of a version that knew one optimizer
         return
-    with open(path) as file:
-        noted = json.load(file)
+    noted = checkpoint_files.read_json(folder, FILE)
     mine, weights = of(model), model.weights
     for name, saved in noted.items():
+        if type(saved) is not dict or type(saved.get("weights")) is not list or type(saved.get("class")) is not str:
+            raise checkpoint_files.damaged(os.path.basename(os.path.normpath(folder)), f"{FILE} has no right {name!r}")
         here = type(mine[name]).__name__ if name in mine else "none"
         trained = saved["weights"]
         if here != saved["class"] or not all(type(i) is int and 0 <= i < len(weights) for i in trained):

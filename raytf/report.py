@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import html
 import io
-import json
 import math
 import os
 import posixpath
@@ -16,7 +15,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from raytf.errors import ConfigError, first_line
+from raytf import stored_json
+from raytf.errors import ConfigError, first_line, in_a_line
 
 SETTINGS = "sweep.json"
 # Tune's line before each failure of a trial.
@@ -74,12 +74,26 @@ def settings(folder: str | os.PathLike) -> dict[str, Any]:
         raise ConfigError(
             f"The folder of a sweep holds {SETTINGS}", repr(str(folder)), "Name the folder that raytf.sweep printed"
         )
-    with filesystem.open_input_stream(path) as file:
-        return json.loads(file.read())
+    try:
+        return stored_json.fetched(filesystem, path)
+    except stored_json.UnreadableError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: str, why: str) -> ConfigError:
+    return ConfigError(
+        "A report is made from files that are what the sweep wrote",
+        f"{path!r}, which {why}",
+        "Bring it back from a copy, or run the sweep again",
+    )
 
 
 def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
-    """The trials of a sweep's folder, from what Tune wrote as JSON; what it pickled within that stays as it is."""
+    """The trials of a sweep's folder, from what Tune wrote as JSON; what it pickled within that stays as it is.
+
+    Raises:
+        ConfigError: the folder is not that of a sweep, or its files are not what was written.
+    """
     from pyarrow import fs
 
     filesystem, where = fs.FileSystem.from_uri(located(folder))
@@ -92,29 +106,40 @@ def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
             "Name the folder that raytf.sweep printed",
         )
 
-    def read(path: str) -> str:
-        if filesystem.get_file_info(path).type != fs.FileType.File:
-            return ""
-        with filesystem.open_input_stream(path) as file:
-            return file.read().decode()
+    try:
+        trials = [stored_json.parsed(one) for one, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
+        return [_entry(filesystem, where, trial, metric) for trial in trials]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _damaged(states[-1], f"is no state of Tune's: {in_a_line(error)}") from error
 
-    found = []
-    for state, _ in json.loads(read(states[-1]))["trial_data"]:
-        trial = json.loads(state)
-        place = posixpath.join(where, posixpath.basename(trial["relative_logdir"] or "-"))
-        reports = [_flat(json.loads(line)) for line in read(f"{place}/result.json").splitlines()]
+
+def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
+    place = posixpath.join(where, posixpath.basename(trial["relative_logdir"] or "-"))
+
+    def read(name: str) -> bytes:
+        try:
+            return stored_json.content(filesystem, f"{place}/{name}")
+        except stored_json.UnreadableError as error:
+            if error.missing:
+                return b""
+            raise _damaged(f"{place}/{name}", str(error)) from error
+
+    try:
+        reports = [_flat(stored_json.parsed(line)) for line in read("result.json").splitlines()]
         curve = [float(r[metric]) for r in reports if r.get(metric) is not None]
-        failure = _FAILURE.split(read(f"{place}/error.txt"))[-1]
-        found.append(
-            Entry(
-                name=trial["trial_id"],
-                config={k: "..." if _is_pickled(v) else v for k, v in trial["config"].items()},
-                value=curve[-1] if curve else None,
-                curve=curve,
-                error=first_line(failure),
-            )
-        )
-    return found
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _damaged(f"{place}/result.json", f"holds a report that {error}") from error
+    return Entry(
+        name=trial["trial_id"],
+        config={k: "..." if _is_pickled(v) else v for k, v in trial["config"].items()},
+        value=curve[-1] if curve else None,
+        curve=curve,
+        error=first_line(_FAILURE.split(read("error.txt").decode(errors="replace"))[-1]),
+    )
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
+import math
 import posixpath
 import re
 import secrets
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
+from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    _CheckpointManagerState,
+    _TrainingResultState,
+)
 from ray.train.v2._internal.execution.storage import get_fs_and_path
 
-from raytf.checkpoint_files import MANIFEST, STATE, DamagedCheckpointError, State
+from raytf import checkpoint_files, stored_json
+from raytf.checkpoint_files import DamagedCheckpointError, State
 from raytf.errors import ConfigError, in_a_line
 from raytf.run_lock import LOCK
 
 # Ray Train names every RunConfig that has no name by the second in which it is made.
 _RAYS_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+
+# How Ray Train names the folders of checkpoints, unless a train loop names them otherwise.
+_CHECKPOINT, _RAYS_CHECKPOINT = "checkpoint_", re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 
 def new_name(kind: str) -> str:
@@ -62,11 +73,13 @@ class Last:
         epoch: epochs that are complete.
         stopped: whether a callback ended the run.
         identity: what the run was, see `identity.py`; {} where that is not known.
+        relisted: (checkpoints, what is wrong with the list) where Ray's list is to be made anew, see `relist`.
     """
 
     epoch: int
     stopped: bool
     identity: dict[str, Any]
+    relisted: tuple[tuple[str, ...], str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,45 +113,158 @@ class RunFolder:
             ) from error
         return RunFolder(filesystem, posixpath.join(path, run_config.name), run_config.name)
 
-    def last(self) -> Last | None:
-        """Where the run stands, by the newest checkpoint that is whole; None without a checkpoint.
+    def last(self, finished: Callable[[Last], bool] = lambda last: False) -> Last | None:
+        """Where the run stands, by the newest checkpoint that is whole; None without one.
+
+        Whole by sizes; of a run that is finished, from which no worker goes on, every byte is compared.
+
+        Args:
+            finished: whether a run that stands there has nothing left to do.
 
         Raises:
-            ConfigError: there are checkpoints, and none of them is a whole one of raytf's.
+            ConfigError: there is a list of checkpoints, and none is a whole one of raytf's.
         """
-        snapshot = self._json(CHECKPOINT_MANAGER_SNAPSHOT_FILENAME) or {}
-        names = [entry["checkpoint_dir_name"] for entry in snapshot.get("checkpoint_results", ())]
-        order = dict(zip(names, snapshot.get("checkpoint_report_indices", ()), strict=False))
-        names.sort(key=lambda name: order.get(name, 0), reverse=True)
-        for name in names:
+        wrong, names = "", []
+        try:
+            names = [entry.checkpoint_dir_name for entry in self._by_age(self._listed())]
+        except stored_json.UnreadableError as error:
+            wrong, listed = str(error), not error.missing
+            names = self._stored()
+            if not names and not listed:
+                return None
+        refused = []
+        for i, name in enumerate(names):
             try:
-                state = State.of(self._json(f"{name}/{STATE}") or {}, name)
-            except DamagedCheckpointError:
+                found = self._look(name, finished)
+            except DamagedCheckpointError as error:
+                refused.append(str(error.received))
                 continue
-            if self._has_its_sizes(name):
-                return Last(state.epoch, state.stopped, state.identity)
-        if names:
+            if refused:
+                text = "Damaged: " + "; ".join(refused)
+                warnings.warn(f"{self.name}: {text}. In its place {name} is taken", stacklevel=3)
+            if wrong or refused:
+                return dataclasses.replace(found, relisted=(tuple(names[i:]), wrong))
+            return found
+        if wrong and not listed:  # of a run that ended before its first checkpoint was whole
+            print(f"{self.name}: none of its checkpoints is whole ({'; '.join(refused)}); starts anew")
+            return None
+        if names or wrong:
+            where = f"neither {names[0]!r} nor one before it is a whole one" if names else "there is none"
+            wrong = f", and {CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which lists them, {wrong}" if wrong else ""
             raise ConfigError(
                 "A run goes on from checkpoints of raytf.KerasTrainer",
-                f"{self.path!r}, where neither {names[0]!r} nor one before it is a whole one",
+                f"{self.path!r}, where {where}{wrong}",
                 "Use resume=False to start anew, or choose another RunConfig(name=...)",
             )
         return None
 
-    def _has_its_sizes(self, checkpoint: str) -> bool:
-        """Whether the parts of a checkpoint are as long as its manifest says; the first ones have no manifest."""
-        parts = (self._json(f"{checkpoint}/{MANIFEST}") or {}).get("files", {})
-        infos = self.filesystem.get_file_info([f"{self.path}/{checkpoint}/{part}" for part in parts])
-        return all(info.size == known.get("bytes") for info, known in zip(infos, parts.values(), strict=True))
+    def relist(self, last: Last, config: CheckpointConfig) -> None:
+        """Writes Ray's list of the checkpoints anew where it cannot be used, or lists newer ones that are damaged.
 
-    def _json(self, name: str) -> dict[str, Any] | None:
-        """What a file of the folder says; None where there is none, or it was cut off."""
+        Args:
+            last: what `last` found.
+            config: the run's; says in which order Ray keeps them.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if last.relisted is None:
+            return
+        names, wrong = last.relisted
+        known = {}
+        if not wrong:
+            known = {entry.checkpoint_dir_name: entry.metrics for entry in self._listed().checkpoint_results}
+        found = []
+        for name in reversed(names):
+            try:
+                state = checkpoint_files.look(self.filesystem, f"{self.path}/{name}")
+            except DamagedCheckpointError:
+                continue
+            metrics = known.get(name) or {"epoch": state.epoch, **(state.history[-1] if state.history else {})}
+            found.append(_TrainingResultState(checkpoint_dir_name=name, metrics=metrics))
+        order = {entry.checkpoint_dir_name: i for i, entry in enumerate(found)}
+        kept = sorted(found, key=lambda entry: _score(entry.metrics, config))
+        snapshot = _CheckpointManagerState(
+            checkpoint_results=kept,
+            checkpoint_report_indices=[order[entry.checkpoint_dir_name] for entry in kept],
+            latest_checkpoint_result=found[-1],
+            pending_training_results=[],
+            pending_validation_specs=[],
+            current_report_index=len(found),
+            validated_checkpoint_dir_names=[],
+            timed_out_validation_checkpoint_dir_names=[],
+            failed_validation_checkpoint_dir_names=[],
+        )
         try:
-            with self.filesystem.open_input_stream(f"{self.path}/{name}") as file:
-                found = json.loads(file.read())
-        except (FileNotFoundError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+            with self.filesystem.open_output_stream(f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}") as file:
+                file.write(snapshot.model_dump_json().encode())
+        except OSError as error:
+            raise ConfigError(
+                "Ray's list of a run's checkpoints must be a file that can be written",
+                f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {in_a_line(error)}",
+                "Move what is there away, or use resume=False to start anew",
+            ) from error
+        file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {wrong}," if wrong else "")
+        print(f"{self.name}: {file} now lists its {len(found)} whole checkpoint(s)")
+
+    def check_list(self) -> None:
+        """Raises ConfigError where Ray's list of the checkpoints is there and cannot be used, or has been lost."""
+        try:
+            self._listed()
+        except stored_json.UnreadableError as error:
+            if error.missing and sum(map(bool, map(_RAYS_CHECKPOINT.match, self._stored()))) < 2:
+                return  # a run may end within its first checkpoint
+            raise ConfigError(
+                "A run goes on from the checkpoints that Ray Train lists in its folder",
+                f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which {error}",
+                "Bring the file back from a copy, or choose another RunConfig(name=...)",
+            ) from error
+
+    def _listed(self) -> _CheckpointManagerState:
+        """Ray's list, as far as Ray itself takes it.
+
+        Raises:
+            UnreadableError: it does not.
+        """
+        found = stored_json.fetched(self.filesystem, f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
+        try:
+            listed = _CheckpointManagerState.model_validate(found)
+        except (ValueError, TypeError, RecursionError) as error:  # of pydantic
+            raise stored_json.UnreadableError("is no list of this version of Ray") from error
+        results, latest = listed.checkpoint_results, listed.latest_checkpoint_result
+        names = [entry.checkpoint_dir_name for entry in results]
+        others = [*listed.pending_training_results, *([latest] if latest else [])]
+        named = {entry.checkpoint_dir_name for entry in others}
+        if len(names) != len(listed.checkpoint_report_indices) or not named <= set(names):
+            raise stored_json.UnreadableError("contradicts itself")
+        if any(name != posixpath.basename(name) or name in ("", ".", "..") for name in names):
+            raise stored_json.UnreadableError("names folders elsewhere")
+        infos = self.filesystem.get_file_info([f"{self.path}/{name}" for name in names])
+        if gone := [name for name, info in zip(names, infos, strict=True) if info.type != FileType.Directory]:
+            raise stored_json.UnreadableError(f"lists {gone[0]!r}, which is missing")
+        return listed
+
+    @staticmethod
+    def _by_age(listed: _CheckpointManagerState) -> list[_TrainingResultState]:
+        """What is listed, newest first."""
+        pairs = zip(listed.checkpoint_report_indices, listed.checkpoint_results, strict=True)
+        return [entry for _, entry in sorted(pairs, key=lambda pair: pair[0], reverse=True)]
+
+    def _stored(self) -> list[str]:
+        """The checkpoints that lie in the folder, newest first, by the time in their names, which Ray gives them."""
+        found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
+        folders = [info.base_name for info in found if info.type == FileType.Directory]
+        return sorted((name for name in folders if name.startswith(_CHECKPOINT)), reverse=True)
+
+    def _look(self, name: str, finished: Callable[[Last], bool]) -> Last:
+        """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""
+        path = f"{self.path}/{name}"
+        state: State = checkpoint_files.look(self.filesystem, path)
+        last = Last(state.epoch, state.stopped, state.identity)
+        if finished(last):
+            with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
+                checkpoint_files.check(folder, name=name)
+        return last
 
     def put_aside(self) -> str | None:
         """Moves what a run has left in the folder into one of its own beside it, where it can be loaded and goes on.
@@ -180,3 +306,11 @@ class RunFolder:
 
 def _now() -> str:
     return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def _score(metrics: dict[str, Any], config: CheckpointConfig) -> tuple[bool, float]:
+    """What Ray sorts the checkpoints of a run by, the worst first; those without a score before all others."""
+    score = metrics.get(config.checkpoint_score_attribute)
+    if isinstance(score, bool) or not isinstance(score, (int, float)) or math.isnan(score):
+        return False, 0.0
+    return True, score if config.checkpoint_score_order == "max" else -score

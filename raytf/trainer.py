@@ -246,6 +246,7 @@ class KerasTrainer:
                 lock.confirm()
                 if last is not None:
                     identity.check(last.identity, told, self.resume, folder.name)
+                    folder.relist(last, run_config.checkpoint_config)
                     if ended(last, self):
                         return self._ended(folder, last)
                 if self.resume is False and (aside := folder.put_aside()):
@@ -262,7 +263,7 @@ class KerasTrainer:
         """Where the run stands from which this one is to go on, or None."""
         if self.resume is False:
             return None
-        last = folder.last()
+        last = folder.last(lambda last: ended(last, self))
         if last is None and self.resume is True:
             raise ConfigError(
                 "With resume=True a run goes on from a checkpoint",
@@ -541,6 +542,7 @@ class TensorflowTrainer(PromptTrainer):
         try:
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
+                folder.check_list()
                 try:
                     with failures.first_cause(), self._shown_line(board):
                         return super().fit()

@@ -48,6 +48,7 @@ def ways(folder):
     model = functional({"units": 4})
     evaluator = object.__new__(Evaluator)  # without Ray, which would start it
     evaluator._model, evaluator._dataset, evaluator._record = model, np.zeros((2, 3)), Record(Memory())
+    evaluator._warned = None
     model.evaluate = lambda *a, **k: {}
     states = CallbackStates([keras.callbacks.EarlyStopping("loss")])
 
@@ -270,3 +271,49 @@ def test_pipes_are_no_parts(crafted, tmp_path):
         assert "is not a file" in str(ways(folder)["fit that goes on"])
         (folder / part).unlink()
         (folder / part).write_bytes(content)
+
+
+WRONG_JSON = {"no UTF-8": b'{"optimizer": "\xff\x80"}', "deep": b"[" * 100_000, "a number": b'{"optimizer": 3}'}
+
+
+@pytest.mark.parametrize("name", WRONG_JSON)
+@pytest.mark.parametrize("part", ["optimizers.json", "callbacks.json", "build.json", "state.json"])
+def test_json_that_cannot_be_read_is_refused(crafted, part, name):
+    folder, _ = crafted
+    (folder / part).write_bytes(WRONG_JSON[name])
+    fit_manifest(folder)
+    found = ways(folder)
+    assert all(error is None or isinstance(error, ConfigError) for error in found.values()), found
+    assert any(isinstance(error, checkpoint_files.DamagedCheckpointError) for error in found.values()), found
+
+
+def test_what_unpacks_to_absurd_sizes_is_not_unpacked(crafted):
+    folder, _ = crafted
+    with zipfile.ZipFile(folder / "model.keras") as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(folder / "model.keras", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        with archive.open("assets/blanks", "w") as part:
+            for _ in range(80):
+                part.write(b" " * (1 << 20))
+    fit_manifest(folder)
+    found = ways(folder)
+    for way in ("load_model", "load_model with build_model", "load_model of the file", "fit that goes on", "evaluator"):
+        assert "would unpack to" in str(found[way]), way
+        assert isinstance(found[way], checkpoint_files.DamagedCheckpointError), way
+
+
+def test_a_run_whose_list_is_lost_is_loaded_by_its_newest_whole_checkpoint(crafted, whole, tmp_path):
+    crafted[0].rename(tmp_path / "run_checkpoint")
+    for i in range(2):
+        (tmp_path / "run" / f"checkpoint_{i}").mkdir(parents=True)
+        for part in (tmp_path / "run_checkpoint").iterdir():
+            (tmp_path / "run" / f"checkpoint_{i}" / part.name).write_bytes(part.read_bytes())
+    (tmp_path / "run" / "checkpoint_1" / "model.keras").write_bytes(b"x")
+    for text in (None, "", "[" * 100_000, "{}"):
+        if text is not None:
+            (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text(text)
+        with pytest.warns(UserWarning, match="Ray's list of the checkpoints|In its place checkpoint_0"):
+            model = checkpoint.load_model(tmp_path / "run")
+        np.testing.assert_array_equal(model.predict(whole[1], verbose=0), whole[2])

@@ -6,12 +6,14 @@ import pathlib
 import raytf
 
 FLOORS = [
-    {"allocator", "errors", "folders", "lock_file", "plain_values", "quiet", "reads", "scaled_float16", "watch"},
+    {"allocator", "errors", "folders", "plain_values", "quiet", "reads", "scaled_float16", "stored_json", "watch"},
     {
         "callback_state",
+        "checkpoint_files",
         "columns",
         "identity",
         "legacy_keras",
+        "lock_file",
         "ring",
         "scratch",
         "settings",
@@ -22,7 +24,7 @@ FLOORS = [
     {"order", "rates", "roles"},
     {
         "answers",
-        "checkpoint_files",
+        "autograph_files",
         "chief_callbacks",
         "collectives",
         "connection",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
+import zlib
 
 import fsspec
 import pyarrow.fs
 import pytest
 from ray import tune
-from ray.train import RunConfig
+from ray.train import CheckpointConfig, RunConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    _CheckpointManagerState,
+    _TrainingResultState,
+)
 
 from raytf import run_folder
 from raytf.errors import ConfigError
@@ -41,14 +47,50 @@ def names(folder, path):
 
 
 def trained(folder, epochs=2):
-    listed = [{"checkpoint_dir_name": f"checkpoint_{i}", "metrics": {}} for i in range(epochs)]
-    indices = list(range(epochs))
-    write(folder, SNAPSHOT, {"checkpoint_results": listed, "checkpoint_report_indices": indices})
-    for i in range(epochs):
-        state = {"epoch": i + 1, "step": 4, "seed": 0, "stopped": False, "history": [], "identity": {"seed": i}}
-        write(folder, f"checkpoint_{i}/state.json", state)
-        write(folder, f"checkpoint_{i}/model.keras", "weights")
-        write(folder, f"checkpoint_{i}/manifest.json", {"version": 2, "files": {"model.keras": {"bytes": 7}}})
+    names = [f"checkpoint_{i}" for i in range(epochs)]
+    for i, name in enumerate(names):
+        state = {"version": 2, "epoch": i + 1, "step": 4, "seed": 0, "stopped": False}
+        state |= {"history": [{"epoch": i + 1, "loss": 9.0 - i}], "identity": {"seed": i}}
+        parts = {
+            "model.keras": "weights",
+            "seeds.npz": "seeds",
+            "state.json": json.dumps(
+                {**state, "history": [{"epoch": i + 1, "loss": 9.0 - i}], "identity": {"seed": i}}
+            ),
+        }
+        for part, text in parts.items():
+            write(folder, f"{name}/{part}", text)
+        files = {part: {"bytes": len(text), "crc32": zlib.crc32(text.encode())} for part, text in parts.items()}
+        write(folder, f"{name}/manifest.json", {"version": 2, "files": files})
+    write(folder, SNAPSHOT, snapshot(names))
+
+
+def snapshot(names):
+    """Ray's list, as Ray writes it."""
+    results = [_TrainingResultState(checkpoint_dir_name=n, metrics={"epoch": i + 1}) for i, n in enumerate(names)]
+    return _CheckpointManagerState(
+        checkpoint_results=results,
+        checkpoint_report_indices=list(range(len(names))),
+        latest_checkpoint_result=results[-1],
+        pending_training_results=[],
+        pending_validation_specs=[],
+        current_report_index=len(names),
+        validated_checkpoint_dir_names=[],
+        timed_out_validation_checkpoint_dir_names=[],
+        failed_validation_checkpoint_dir_names=[],
+    ).model_dump_json()
+
+
+def read(folder, name):
+    with folder.filesystem.open_input_stream(f"{folder.path}/{name}") as file:
+        return json.loads(file.read())
+
+
+def epoch(folder, **arguments):
+    """Where the run stands, whatever is warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return folder.last(**arguments).epoch
 
 
 def test_names_are_not_told_apart_by_a_clock():
@@ -84,11 +126,162 @@ def test_where_a_run_stands(folder):
     trained(folder)
     assert folder.last() == run_folder.Last(2, False, {"seed": 1})
     write(folder, "checkpoint_1/model.keras", "wei")
-    assert folder.last().epoch == 1, "the checkpoint before one that was cut off"
+    with pytest.warns(UserWarning, match="Damaged: checkpoint_1 .model.keras is 3 bytes.*checkpoint_0 is taken"):
+        assert folder.last().epoch == 1, "the checkpoint before one that was cut off"
     write(folder, "checkpoint_1/state.json", '{"epoch": 2, "sto')
-    assert folder.last().epoch == 1
+    assert epoch(folder) == 1
     write(folder, "checkpoint_0/state.json", "")
     with pytest.raises(ConfigError, match="neither 'checkpoint_1' nor one before it is a whole one. Use resume=False"):
+        folder.last()
+
+
+def test_a_finished_run_is_compared_byte_by_byte(folder):
+    trained(folder)
+    write(folder, "checkpoint_1/model.keras", "weighTs")
+    assert folder.last().epoch == 2, "by sizes; who goes on compares the rest"
+    assert epoch(folder, finished=lambda last: last.epoch >= 2) == 1
+    assert epoch(folder, finished=lambda last: True) == 1
+
+
+def test_a_state_of_the_same_size_is_not_taken(folder):
+    trained(folder)
+    state = read(folder, "checkpoint_1/state.json")
+    write(folder, "checkpoint_1/state.json", {**state, "epoch": 7})
+    assert epoch(folder) == 1
+
+
+def test_a_checkpoint_without_its_manifest_is_none(folder):
+    trained(folder)
+    folder.filesystem.delete_file(f"{folder.path}/checkpoint_1/manifest.json")
+    assert epoch(folder) == 1
+
+
+def files_of(part):
+    deep = "[" * 100_000
+    wrong = {"empty": "", "half": '{"a', "deep": deep, "a list": "[]", "a number": "3"}
+    return [pytest.param(part, text, id=f"{part} {name}") for name, text in wrong.items()]
+
+
+@pytest.mark.parametrize(("part", "text"), [*files_of("state.json"), *files_of("manifest.json")])
+def test_json_that_cannot_be_read_is_a_damaged_checkpoint(folder, part, text):
+    trained(folder)
+    write(folder, f"checkpoint_1/{part}", text)
+    assert epoch(folder) == 1
+
+
+@pytest.mark.parametrize("files", [[], {"model.keras": 3}, 4, {"../x": {"bytes": 1, "crc32": 1}}])
+def test_a_manifest_that_names_nothing_right_is_a_damaged_checkpoint(folder, files):
+    trained(folder)
+    known = read(folder, "checkpoint_1/manifest.json")["files"]
+    write(
+        folder, "checkpoint_1/manifest.json", {"version": 2, "files": known | files if type(files) is dict else files}
+    )
+    assert epoch(folder) == 1
+
+
+def test_a_folder_in_the_place_of_a_file_is_a_damaged_checkpoint(folder):
+    for part in ("state.json", "manifest.json", "model.keras"):
+        trained(folder)
+        folder.filesystem.delete_file(f"{folder.path}/checkpoint_1/{part}")
+        write(folder, f"checkpoint_1/{part}/x", "x")
+        assert epoch(folder) == 1
+        folder.filesystem.delete_dir(f"{folder.path}/checkpoint_1/{part}")
+
+
+def unlisted(how, text):
+    """A list of Ray's that cannot be used."""
+    if how == "deleted":
+        return None
+    listed = json.loads(text)
+    if how == "another version":
+        return json.dumps({**listed, "current_report_index": None})
+    if how == "no name":
+        del listed["checkpoint_results"][0]["checkpoint_dir_name"]
+    elif how == "elsewhere":
+        listed["checkpoint_results"][1]["checkpoint_dir_name"] = "../checkpoint_1"
+    elif how == "what is gone":
+        listed["checkpoint_results"][0]["checkpoint_dir_name"] = "checkpoint_9"
+    else:
+        return {"empty": "", "half": text[: len(text) // 2], "deep": "[" * 100_000}[how]
+    return json.dumps(listed)
+
+
+HOW = ["deleted", "empty", "half", "deep", "another version", "no name", "elsewhere", "what is gone"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_list_that_cannot_be_used_is_made_again(folder, how, capsys):
+    trained(folder, 3)
+    before = snapshot([f"checkpoint_{i}" for i in range(3)])
+    folder.filesystem.delete_file(f"{folder.path}/{SNAPSHOT}")
+    if (text := unlisted(how, before)) is not None:
+        write(folder, SNAPSHOT, text)
+    write(folder, "checkpoint_1/model.keras", "")
+    last = folder.last()
+    assert last.epoch == 3
+    if how != "deleted":
+        with pytest.raises(ConfigError, match=SNAPSHOT):
+            folder.check_list()
+    folder.relist(last, CheckpointConfig())
+    assert "now lists its 2 whole checkpoint(s)" in capsys.readouterr().out
+    folder.check_list()
+    found = read(folder, SNAPSHOT)
+    assert [entry["checkpoint_dir_name"] for entry in found["checkpoint_results"]] == ["checkpoint_0", "checkpoint_2"]
+    assert found["latest_checkpoint_result"] == {
+        "version": 0,
+        "checkpoint_dir_name": "checkpoint_2",
+        "metrics": {"epoch": 3, "loss": 7.0},
+    }
+    assert folder.last() == run_folder.Last(3, False, {"seed": 2}), "once"
+
+
+def test_a_train_loops_own_checkpoints_are_missed_where_ray_has_lost_its_list(folder):
+    for name in ("checkpoint_1", "checkpoint_2", "checkpoint_2026-11-22_21-57-44.678500"):
+        write(folder, f"{name}/weights", "x")
+    folder.check_list()
+    write(folder, "checkpoint_2026-11-22_21-57-45.930770/weights", "x")
+    with pytest.raises(ConfigError, match=f"{SNAPSHOT}, which is missing"):
+        folder.check_list()
+
+
+def test_a_folder_in_the_place_of_the_list_is_said(tmp_path):
+    folder = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"), "run")
+    trained(folder)
+    (tmp_path / "run" / SNAPSHOT).unlink()
+    (tmp_path / "run" / SNAPSHOT).mkdir()
+    last = folder.last()
+    assert last.epoch == 2
+    with pytest.raises(ConfigError, match="must be a file that can be written.*Move what is there away"):
+        folder.relist(last, CheckpointConfig())
+
+
+def test_the_new_list_is_in_rays_order_of_scores(folder):
+    trained(folder, 3)
+    folder.filesystem.delete_file(f"{folder.path}/{SNAPSHOT}")
+    config = CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order="max")
+    folder.relist(folder.last(), config)
+    found = read(folder, SNAPSHOT)
+    assert [entry["metrics"]["epoch"] for entry in found["checkpoint_results"]] == [3, 2, 1]
+    assert found["checkpoint_report_indices"] == [2, 1, 0] and folder.last().epoch == 3
+
+
+def test_a_damaged_newest_checkpoint_leaves_the_list(folder):
+    trained(folder)
+    write(folder, "checkpoint_1/model.keras", "")
+    with pytest.warns(UserWarning, match="Damaged: checkpoint_1"):
+        last = folder.last()
+    folder.relist(last, CheckpointConfig())
+    assert read(folder, SNAPSHOT)["latest_checkpoint_result"]["metrics"] == {"epoch": 1}, "Ray's own metrics stay"
+    assert folder.last() == run_folder.Last(1, False, {"seed": 0})
+
+
+def test_what_ended_within_its_first_checkpoint_starts_anew(folder, capsys):
+    write(folder, "checkpoint_0/model.keras", "wei")
+    assert folder.last() is None
+    assert "none of its checkpoints is whole" in capsys.readouterr().out
+    folder.check_list()
+    write(folder, SNAPSHOT, "")
+    with pytest.raises(ConfigError, match=f"{SNAPSHOT}, which lists them, is empty. Use resume=False"):
         folder.last()
 
 

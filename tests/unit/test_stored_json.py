@@ -1,0 +1,76 @@
+"""JSON from storage: one reader, and one error for all that may be wrong with a file. No Ray."""
+
+import os
+import pathlib
+import re
+
+import pyarrow.fs
+import pytest
+
+import raytf
+from raytf import lock_file, report, stored_json
+from raytf.errors import ConfigError
+from raytf.lock_file import StoredFile, _owner_in
+from raytf.run_lock import RunLock
+
+# They read what a user typed, what Ray's store or TF_CONFIG holds, or what this process has just written.
+OTHERS = {"chief_callbacks", "cli", "progress", "reads", "run", "script", "strategy", "trainer"}
+WRONG = {
+    "empty": (b"", "is empty"),
+    "half": (b'{"a', "is no JSON"),
+    "no UTF-8": (b'{"a": "\xff\x80"}', "is no JSON"),
+    "deep": (b"[" * 100_000, "is no JSON"),
+    "a list": (b"[1]", "is not an object"),
+}
+
+
+def test_nothing_else_reads_json_of_a_file():
+    reads = re.compile(r"\bjson\.loads?\(|from json import|import json as")
+    found = {p.stem for p in pathlib.Path(raytf.__file__).parent.glob("*.py") if reads.search(p.read_text())}
+    assert found - OTHERS == {"stored_json"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_read_is_one_error(tmp_path, name):
+    content, why = WRONG[name]
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    filesystem = pyarrow.fs.LocalFileSystem()
+    for read in (lambda: stored_json.load(str(path)), lambda: stored_json.fetched(filesystem, str(path))):
+        with pytest.raises(stored_json.UnreadableError, match=why) as error:
+            read()
+        assert not error.value.missing
+
+
+def test_what_is_missing_is_told_from_what_is_no_file(tmp_path):
+    filesystem = pyarrow.fs.LocalFileSystem()
+    for path, missing, why in ((tmp_path / "none", True, "is missing"), (tmp_path, False, "is not a file")):
+        for read in (lambda p: stored_json.load(p), lambda p: stored_json.fetched(filesystem, p)):
+            with pytest.raises(stored_json.UnreadableError, match=why) as error:
+                read(str(path))
+            assert error.value.missing is missing
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_lock_of_such_bytes_names_nobody_and_lapses(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(lock_file, "SETTLE_SECONDS", 0.05)
+    filesystem = pyarrow.fs.LocalFileSystem()
+    lock = tmp_path / "run.lock"
+    lock.write_bytes(WRONG[name][0])
+    assert _owner_in(StoredFile(filesystem, str(lock), "me").read()) == {}
+    with pytest.raises(ConfigError, match="held by an unknown driver"):
+        RunLock(filesystem, str(tmp_path)).acquire()
+    old = os.stat(lock).st_mtime - 500
+    os.utime(lock, (old, old))
+    with RunLock(filesystem, str(tmp_path)):
+        assert b"machine" in lock.read_bytes()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_sweep_whose_files_cannot_be_read_is_said(tmp_path, name):
+    (tmp_path / "sweep.json").write_bytes(WRONG[name][0])
+    with pytest.raises(ConfigError, match="sweep.json"):
+        report.settings(tmp_path)
+    (tmp_path / "experiment_state-1.json").write_bytes(WRONG[name][0])
+    with pytest.raises(ConfigError, match="experiment_state-1.json"):
+        report.entries(tmp_path, "loss")
