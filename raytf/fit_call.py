@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,8 @@ from raytf.connection import connect
 from raytf.errors import ConfigError, TrainingError
 from raytf.feed import Feed
 from raytf.lane import Job, LaneLostError, TrialError
+from raytf.output import Output
+from raytf.processes import worker_environment
 
 _FIRST_ROWS = 1000
 
@@ -71,7 +74,9 @@ class Call:
                 columns.check_names(spec, found.columns, role)
 
     def _connect(self) -> None:
-        connect(resources.bundles(self._scaling), keep_idle=True)
+        bundles = resources.bundles(self._scaling)
+        connect(bundles, keep_idle=True)
+        self._scaling = resources.sharing(self._scaling, bundles)
         resources.check_cluster(self._scaling)
 
     def _example(self, name: str) -> tf.data.Dataset:
@@ -158,6 +163,7 @@ class Call:
             TrainingError: one failed.
         """
         config = TensorflowConfig(seed=0)
+        shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
         try:
             self._group = warm.take(self._scaling, self._run, config)
@@ -177,6 +183,7 @@ class Call:
         except LaneLostError as error:
             raise TrainingError(None, str(error)) from None
         finally:
+            shown.close(sys.exc_info()[1])
             if self._group is not None:
                 self._end(well)
 

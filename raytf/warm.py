@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from raytf.answers import NoAnswerError, collect
 from raytf.fit_worker import FitWorker
 from raytf.lane import Lane
 from raytf.processes import worker_environment
+from raytf.progress import Entries
 from raytf.reservation import Reservation
 from raytf.resources import per_worker
 
@@ -47,6 +49,7 @@ class Group:
     def __init__(self, scaling_config, run_config, tensorflow_config):
         self.key = _key(scaling_config, run_config, tensorflow_config)
         self.model: str | None = None
+        self._warned = Entries("warned")
         self._reservation = Reservation({})
         workers, each = scaling_config.num_workers, per_worker(scaling_config)
         selectors = scaling_config._label_selector_per_worker(workers)
@@ -54,6 +57,7 @@ class Group:
         try:
             environment = worker_environment(run_config, scaling_config)
             group = self._reservation.group
+            tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
             self.lane = Lane(tensorflow_config, each, workers, environment, group=group, kind=FitWorker)
         except BaseException:
             self._reservation.drop()
@@ -72,6 +76,7 @@ class Group:
         group = self._reservation.group
         self.lane.close(well=False)
         self._reservation.drop()
+        self._warned.clear()
         until = time.monotonic() + _GIVEN_BACK_SECONDS
         while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:
             time.sleep(0.02)
