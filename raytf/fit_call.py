@@ -73,7 +73,9 @@ class Call:
                 columns.check_names(spec, found.columns, role)
 
     def _connect(self) -> None:
-        connect(resources.bundles(self._scaling), keep_idle=True)
+        bundles = resources.bundles(self._scaling)
+        connect(bundles, keep_idle=True)
+        self._scaling = resources.sharing(self._scaling, bundles)
         resources.check_cluster(self._scaling)
 
     def _example(self, name: str) -> tf.data.Dataset:
@@ -160,6 +162,7 @@ class Call:
             TrainingError: one failed.
         """
         config = TensorflowConfig(seed=0)
+        shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         try:

@@ -233,6 +233,8 @@ def _as_array(value, name: str):
         )
     if isinstance(value, pd.DataFrame):
         _check_frame(value, name)
+        if all(isinstance(kind, np.dtype) for kind in value.dtypes):  # pandas makes objects of numbers and booleans
+            value = value.astype(np.result_type(*value.dtypes))
     elif isinstance(value, (str, bytes)) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise ConfigError(
             f"{name} must be an array, a table, or lists and dicts of these",

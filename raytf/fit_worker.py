@@ -81,15 +81,8 @@ class Work:
 class FitWorker(LaneWorker):
     """A worker that keeps its model when a call has ended."""
 
-    def stop(self) -> None:
-        if self._thread is None:
-            return
-        from raytf import scratch
-
-        self._session.commands.put("stop")
-        self._thread.join()
-        self._thread = self._session = None
-        scratch.remove(self._folder)
+    def _clear(self) -> None:
+        """Nothing; the next model clears what the last one left."""
 
 
 def run(session, config: dict[str, Any]) -> None:
@@ -113,6 +106,7 @@ def _model(sending: Sending, distribution):
     from raytf import transport
 
     if _kept.get("key") == sending.key:
+        transport.apply_settings(sending.settings)  # Keras keeps some for each thread
         _kept["sent"].assign(sending.values)
         return _kept["model"], _kept["sent"]
     if sending.data is None:

@@ -349,6 +349,9 @@ class LaneWorker(Process):
         self._thread.join()
         self._thread = self._session = None
         scratch.remove(self._folder)
+        self._clear()
+
+    def _clear(self) -> None:
         _clear(self._defaults)
 
 

@@ -33,13 +33,11 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 
 from raytf.errors import ConfigError, in_a_line
 
-# Of a model: what belongs to a process, and is made anew.
-_OF_A_PROCESS = (
-    *("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "history", "stop_training"),
-    *("_self_saveable_object_factories", "_raytf_last", "_raytf_sync_batches", "_losses", "_loss_ids"),
-    *("_self_update_uid", "_exclude_from_weight_decay_cache", "build", "quantize"),
-)
-_EMPTY = {"_losses": list, "_loss_ids": set}
+# What belongs to a process, and is made anew: of all objects, of layers and of models.
+_ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
+_ANEW_OF_LAYERS = ("_losses", "_loss_ids", "build", "quantize")
+_ANEW_OF_MODELS = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "stop_training")
+_ANEW_OF_MODELS += ("_distribute_strategy", "_raytf_last", "_raytf_sync_batches", "_raytf_synchronize")
 _TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedOrderedDict, tracking.TrackedSet)
 _PREDICATES = {
     "variables": lambda x: isinstance(x, backend.Variable),
@@ -203,22 +201,32 @@ def _plain_state(value) -> dict[str, Any]:
 
 
 def _state(value) -> dict[str, Any]:
-    state = {k: v for k, v in vars(value).items() if k not in _OF_A_PROCESS}
-    step = vars(value).get("predict_step")
-    if step is not None and getattr(step, "__module__", "").startswith("raytf."):
-        del state["predict_step"]
-    state.pop("_distribute_strategy", None)
-    state.pop("_nodes", None)  # names by the ids of objects
-    return state
+    anew = {*_ANEW}
+    if isinstance(value, keras.layers.Layer):
+        anew |= {*_ANEW_OF_LAYERS}
+    if isinstance(value, Function):
+        anew |= {"_nodes"}  # names by the ids of objects
+    if isinstance(value, keras.Model):
+        anew |= {*_ANEW_OF_MODELS}
+        if isinstance(vars(value).get("history"), keras.callbacks.History):
+            anew |= {"history"}
+        if getattr(vars(value).get("predict_step"), "__module__", "").startswith("raytf."):
+            anew |= {"predict_step"}
+    return {name: part for name, part in vars(value).items() if name not in anew}
 
 
 def _optimizer_state(optimizer) -> dict[str, Any]:
-    state = {k: v for k, v in vars(optimizer).items() if k not in _OF_A_PROCESS}
+    state = {name: part for name, part in vars(optimizer).items() if name not in _ANEW}
     state.pop("_distribution_strategy", None)
     indices = state.pop("_trainable_variables_indices", {})
     excluded = state.pop("_exclude_from_weight_decay", None)
     if excluded:
-        state["_raytf_excluded"] = sorted(indices[key] for key in excluded if key in indices)
+        if not excluded <= indices.keys():
+            raise pickle.PicklingError(
+                f"{optimizer.name} leaves variables out of its weight decay that it does not train yet; call its "
+                "build(variables) first"
+            )
+        state["_raytf_excluded"] = sorted(indices[key] for key in excluded)
     return state
 
 
@@ -277,7 +285,8 @@ def _set_callback(callback, state) -> None:
 
 def _set_operation(value, state) -> None:
     vars(value).update(state)
-    vars(value).update({name: empty() for name, empty in _EMPTY.items() if isinstance(value, keras.layers.Layer)})
+    if isinstance(value, keras.layers.Layer):
+        vars(value).update(_losses=[], _loss_ids=set())
     if isinstance(value, keras.Model):
         strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
         vars(value).update(train_function=None, test_function=None, predict_function=None)
@@ -426,7 +435,7 @@ def write_named(values: Sequence[tuple[str, Any]], known: Sent | None = None) ->
 def _culprit(value, known: Sent | None) -> str:
     """ " with its attribute 'name'", where a single attribute is to blame."""
     for name, part in getattr(value, "__dict__", {}).items():
-        if name in (*_OF_A_PROCESS, *_OF_A_TRAINING):
+        if name in (*_ANEW, *_ANEW_OF_LAYERS, *_ANEW_OF_MODELS, *_OF_A_TRAINING):
             continue
         try:
             write(part, known)

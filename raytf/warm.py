@@ -58,6 +58,7 @@ class Group:
             environment = worker_environment(run_config, scaling_config)
             tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
             group = self._reservation.group
+            tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
             self.lane = Lane(tensorflow_config, each, workers, environment, group=group, kind=FitWorker)
         except BaseException:
             self._reservation.drop()
@@ -76,6 +77,7 @@ class Group:
         group = self._reservation.group
         self.lane.close(well=False)
         self._reservation.drop()
+        self._warned.clear()
         until = time.monotonic() + _GIVEN_BACK_SECONDS
         while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:
             time.sleep(0.02)

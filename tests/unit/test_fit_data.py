@@ -82,6 +82,9 @@ def test_class_weights_and_an_arrow_table_and_ragged_rows():
     np.testing.assert_array_equal(weights, [1, 3, 1, 3])
     ((x, _), _) = batches(fit_data.of(pa.table({"a": Y, "b": Y}), Y, None, None, None, None))
     np.testing.assert_array_equal(x, np.stack([Y, Y], 1)[:4])
+    mixed = pd.DataFrame({"a": [1, 2], "b": [True, False], "c": np.array([0.5, 2], "float32")})
+    ((x,),) = batches(fit_data.of([mixed], None, None, None, None, None))[0]
+    np.testing.assert_array_equal(x, [[1, 1, 0.5], [2, 0, 2]])
     ragged = tf.ragged.constant([[1], [2, 3], [], [4], [5], [6], [7, 8]])
     ((x, _), _) = batches(fit_data.of(ragged, Y, None, None, None, None))
     assert x.to_list() == [[1], [2, 3], [], [4]]

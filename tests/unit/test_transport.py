@@ -150,3 +150,25 @@ def test_what_does_not_pickle_is_named():
 
     with pytest.raises(ConfigError, match=r"callback 1, a Locks with its attribute 'lock'"):
         transport.write_named([("callback 0, a History", keras.callbacks.History()), ("callback 1, a Locks", Locks())])
+
+
+def test_attributes_of_the_users_own_travel_and_what_cannot_is_said():
+    import keras
+
+    class Remembers(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.history, self.predict_function = [1, {"a": 2}], len
+
+        def call(self, x):
+            return x
+
+    model = keras.Sequential([keras.Input((2,)), Remembers(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data, sent = transport.write(model)
+    copy, _ = transport.read(data, sent.values())
+    assert copy.layers[0].history == [1, {"a": 2}] and copy.layers[0].predict_function is len
+    model.other = keras.optimizers.AdamW()
+    model.other.exclude_from_weight_decay(var_list=[model.layers[1].bias])
+    with pytest.raises(ConfigError, match="variables out of its weight decay that it does not train yet"):
+        transport.write_named([("the model", model)])
