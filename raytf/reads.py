@@ -71,6 +71,14 @@ class Noted(dict):
     def copy(self):
         return dict(self._all().items())
 
+    def note(self, keys: Collection) -> None:
+        """Keys of the config among these count as read."""
+        self.read |= {key for key in keys if dict.__contains__(self, key)}
+
+    def plain(self) -> dict:
+        """A copy, which reads nothing."""
+        return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
+
     def popitem(self):
         return self._all().popitem()
 
