@@ -95,6 +95,8 @@ def rates_differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
         before, after = (_rate(identity["optimizers"]["optimizer"]) for identity in (was, now))
     except KeyError:
         return False
+    if _OLDEST in (was.get("version"), now.get("version")):
+        before, after = _as_of_old(before), _as_of_old(after)
     return before != after
 
 

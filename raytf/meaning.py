@@ -31,6 +31,8 @@ from raytf.reads import Noted
 # Longer lists, texts and descriptions are kept as a hash: a vocabulary, a table of constants.
 _LONGEST_LIST, _LONGEST_TEXT, _LONGEST_INNER = 256, 256, 4000
 _DEEPEST = 24
+# Of a dict, or of a script's arguments: what says how long and where a run trains, not what.
+_OF_THE_TRAINER = frozenset(("epochs", "batch_size", "num_workers"))
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # Names of a class' body that say where it stands.
 _OF_PLACE = ("__module__", "__qualname__", "__doc__", "__firstlineno__", "__static_attributes__")
@@ -211,7 +213,7 @@ class Reader:
         if _is_dump(value):
             return {"function": "<lambda>", "code": _code_of_dump(value)}
         if kind is None or "config" not in value:
-            return {str(k): self.of(v) for k, v in value.items() if k not in self._left_out}
+            return {str(k): self.of(v) for k, v in value.items() if k not in self._left_out | _OF_THE_TRAINER}
         # as Keras serializes an object
         if kind == "__lambda__":
             return {"function": "<lambda>", "code": _code_of_dump(config)}
@@ -251,7 +253,7 @@ class Reader:
                 while name in reads and reads[name] != found:
                     name += "'"
                 reads[name] = found
-        code = versioned([parts, [_instructions(function.__code__) for function in functions]])
+        code = versioned([parts, [_hash_of(function.__code__) for function in functions]])
         return {"code": code, **({"reads": reads} if reads else {})}
 
     def _compact(self, value: Any) -> Any:
@@ -361,7 +363,7 @@ class Reader:
         if _is_part_of_model(value) or kind.__name__ == "SeedGenerator":
             return found
         if isinstance(value, types.SimpleNamespace) or (kind.__module__, kind.__name__) == ("argparse", "Namespace"):
-            return found | {str(k): self.of(v) for k, v in vars(value).items()}
+            return found | self._dict(vars(value))
         if hasattr(value, "get_config"):
             found |= self._config(value)
         return {**self.attributes(value), **found, **self.code_of_class(kind)}
@@ -466,6 +468,11 @@ def _functions_of(member: Any) -> list:
 # ------------------------------------------------------------------------------------------------------------ bytecode
 
 
+@functools.lru_cache(4096)
+def _hash_of(code: types.CodeType) -> str:
+    return hashed(dumped(_instructions(code)))
+
+
 def _instructions(code: types.CodeType) -> list:
     """What a code object does, without file, lines and docstrings."""
     found: list = [
@@ -511,7 +518,7 @@ def _code_of_dump(config: Any) -> str:
     """The code of a function that Keras has serialized in this process; what it caught is not known here."""
     dump = config.get("value", config) if isinstance(config, Mapping) else config
     text = dump.get("code") if isinstance(dump, Mapping) else dump[0]
-    return versioned([None, [_instructions(marshal.loads(codecs.decode(text.encode(), "base64")))]])
+    return versioned([None, [_hash_of(marshal.loads(codecs.decode(text.encode(), "base64")))]])
 
 
 @functools.lru_cache(4096)

@@ -129,10 +129,12 @@ class Noting:
     names: tuple[str, ...]
 
     def __call__(self, config):
+        global _pipe
         functions = [self.build_model, *([_quiet(self.callbacks)] if self.callbacks else [])]
         model, missing = unread(self.names, config, functions)
         if _pipe is not None:
             os.write(_pipe, json.dumps(missing).encode())
+            _pipe = None  # of this fork, which may build the model once more
         return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HEAD = """
-import functools, random, sys, threading, time, types
+import functools, io, random, threading, time, types
 import keras, numpy as np, tensorflow as tf
 D = keras.layers.Dense
 def done(model, loss="mse", rate=0.01, **more):
@@ -344,7 +344,7 @@ EQUAL = {
     "what cannot be told": (
         "class L(Layer):\n    def __init__(self):\n        super().__init__()\n        self.lock = threading.Lock()\n"
         "        self.drawn = tf.random.normal((3,))\n        self.variable = tf.Variable(np.random.normal())\n"
-        "        self.made, self.key, self.out = time.time(), object(), sys.stdout\n"
+        "        self.made, self.key, self.out = time.time(), object(), io.BytesIO()\n"
         "def build(): return done(seq(L(), D(1)))",
         "",
         "",
@@ -360,6 +360,7 @@ EQUAL = {
         "0",
         "5",
     ),
+    "the trainer's own keys": (loss("square(y, p) * c['a']", "c = {'a': 1.0, 'epochs': @}"), "1", "5"),
     "a set": ("S = {'a', 'b', 'c', 'd', 'e'}\n" + loss("square(y, p) * len(S | {'x', 'y', 'z'})"), "", ""),
     "functions that call each other": (
         "def a(n, x): return b(n - 1, x) if n else x\ndef b(n, x): return a(n - 1, x) if n else x\n"
