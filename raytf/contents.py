@@ -83,7 +83,7 @@ def _streams(array: pa.Array, places: Callable[[], np.ndarray]) -> Iterator[tupl
     if nulls is not None and len(nulls):
         yield "nulls", _bytes(places()[nulls])
     if pa.types.is_null(kind):
-        yield "length", _bytes(np.array([len(array)]))
+        return
     elif pa.types.is_boolean(kind):
         yield "values", _bytes(array.fill_null(False).cast(pa.uint8()).to_numpy())
     elif pa.types.is_string(kind) or pa.types.is_binary(kind) or _is_large(kind):

@@ -95,11 +95,12 @@ class KerasTrainer:
             Python's time between two steps matters and no callback looks at batches.
         progress: show a progress line at the driver.
         resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
-            same run (model, optimizer, loss and metrics with their code and the values that they read, keys of the
-            config that build_model reads, seed, batch, columns, shuffle, map, data, and `sync_every` and
-            `gradient_dtype` of the TensorflowConfig), and else says what differs; True goes on with what is new, unless it is another model or optimizer, and refuses to start anew;
-            False puts the old run aside and starts anew. More epochs, other callbacks or another number of workers make
-            no other run; one that has ended is not trained again.
+            same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
+            config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
+            `sync_every` and `gradient_dtype`), and else says what differs; True goes on with what is new, unless it is
+            another model or optimizer, and refuses to start anew; False puts the old run aside and starts anew. More
+            epochs, other callbacks or another number of workers make no other run; one that has ended is not trained
+            again.
 
     Raises:
         ConfigError: an argument that can be seen to be wrong before anything runs.
