@@ -1,244 +1,101 @@
 """What a model, its optimizer, a function and a dataset are, in JSON that is the same in every process.
 
 Names that Keras counts up ("dense_1"), addresses, modules and lines of code are left out: two processes, and a
-`build_model` that was moved, must give the same. Functions are described by a hash of their bytecode, which comments
-and formatting do not change; a class of the user's by those of its methods.
+`build_model` that was moved, must give the same. What functions and objects of the user's mean is said in `meaning.py`.
 """
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
-import functools
-import hashlib
 import inspect
-import json
-import marshal
-import math
 import posixpath
-import sys
 import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.fs
 import ray
 
-from raytf import optimizers
+from raytf import contents, optimizers
+from raytf.answers import collect
 from raytf.blocks import as_table
 from raytf.columns import flat
+from raytf.meaning import (
+    Reader,
+    config_of,
+    described,
+    described_array,
+    dumped,
+    hashed,
+    is_users_object,
+    live_config,
+    shortened,
+)
 
-# Longer lists and texts are kept as a hash: a vocabulary, a table of constants.
-_LONGEST_LIST, _LONGEST_TEXT = 256, 256
 _MOST_LAYERS = 2000
 # Keys of a layer's config that say nothing about what it computes, or are the trainer's own.
 _LEFT_OUT = frozenset(
     {"name", "seed", "module", "registered_name", "shared_object_id", "build_config", "compile_config"}
-    | {"epochs", "batch_size", "num_workers", "learning_rate"}
+    | {"epochs", "batch_size", "num_workers"}
 )
+# What stands for a value that is another each time a model is built.
+_VARIES = "another each time"
 # Of a source's files: all names and sizes count, and the last bytes of so many; Parquet has its statistics there.
 _TAILS, _TAIL_BYTES = 16, 64 << 10
-_SAMPLE_ROWS = 1000
-
-
-# ------------------------------------------------------------------------------------------------------ plain values
-
-
-def described(value: Any, left_out: frozenset[str] = frozenset()) -> Any:
-    """A value as JSON: numbers and texts as they are, functions and objects by what tells them apart.
-
-    Args:
-        value: anything, also as Keras serializes it.
-        left_out: keys of dicts that do not count.
-    """
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, str):
-        return value if len(value) <= _LONGEST_TEXT else f"{len(value)} characters, {_hash(value)}"
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes, {_hash(value)}"
-    if isinstance(value, Mapping):
-        return _described_dict(value, left_out)
-    if isinstance(value, (list, tuple)):
-        return shortened([described(part, left_out) for part in value])
-    if isinstance(value, (set, frozenset)):
-        return shortened(sorted((described(part, left_out) for part in value), key=_dumped))
-    if isinstance(value, np.generic):
-        return described(value.item(), left_out)
-    if isinstance(value, np.ndarray):
-        return _described_array(value)
-    if isinstance(value, functools.partial):
-        inner = described(value.func, left_out)
-        return {"partial": inner, "args": described(value.args, left_out), **described(value.keywords, left_out)}
-    if inspect.isclass(value):
-        return {"class": value.__name__, **_code_of_class(value)}
-    if callable(value) and hasattr(value, "__name__"):
-        return described_function(value)
-    return _described_object(value, left_out)
-
-
-def _number(value: float) -> Any:
-    """Float32 and float64 of one number are the same."""
-    return float(f"{value:.6g}") if math.isfinite(value) else repr(value)
-
-
-def _described_dict(value: Mapping, left_out: frozenset[str]) -> Any:
-    kind, config = value.get("class_name"), value.get("config")
-    if kind is None or "config" not in value:
-        return {str(k): described(v, left_out) for k, v in value.items() if k not in left_out}
-    # as Keras serializes an object
-    if kind == "__lambda__":
-        return {"function": "<lambda>", "code": _code_of_dump(config)}
-    if kind == "__keras_tensor__":
-        return {"tensor": described([config.get("shape"), config.get("dtype")])}
-    if isinstance(config, str):  # a function by its name
-        return {"function": config}
-    if "DTypePolicy" in kind:
-        return described(config.get("name") or config)
-    if isinstance(config, Mapping) and "layers" in config:
-        return {"class": kind}  # its layers are described each by itself
-    inner = described(config, left_out)
-    return {"class": kind, **(inner if isinstance(inner, dict) else {"config": inner})}
-
-
-def _described_array(value: np.ndarray) -> Any:
-    if value.size <= 16 and value.dtype.kind in "biuf":
-        return described(value.tolist())
-    raw = value.astype(str).tobytes() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
-    return f"{value.dtype}{list(value.shape)}, {_hash(raw)}"
-
-
-def _described_object(value: Any, left_out: frozenset[str]) -> Any:
-    found: dict[str, Any] = {"class": type(value).__name__}
-    if hasattr(value, "numpy") and hasattr(value, "dtype"):  # a tensor or a variable
-        try:
-            return _described_array(np.asarray(value))
-        except Exception:  # a symbolic one has no values
-            return {"tensor": str(getattr(value, "shape", ""))}
-    if hasattr(value, "get_config"):
-        try:
-            found |= described(dict(value.get_config()), left_out | {"name"})
-        except Exception:  # what has no config is known by its class and its code
-            found |= {k: described(v) for k, v in vars(value).items() if isinstance(v, (bool, int, float, str))}
-    return {**found, **_code_of_class(type(value))}
-
-
-def shortened(values: list, longest: int = _LONGEST_LIST) -> Any:
-    """A list, or its length and hash where it is long."""
-    return values if len(values) <= longest else f"{len(values)} values, {_hash(_dumped(values))}"
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def _hash(value: str | bytes) -> str:
-    return hashlib.blake2b(value.encode() if isinstance(value, str) else value, digest_size=8).hexdigest()
-
-
-# --------------------------------------------------------------------------------------------------------- functions
-
-
-def described_function(function: Callable) -> dict[str, Any]:
-    """A function by its name and, unless it is a library's, by its code and the plain values that it has caught."""
-    function = inspect.unwrap(getattr(function, "python_function", function))
-    function = getattr(function, "__func__", function)
-    found: dict[str, Any] = {"function": getattr(function, "__name__", type(function).__name__)}
-    if isinstance(function, types.FunctionType) and not _is_installed(function.__module__):
-        found["code"] = _code(function)
-    return found
-
-
-def _is_installed(module: str | None) -> bool:
-    """Whether a module is a library's, not the user's."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return module == "builtins" or (file is not None and ("site-packages" in file or "dist-packages" in file))
-
-
-def _code(function: types.FunctionType, depth: int = 0) -> str:
-    parts = [_code_parts(function.__code__), described(function.__defaults__), described(function.__kwdefaults__)]
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not set yet
-            continue
-        # a dict is mostly the whole config, of which a part counts that is not known
-        if isinstance(value, (bool, int, float, str)):
-            parts.append(described(value))
-        elif isinstance(value, types.FunctionType) and depth < 3 and not _is_installed(value.__module__):
-            parts.append(_code(value, depth + 1))
-    return _versioned(parts)
-
-
-def _versioned(parts: Any) -> str:
-    """A hash that says of which Python it is, as bytecode differs between these."""
-    return f"{sys.version_info.major}.{sys.version_info.minor} {_hash(_dumped(parts))}"
-
-
-def _code_parts(code: types.CodeType) -> list:
-    """What a code object does, without file, lines and docstring."""
-    constants = list(code.co_consts)
-    if code.co_name != "<lambda>" and constants and isinstance(constants[0], str):
-        constants = constants[1:]
-    return [
-        code.co_code.hex(),
-        [_constant(value) for value in constants],
-        list(code.co_names),
-        list(code.co_varnames),
-        [code.co_argcount, code.co_kwonlyargcount, code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)],
-    ]
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, types.CodeType):
-        return _code_parts(value)
-    if isinstance(value, (tuple, frozenset)):
-        parts = [_constant(part) for part in value]
-        return parts if isinstance(value, tuple) else sorted(parts, key=_dumped)
-    if value is Ellipsis or isinstance(value, complex):
-        return repr(value)
-    # names within a qualified name change when a function is moved
-    return value.rpartition("<locals>.")[2] if isinstance(value, str) else described(value)
-
-
-def _code_of_dump(config: Any) -> str:
-    """The code of a function that Keras has serialized in this process."""
-    dumped = config.get("value", config) if isinstance(config, Mapping) else config
-    text = dumped.get("code") if isinstance(dumped, Mapping) else dumped[0]
-    return _versioned([_code_parts(marshal.loads(codecs.decode(text.encode(), "base64"))), None, None])
-
-
-def _code_of_class(kind: type) -> dict[str, str]:
-    """{"code": hash} of the methods of a class and its bases, as far as they are the user's."""
-    parts = []
-    for base in kind.__mro__:
-        if _is_installed(base.__module__):
-            continue
-        for name, member in sorted(vars(base).items()):
-            member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            member = inspect.unwrap(getattr(member, "python_function", member)) if callable(member) else member
-            if isinstance(member, types.FunctionType):
-                parts.append([name, _code(member)])
-    return {"code": _versioned(parts)} if parts else {}
+# Of blocks in memory all rows count up to so many bytes, and above a sample; up to so many they are read here.
+_ALL_ROWS_BYTES, _HERE_BYTES = 1 << 30, 32 << 20
+_DIGESTS_AT_ONCE, _DIGEST_SECONDS = 64, 600.0
 
 
 # ----------------------------------------------------------------------------------------------- a model, its training
 
 
-def of_model(model) -> dict[str, Any]:
+def of_model(model, again: Callable[[], Any] | None = None) -> dict[str, Any]:
     """What a compiled and built model is, and how it is trained.
 
     Args:
         model: a `keras.Model` whose optimizer is built.
+        again: again() -> the model, built once more: attributes, tensors and values of frozen weights count where they
+            are the same then, so that what is drawn or measured does not. It is asked only where a model has such, or
+            None: frozen weights count where they are one number, or learnt by `adapt`, and tensors do not.
 
     Returns:
         {"keras", "model", "optimizers", "loss", "metrics"}; JSON.
     """
+    found = _told(model, again is not None)
+    if again is None or not any(_in_doubt(part) for part in [found["model"], *_listed_layers(found)]):
+        return found
+    try:
+        other = again()
+    except Exception:  # one that can be built once in a process
+        return _told(model, False)
+    return agreed(found, _told(other, True))
+
+
+def agreed(one: Any, other: Any) -> Any:
+    """JSON in which two agree, with a mark where they do not."""
+    if one == other:
+        return one
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {k: agreed(v, other[k]) if k in other else _VARIES for k, v in one.items()}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [agreed(*pair) for pair in zip(one, other, strict=True)]
+    return _VARIES
+
+
+def _listed_layers(found: dict) -> list[dict]:
+    layers = found["model"]["layers"]
+    return layers if isinstance(layers, list) else []
+
+
+def _in_doubt(part: dict) -> bool:
+    values = part.get("values", {}).values()
+    return bool(part.get("attributes")) or any(not isinstance(value, (int, float)) for value in values)
+
+
+def _told(model, sure: bool) -> dict[str, Any]:
     import keras
 
     compiled = dict(getattr(getattr(model, "_compile_config", None), "config", None) or {})
@@ -246,10 +103,10 @@ def of_model(model) -> dict[str, Any]:
         "keras": keras.__version__,
         "model": {
             "class": type(model).__name__,
-            "layers": shortened([_layer(layer) for layer in _layers(model)], _MOST_LAYERS),
+            "layers": shortened([_layer(layer, sure) for layer in _layers(model)], _MOST_LAYERS),
             "graph": _graph(model),
             "weights": shortened([f"{_last(v)} {_shape(v)}" for v in model.weights]),
-            **_own_config(model),
+            **_own_config(model, sure),
         },
         "optimizers": {name: _optimizer(optimizer) for name, optimizer in optimizers.of(model).items()},
         "loss": _nested(compiled.get("loss"), _loss),
@@ -263,32 +120,70 @@ def _layers(model) -> list:
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
-def _layer(layer) -> dict[str, Any]:
-    return {"class": type(layer).__name__, **_own_config(layer)}
+def _layer(layer, sure: bool) -> dict[str, Any]:
+    from keras.src.models.functional import Functional
+
+    graph = {"graph": _graph(layer)} if isinstance(layer, Functional) else {}
+    return {"class": type(layer).__name__, **_own_config(layer, sure), **graph}
 
 
-def _own_config(layer) -> dict[str, Any]:
-    """{"config"} that a layer gives, or {"arguments"} that Keras noted when it was made; and {"code"} of the user's."""
+def _own_config(layer, sure: bool) -> dict[str, Any]:
+    """What a layer is beside its class and its weights' shapes.
+
+    {"config"} that it gives, or {"arguments"} that Keras noted when it was made; {"attributes", "code", "reads"} of the
+    user's class; {"values"} that no training changes.
+    """
     import keras
     from keras.src.models.functional import Functional
     from keras.src.utils.python_utils import is_default
 
     found: dict[str, Any] = {}
+    reader = Reader(_LEFT_OUT, tensors=sure)
     if not isinstance(layer, (Functional, keras.Sequential)):
-        with_code = _code_of_class(type(layer))
-        try:
-            config = described(dict(layer.get_config()), _LEFT_OUT)
-        except Exception:  # what has no config is known by its weights, its layers and its code
-            function = getattr(layer, "function", None)
-            config = {"function": described(function)} if callable(function) else {}
+        config = live_config(layer, config_of(layer), reader, _LEFT_OUT)
         if is_default(layer.get_config):
-            arguments = {k: v for k, v in config.items() if not isinstance(v, dict) or "config" not in k}
-            arguments = {k: v for k, v in arguments.items() if k not in ("dtype", "trainable")}
+            arguments = {k: v for k, v in config.items() if k not in ("dtype", "trainable")}
             config = {k: config[k] for k in ("dtype", "trainable") if k in config}
             found |= {"arguments": arguments} if arguments else {}
         found |= {"config": config} if config else {}
-        found |= with_code
+    known = {**found.get("config", {}), **found.get("arguments", {})}
+    attributes = {k: v for k, v in reader.attributes(layer).items() if k not in known}
+    values = _values(layer, sure)
+    return {
+        **found,
+        **({"attributes": attributes} if attributes else {}),
+        **({"values": values} if values else {}),
+        **reader.code_of_class(type(layer)),
+    }
+
+
+def _values(layer, sure: bool) -> dict[str, Any]:
+    """The numbers of a layer's own weights that training leaves as they are, and what it has learnt by `adapt`."""
+    import keras
+
+    found: dict[str, Any] = {}
+    sure = sure or isinstance(layer, keras.layers.Normalization)
+    for variable in layer._non_trainable_variables + ([] if layer.trainable else layer._trainable_variables):
+        if "string" in str(variable.dtype):
+            continue
+        value = np.asarray(keras.ops.convert_to_numpy(variable))
+        name = _last(variable)
+        while name in found:
+            name += "'"
+        if value.size and (value == value.flat[0]).all():
+            found[name] = described(value.flat[0])
+        elif sure:
+            found[name] = described_array(value)
+    learnt = getattr(layer, "vocabulary", None) is None and getattr(layer, "input_vocabulary", None) is None
+    if learnt and isinstance(layer, (keras.layers.TextVectorization, *_lookups())):
+        found["vocabulary"] = described([str(word) for word in layer.get_vocabulary()])
     return found
+
+
+def _lookups() -> tuple:
+    import keras
+
+    return keras.layers.StringLookup, keras.layers.IntegerLookup
 
 
 def _graph(model) -> str | None:
@@ -322,34 +217,31 @@ def _graph(model) -> str | None:
             if make_node_key(operation, i) in nodes
         ]
         is_layer = isinstance(operation, (keras.Layer, Functional))
-        parts.append([type(operation).__name__, own, None if is_layer else described(_config_of(operation), _LEFT_OUT)])
+        parts.append([type(operation).__name__, own, None if is_layer else _config_of(operation)])
     ends = [[argument(t) for t in tensors] for tensors in (model.inputs, model.outputs)]
-    return _hash(_dumped([parts, ends]))
+    return hashed(dumped([parts, ends]))
 
 
 def _config_of(operation) -> Any:
-    try:
-        return dict(operation.get_config())
-    except Exception:  # known by its class and arguments
-        return None
+    held = {k: described(v) for k, v in sorted(vars(operation).items()) if callable(v) and is_users_object(v)}
+    return [described(config_of(operation), _LEFT_OUT), held]
 
 
 def _optimizer(optimizer) -> dict[str, Any]:
     inner = getattr(optimizer, "inner_optimizer", None)
-    try:
-        config = dict(optimizer.get_config())
-    except Exception:  # a schedule without a config
-        rate = getattr(optimizer, "_learning_rate", None)
-        config = {"learning_rate": rate}
-    config.pop("inner_optimizer", None)
+    reader = Reader(tensors=False)
+    config = config_of(optimizer)
+    if "learning_rate" not in config and inner is None:
+        config = config | {"learning_rate": getattr(optimizer, "_learning_rate", None)}
+    left_out = _LEFT_OUT | {"inner_optimizer", "jit_compile"}
     found = {
         "class": type(optimizer).__name__,
-        "config": {k: described(v, frozenset({"name", *_LEFT_OUT} - {"learning_rate"})) for k, v in config.items()},
+        "config": live_config(optimizer, config, reader, left_out),
         "slots": shortened([_shape(v) for v in optimizer.variables]),
-        **_code_of_class(type(optimizer)),
+        **reader.code_of_class(type(optimizer)),
     }
-    for name in ("name", "jit_compile"):
-        found["config"].pop(name, None)
+    attributes = {k: v for k, v in reader.attributes(optimizer).items() if k not in {*found["config"], *left_out}}
+    found |= {"attributes": attributes} if attributes else {}
     return found | ({"inner": _optimizer(inner)} if inner is not None else {})
 
 
@@ -363,7 +255,7 @@ def _loss(value: Any) -> Any:
     except ValueError:
         return described(value)
     reduction, given = "sum_over_batch_size", {}
-    if isinstance(value, LossFunctionWrapper):
+    if isinstance(value, LossFunctionWrapper) and not is_users_object(value):
         reduction, given, value = value.reduction, value._fn_kwargs, value.fn
     if not callable(value) or isinstance(value, keras.losses.Loss):
         return described(value, frozenset({"name"}))
@@ -413,7 +305,8 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
 
     Returns:
         {"rows", "sources", "operations"}; JSON. Files are told apart by names below what was read, sizes and, of some,
-        their last bytes, not by times: a copy is the same. Data in memory is told apart by its first and last rows.
+        their last bytes, not by times: a copy is the same. Data in memory is told apart by all of its rows, and above 1
+        GiB by a sample of them, evenly spaced over all blocks.
     """
     operators = list(dataset._logical_plan.dag.post_order_iter())
     steps = [op for op in operators if op.input_dependencies]
@@ -447,22 +340,35 @@ def _source(operator) -> dict[str, Any]:
         return {"files": len(files), "bytes": sum(sizes), "content": content}
     if datasource is not None:
         return {"class": datasource.get_name()}
-    bundles = operator.output_data() or []
-    refs = [entry.ref for bundle in bundles for entry in bundle.blocks if entry.metadata.num_rows]
-    if not refs:
+    return _in_memory(operator)
+
+
+def _in_memory(operator) -> dict[str, Any]:
+    """A digest of the rows of blocks, computed where they lie; it does not depend on how the rows are divided."""
+    blocks = [entry for bundle in operator.output_data() or [] for entry in bundle.blocks if entry.metadata.num_rows]
+    if not blocks:
         return {"class": type(operator).__name__}
-    ends = [as_table(ray.get(ref)) for ref in ([refs[0], refs[-1]] if len(refs) > 1 else refs)]
-    slices = [ends[0].slice(0, _SAMPLE_ROWS), ends[-1].slice(max(0, ends[-1].num_rows - _SAMPLE_ROWS))]
-    return {"content": _hash(b"".join(map(_table_bytes, slices)))}
+    rows = [block.metadata.num_rows for block in blocks]
+    size = sum(block.metadata.size_bytes or 0 for block in blocks)
+    stride = contents.stride(sum(rows)) if size > _ALL_ROWS_BYTES else 1
+    starts = np.cumsum([0, *rows[:-1]]).tolist()
+    work = list(zip([block.ref for block in blocks], starts, strict=True))
+    if size <= _HERE_BYTES:
+        found = [_digest(ray.get(ref, timeout=_DIGEST_SECONDS), start, stride) for ref, start in work]
+    else:
+        # no CPU is asked for: workers may hold them all
+        remote = ray.remote(num_cpus=0, max_retries=2)(_digest)
+        found = []
+        for i in range(0, len(work), _DIGESTS_AT_ONCE):
+            part = work[i : i + _DIGESTS_AT_ONCE]
+            refs = [remote.remote(ref, start, stride) for ref, start in part]
+            names = [f"block {i + j}" for j in range(len(refs))]
+            found += collect(refs, _DIGEST_SECONDS, "digests of the data in memory", names=names)
+    return {"content": hashed(dumped(contents.joined(found)))}
 
 
-def _table_bytes(table: pa.Table) -> bytes:
-    """The rows of a table, whatever its chunks."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema.remove_metadata()) as writer:
-        for batch in table.replace_schema_metadata(None).combine_chunks().to_batches():
-            writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+def _digest(block, start: int, stride: int) -> dict:
+    return contents.digest(as_table(block), start, stride)
 
 
 def _listed(filesystem, paths) -> list[tuple[str, str, int]]:
@@ -488,8 +394,8 @@ def _content(filesystem, files: list[tuple[str, str, int]]) -> str:
 
     chosen = sorted({i * (len(files) - 1) // max(1, _TAILS - 1) for i in range(_TAILS)}) if files else []
     with ThreadPoolExecutor(_TAILS) as pool:
-        tails = list(pool.map(lambda i: _hash(tail(*files[i][1:])), chosen))
-    return _hash(_dumped([[[name, size] for name, _, size in files], tails]))
+        tails = list(pool.map(lambda i: hashed(tail(*files[i][1:])), chosen))
+    return hashed(dumped([[[name, size] for name, _, size in files], tails]))
 
 
 def of_columns(spec) -> Any:

@@ -8,17 +8,22 @@ run is not gone on with. All others are named, and the user says what is to happ
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raytf.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
+# Of version 1, hashes and code were described in another way; these are compared by what both have.
+_OLDEST = 1
 _SHOWN = 6
 # Keys of a layer's config that a trained layer may have changed: its weights mean the same.
 _MAY_CHANGE = ("initializer", "regularizer", "constraint", "rate", "dropout", "recurrent_dropout")
 _MISSING = "nothing"
+# That of a long value, after its kind.
+_HASH = re.compile(r", [0-9a-f]{16}$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,13 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
     Raises:
         ConfigError: something differs, and the run does not go on with it.
     """
-    if was.get("version") != VERSION:
+    if was.get("version") == _OLDEST:
+        warnings.warn(
+            f"{name}: its checkpoints are of an earlier version of raytf, which did not note all of a model's code and "
+            "values, nor all rows of data in memory; these are not compared with the run that is asked for",
+            stacklevel=3,
+        )
+    elif was.get("version") != VERSION:
         warnings.warn(
             f"{name}: its checkpoints do not say of which model, optimizer, columns and data they are, so that it "
             "cannot be compared with the run that is asked for; it goes on",
@@ -84,6 +95,8 @@ def rates_differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
         before, after = (_rate(identity["optimizers"]["optimizer"]) for identity in (was, now))
     except KeyError:
         return False
+    if _OLDEST in (was.get("version"), now.get("version")):
+        before, after = _as_of_old(before), _as_of_old(after)
     return before != after
 
 
@@ -93,17 +106,53 @@ def _rate(optimizer: Mapping[str, Any]) -> Any:
 
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """The differences between two identities, those that are refused first."""
+    old = _OLDEST in (was.get("version"), now.get("version"))
+    if old:
+        was, now = _as_of_old(was), _as_of_old(now)
     # another version of Keras may know keys that this one does not
-    both_only = was.get("keras") != now.get("keras")
+    both_only = old or was.get("keras") != now.get("keras")
     model = list(_model(was["model"], now["model"], both_only))
     optimizer = list(_optimizers(was["optimizers"], now["optimizers"], both_only, not any(d.refused for d in model)))
     rest = []
     for name in ("loss", "loss_weights", "metrics", "weighted_metrics", "columns", "map", "seed", "batch_size"):
         rest += _soft(was.get(name), now.get(name), name, both_only)
+    if "config" in was and "config" in now:
+        rest += _config(was["config"], now["config"], [*model, *optimizer, *rest])
+    if "settings" in was and "settings" in now:
+        rest += _soft(was["settings"], now["settings"], "", both_only)
     rest += _order(was["order"], now["order"])
     for name in sorted({*was["data"], *now["data"]}):
         rest += _data(was["data"].get(name), now["data"].get(name), name)
     return sorted([*model, *optimizer, *rest], key=lambda difference: not difference.refused)
+
+
+def _as_of_old(identity: Any) -> Any:
+    """An identity without what version 1 described in another way: code, hashes, and numbers after six digits."""
+    if isinstance(identity, Mapping):
+        by_code = "code" in identity
+        left_out = ("code", "reads", "attributes", "values", "content", "graph", "module") + ("function",) * by_code
+        return {k: _as_of_old(v) for k, v in identity.items() if k not in left_out}
+    if isinstance(identity, list):
+        return [_as_of_old(part) for part in identity]
+    if isinstance(identity, float):
+        return float(f"{identity:.6g}")
+    return _HASH.sub("", identity) if isinstance(identity, str) else identity
+
+
+def _config(was: Mapping, now: Mapping, others: list[Difference]) -> Iterator[Difference]:
+    """Values of the config that build_model reads, unless what they changed in the model is named already."""
+    named = {_change(difference.text) for difference in others}
+    for key in sorted({*was, *now}):
+        before, after = was.get(key, _MISSING), now.get(key, _MISSING)
+        for difference in _leaves(before, after, f"config[{key!r}]", False, lambda path: False):
+            if _change(difference.text) not in named:
+                yield difference
+
+
+def _change(text: str) -> str:
+    """ "0.1, was 0.01" of a difference's text."""
+    now, comma, was = text.casefold().partition(", was ")
+    return now.rpartition(" ")[2] + comma + was
 
 
 def _model(was, now, both_only: bool) -> Iterator[Difference]:
@@ -132,7 +181,7 @@ def _model(was, now, both_only: bool) -> Iterator[Difference]:
         return
     if was["weights"] != now["weights"]:
         yield from _leaves(was["weights"], now["weights"], "weights", both_only, lambda path: True)
-    elif was["graph"] != now["graph"] and not both_only:
+    elif was.get("graph") != now.get("graph") and not both_only:
         yield Difference("layers that are connected in another way", True)
 
 
@@ -140,10 +189,24 @@ def _layer(was, now, what: str, both_only: bool) -> Iterator[Difference]:
     def refused(path: tuple[str, ...]) -> bool:
         return not any(part.endswith(_MAY_CHANGE) for part in path)
 
-    yield from _leaves(was.get("config"), now.get("config"), what, both_only, refused)
-    yield from _leaves(was.get("arguments"), now.get("arguments"), what, both_only, lambda path: False)
+    if both_only or was.get("graph") == now.get("graph") or what == now.get("class"):
+        pass
+    else:
+        yield Difference(f"layers of {what} that are connected in another way", True)
+    yield from _leaves(was.get("config") or {}, now.get("config") or {}, what, both_only, refused)
+    for part in ("arguments", "attributes", "values"):
+        yield from _soft(was.get(part) or {}, now.get(part) or {}, what, both_only)
+    yield from _code(was, now, what)
+
+
+def _code(was, now, what: str, path: tuple[str, ...] = ()) -> Iterator[Difference]:
+    """The code of a function or a class, and the values that it reads: a run can go on with others."""
     if _codes_differ(was.get("code"), now.get("code")):
-        yield Difference(f"another code of {what}", False)
+        names = {part.get("function") or "<lambda>" for part in (was, now)} - {"<lambda>"}
+        name = f" {now['function']!r}" if names and now.get("function") in names else ""
+        yield Difference(f"another code of {' '.join((what, *path))}{name}", False)
+    elif was.get("code") == now.get("code"):  # of one version of Python
+        yield from _leaves(was.get("reads") or {}, now.get("reads") or {}, what, False, lambda path: False, path)
 
 
 def _optimizers(was, now, both_only: bool, slots: bool) -> Iterator[Difference]:
@@ -174,8 +237,8 @@ def _optimizer(was, now, both_only: bool, slots: bool) -> Iterator[Difference]:
     yield from changed
     if others and not any(difference.refused for difference in changed):
         yield Difference(f"other state of the optimizer {now['class']} ({now['slots']}, was {was['slots']})", True)
-    if _codes_differ(was.get("code"), now.get("code")):
-        yield Difference(f"another code of {now['class']}", False)
+    yield from _soft(was.get("attributes") or {}, now.get("attributes") or {}, now["class"], both_only)
+    yield from _code(was, now, now["class"])
     if "inner" in was and "inner" in now:
         yield from _optimizer(was["inner"], now["inner"], both_only, slots)
 
@@ -220,12 +283,10 @@ def _leaves(was, now, what: str, both_only: bool, refused, path: tuple[str, ...]
     if isinstance(was, Mapping) and isinstance(now, Mapping) and was.get("class") == now.get("class"):
         # a function of the user's is told by its code, whatever its name
         by_code = "code" in was and "code" in now
+        if by_code:
+            yield from _code(was, now, what, path)
         for key in dict.fromkeys([*was, *now]):
-            if (both_only and (key not in was or key not in now)) or (by_code and key == "function"):
-                continue
-            if by_code and key == "code":
-                if _codes_differ(was[key], now[key]):
-                    yield Difference(f"{' '.join((what, *path))} of another code", bool(refused(path)))
+            if (both_only and (key not in was or key not in now)) or (by_code and key in ("function", "code", "reads")):
                 continue
             before, after = was.get(key, _MISSING), now.get(key, _MISSING)
             yield from _leaves(before, after, what, both_only, refused, (*path, key))
@@ -233,11 +294,22 @@ def _leaves(was, now, what: str, both_only: bool, refused, path: tuple[str, ...]
         for before, after in zip(was, now, strict=True):
             yield from _leaves(before, after, what, both_only, refused, path)
     else:
-        yield _difference(what, path, _value(now), _value(was), refused)
+        yield _difference(what, path, now, was, refused)
 
 
-def _difference(what: str, path: tuple[str, ...], now: str, was: str, refused) -> Difference:
-    return Difference(f"{' '.join((what, *path))} {now}, was {was}", bool(refused(path)))
+def _difference(what: str, path: tuple[str, ...], now: Any, was: Any, refused) -> Difference:
+    place, shown, before = " ".join(part for part in (what, *path) if part), _value(now), _value(was)
+    if shown == before:
+        shown, before = _value(now, digits=9), _value(was, digits=9)
+    if shown == before:
+        text = f"another code of {place}" if _has_code(now) or _has_code(was) else f"other values of {place}"
+    else:
+        text = f"{place} {shown}, was {before}"
+    return Difference(text, bool(refused(path)))
+
+
+def _has_code(value: Any) -> bool:
+    return isinstance(value, Mapping) and "code" in value
 
 
 def _codes_differ(was: str | None, now: str | None) -> bool:
@@ -247,18 +319,20 @@ def _codes_differ(was: str | None, now: str | None) -> bool:
     return was != now and was.partition(" ")[0] == now.partition(" ")[0]
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, digits: int = 6) -> str:
+    """A value as it is shown; hashes are not."""
     if value is _MISSING:
         return value
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:.{digits}g}"
     if isinstance(value, Mapping):
         name = value.get("function") or value.get("class")
-        inner = ", ".join(f"{k}={_value(v)}" for k, v in value.items() if k not in ("function", "class", "code"))
+        hidden = ("function", "class", "code", "reads", "module", "self")
+        inner = ", ".join(f"{k}={_value(v, digits)}" for k, v in value.items() if k not in hidden)
         return f"{name}({inner})" if name and inner else str(name) if name else "{" + inner + "}"
     if isinstance(value, list):
-        return _listed([_value(part) for part in value])
-    return str(value)
+        return _listed([_value(part, digits) for part in value])
+    return _HASH.sub("", str(value))
 
 
 def _listed(values: list) -> str:

@@ -15,7 +15,10 @@ import cloudpickle
 from raytf import autograph_files, fingerprint, legacy_names, optimizers
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
+from raytf.reads import Noted
 
+# Keys of the config that the trainer reads, and compares where they make another run.
+_TRAINERS_OWN = frozenset(("batch_size", "epochs"))
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
 
@@ -39,13 +42,32 @@ def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigErr
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
         build_model, config, *columns = cloudpickle.loads(pickled)
         try:
-            model = check(build_model, config, block, *columns)
+            noted = Noted(config)
+            model = check(build_model, noted, block, *columns)
         except ConfigError as error:
             return error
-        identity = fingerprint.of_model(model) | {"types": fingerprint.types_of(block.refs[0], *columns[:3])}
+        identity = _identity(model, noted, block, build_model, *columns)
         return Tried(None if rows is None else _facts(model, _feed(block, *columns, rows)), identity)
 
     return _in_a_copy(answer)
+
+
+def _identity(model, noted: Noted, block: Blocks, build_model, *columns) -> dict:
+    """What the model is, the values of the config that it was built with, and the types of its columns."""
+
+    def again():
+        from raytf.worker import build_from_data
+
+        other = build_model(Noted(noted.plain()))
+        build_from_data(other, _feed(block, *columns, 1).dataset())
+        return other
+
+    found = fingerprint.of_model(model, again)
+    values = noted.plain()  # after the model was described, which notes what its functions read later
+    keys = set(values) if noted.whole else noted.read & set(values)
+    read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
+    types = fingerprint.types_of(block.refs[0], *columns[:3])
+    return found | {"config": fingerprint.described(read), "types": types}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +242,7 @@ def check(build_model, config, first, features, labels, sample_weights, map):
 
     feed = _feed(first, features, labels, sample_weights, map, 1)
     try:
-        model = build_model(dict(config))
+        model = build_model(config)
     except Exception as error:
         raise ConfigError(
             "build_model(config) must return a compiled keras.Model",

@@ -71,6 +71,14 @@ class Noted(dict):
     def copy(self):
         return dict(self._all().items())
 
+    def note(self, keys: Collection) -> None:
+        """Keys of the config among these count as read."""
+        self.read |= {key for key in keys if dict.__contains__(self, key)}
+
+    def plain(self) -> dict:
+        """A copy, which reads nothing."""
+        return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
+
     def popitem(self):
         return self._all().popitem()
 
@@ -121,10 +129,12 @@ class Noting:
     names: tuple[str, ...]
 
     def __call__(self, config):
+        global _pipe
         functions = [self.build_model, *([_quiet(self.callbacks)] if self.callbacks else [])]
         model, missing = unread(self.names, config, functions)
         if _pipe is not None:
             os.write(_pipe, json.dumps(missing).encode())
+            _pipe = None  # of this fork, which may build the model once more
         return model
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cloudpickle
@@ -94,10 +95,12 @@ class KerasTrainer:
             Python's time between two steps matters and no callback looks at batches.
         progress: show a progress line at the driver.
         resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
-            same run (model, optimizer, loss, metrics, seed, batch, columns, shuffle, map and data), and else says what
-            differs; True goes on with what is new, unless it is another model or optimizer, and refuses to start anew;
-            False puts the old run aside and starts anew. More epochs, other callbacks or another number of workers make
-            no other run; one that has ended is not trained again.
+            same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
+            config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
+            `sync_every` and `gradient_dtype`), and else says what differs; True goes on with what is new, unless it is
+            another model or optimizer, and refuses to start anew; False puts the old run aside and starts anew. More
+            epochs, other callbacks or another number of workers make no other run; one that has ended is not trained
+            again.
 
     Raises:
         ConfigError: an argument that can be seen to be wrong before anything runs.
@@ -242,7 +245,9 @@ class KerasTrainer:
             found = {}
             try:
                 found = storage.read_all(self.datasets, self.storage, self.scaling_config, self.columns())
-                told = self._identity(found, self.try_model(launch, found, self.config).identity)
+                with ThreadPoolExecutor(1) as beside_model:
+                    data = beside_model.submit(self._data_identity, found)
+                    told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
                 lock.confirm()
                 if last is not None:
                     identity.check(last.identity, told, self.resume, folder.name)
@@ -272,7 +277,10 @@ class KerasTrainer:
             )
         return last
 
-    def _identity(self, found: dict, model: dict[str, Any]) -> dict[str, Any]:
+    def _data_identity(self, found: dict) -> dict[str, Any]:
+        return {name: fingerprint.of_dataset(self.datasets[name], sum(part.rows)) for name, part in found.items()}
+
+    def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """What tells this run from another, see `identity.py`, for data that was read and a model that was tried."""
         specs = {name: getattr(self, name) for name in ("features", "labels", "sample_weights")}
         columns_of = {name: fingerprint.of_columns(spec) for name, spec in specs.items()}
@@ -284,7 +292,8 @@ class KerasTrainer:
             "seed": self.seed,
             "batch_size": self.config["batch_size"],
             "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
-            "data": {name: fingerprint.of_dataset(self.datasets[name], sum(part.rows)) for name, part in found.items()},
+            "settings": {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")},
+            "data": data,
         }
         del told["types"]
         return json.loads(json.dumps(told))

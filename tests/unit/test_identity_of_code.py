@@ -1,0 +1,84 @@
+"""What changes what a model computes is seen and named; what does not is not, nor in another process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from raytf import identity
+from tests.unit import changes_of_models as changes
+from tests.unit.test_identity import run_of, texts
+
+ALL = {**changes.SEEN, **changes.EQUAL}
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """What each case is in another process, three lines further down in another module."""
+    run = subprocess.run([sys.executable, changes.__file__], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_it_is_the_same_in_every_process(elsewhere, case):
+    source, one = ALL[case][:2]
+    assert texts(run_of(changes.told(source, one)), run_of(elsewhere[case])) == []
+
+
+@pytest.mark.parametrize("case", changes.SEEN)
+def test_what_changes_the_training_is_named(elsewhere, case):
+    source, _, other, named = changes.SEEN[case]
+    found = texts(run_of(elsewhere[case]), run_of(changes.told(source, other)))
+    assert named in [text for text, _ in found], found
+    assert not any(re.search(r"[0-9a-f]{16}|=\n|\.py", text) for text, _ in found), found
+    assert any(refused for _, refused in found) == (case in ("wiring of a model within", "offset, the seventh digit"))
+
+
+@pytest.mark.parametrize("case", changes.EQUAL)
+def test_what_changes_nothing_is_not(elsewhere, case):
+    source, _, other = changes.EQUAL[case]
+    assert texts(run_of(elsewhere[case]), run_of(changes.told(source, other))) == []
+
+
+def config(**values):
+    return run_of(changes.told("def build(): return done(seq(D(1)))", ""), config=values)
+
+
+def test_values_of_the_config_are_named_unless_what_they_changed_is():
+    assert texts(config(alpha=1.0), config(alpha=50.0)) == [("config['alpha'] 50, was 1", False)]
+    assert texts(config(alpha=1.0), config(alpha=1.0, beta=2)) == [("config['beta'] 2, was nothing", False)]
+    one, other = ({**config(rate=r), "loss": {"k": r}} for r in (1.0, 2.0))
+    assert texts(one, other) == [("loss k 2, was 1", False)]
+
+
+def test_settings_of_the_workers():
+    one, other = (run_of(config(), settings={"sync_every": n, "gradient_dtype": None}) for n in (1, 4))
+    assert texts(one, other) == [("sync_every 4, was 1", False)]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_both_have():
+    """Version 1: hashes of bytecode, six digits, no values."""
+    source = changes.SEEN["lambda activation"][0]
+    now = run_of(changes.told(source, "0.5"), config={"alpha": 1}, settings={"sync_every": 1})
+    was = json.loads(json.dumps(now)) | {"version": 1, "map": {"function": "f", "code": "3.11 ab"}}
+    now["map"] = {"function": "f", "code": "3.11 cd", "reads": {"k": 1}}
+    was["data"]["train"]["sources"] = [{"content": "other"}]
+    del was["config"], was["settings"]
+    was["model"]["graph"] = "another hash"
+    was["model"]["layers"][0].pop("attributes", None)
+    was["model"]["layers"][0]["config"]["activation"] = {
+        "value": {"code": "4wAAAAAA", "defaults": None, "closure": None}
+    }
+    was["optimizers"]["optimizer"]["config"]["epsilon"] = 1.00000049e-07
+    assert texts(was, now) == []
+    now["optimizers"]["optimizer"]["config"]["learning_rate"] = 0.5
+    with (
+        pytest.warns(UserWarning, match="of an earlier version of raytf"),
+        pytest.raises(identity.ConfigError, match=r"learning_rate 0\.5, was 0\.01"),
+    ):
+        identity.check(was, now, "auto", "it")
