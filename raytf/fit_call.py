@@ -164,7 +164,6 @@ class Call:
         config = TensorflowConfig(seed=0)
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
-        shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         try:
             self._group = warm.take(self._scaling, self._run, config)
             group, known = self._group, self._sending["key"] == self._group.model
