@@ -290,7 +290,8 @@ class LaneWorker(Process):
         self._stack.enter_context(strategy.prepared(tensorflow_config))
         self._stack.enter_context(backend.spoken(rank == 0, None))
         self._stack.enter_context(once.shown(tensorflow_config.warned))
-        strategy.get_strategy()
+        with autograph_files.removed():
+            strategy.get_strategy()  # the ring tells its addresses by a collective
         self._defaults = _keras_defaults()
 
     def begin(self, job: Job) -> None:
