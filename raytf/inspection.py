@@ -54,15 +54,7 @@ def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigErr
 
 def _identity(model, noted: Noted, block: Blocks, build_model, *columns) -> dict:
     """What the model is, the values of the config that it was built with, and the types of its columns."""
-
-    def again():
-        from raytf.worker import build_from_data
-
-        other = build_model(Noted(noted.plain()))
-        build_from_data(other, _feed(block, *columns, 1).dataset())
-        return other
-
-    found = fingerprint.of_model(model, again)
+    found = fingerprint.of_model(model, lambda: build_model(Noted(noted.plain())))
     values = noted.plain()  # after the model was described, which notes what its functions read later
     keys = set(values) if noted.whole else noted.read & set(values)
     read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
