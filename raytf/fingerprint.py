@@ -183,10 +183,11 @@ def _values(layer, sure: bool) -> dict[str, Any]:
         name = _last(variable)
         while name in found:
             name += "'"
-        if value.size and (value == value.flat[0]).all():
+        # one number alone may have been drawn
+        if value.size and (value == value.flat[0]).all() and (value.size > 1 or value.flat[0] in (0, 1)):
             found[name] = described(value.flat[0])
         elif sure:
-            found[name] = described_array(value)
+            found[name] = described_array(np.atleast_1d(value))
     learnt = getattr(layer, "vocabulary", None) is None and getattr(layer, "input_vocabulary", None) is None
     if learnt and isinstance(layer, (keras.layers.TextVectorization, *_lookups())):
         found["vocabulary"] = described([str(word) for word in layer.get_vocabulary()])

@@ -391,6 +391,11 @@ EQUAL = {
         "",
         "",
     ),
+    "one random frozen weight": (
+        "def build(): return done(seq(D(1), D(1, trainable=False)))",
+        "",
+        "",
+    ),
     "a counter": (
         "N = 0\nclass L(Layer):\n    def call(self, x):\n        global N\n        N += 1\n        self.calls += 1\n"
         "        return x\ndef build():\n    layer = L()\n    layer.calls = @\n    return done(seq(layer, D(1)))",
