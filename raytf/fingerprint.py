@@ -57,42 +57,55 @@ def of_model(model, again: Callable[[], Any] | None = None) -> dict[str, Any]:
 
     Args:
         model: a `keras.Model` whose optimizer is built.
-        again: again() -> the model, built once more: attributes, tensors and values of frozen weights count where they
-            are the same then, so that what is drawn or measured does not. It is asked only where a model has such, or
-            None: frozen weights count where they are one number, or learnt by `adapt`, and tensors do not.
+        again: again() -> the model once more, not built: attributes, tensors and values of frozen weights count where
+            they are the same then, so that what is drawn or measured does not. It is asked only where a model has such,
+            or None: frozen weights count where they are one number, or learnt by `adapt`, and tensors do not.
 
     Returns:
         {"keras", "model", "optimizers", "loss", "metrics"}; JSON.
     """
     found = _told(model, again is not None)
-    if again is None or not any(_in_doubt(part) for part in [found["model"], *_listed_layers(found)]):
+    if again is None or not any(map(_in_doubt, _parts(found))):
         return found
     try:
         other = again()
+        others = [_own_config(other, True), *(_layer(layer, True) for layer in _layers(other))]
     except Exception:  # one that can be built once in a process
         return _told(model, False)
-    return agreed(found, _told(other, True))
+    if [type(layer).__name__ for layer in _layers(other)] != [part["class"] for part in _parts(found)[1:]]:
+        return _told(model, False)  # some layers come later
+    for part, twin in zip(_parts(found), others, strict=True):
+        for key in ("attributes", "values"):
+            if key in part:
+                part[key] = _agreed(part[key], twin.get(key, {}), keep=key == "attributes")
+    return found
 
 
-def agreed(one: Any, other: Any) -> Any:
-    """JSON in which two agree, with a mark where they do not."""
+def _agreed(one: Any, other: Any, keep: bool) -> Any:
+    """JSON in which two agree, with a mark where they do not; `keep` what the other does not have."""
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
-        return {k: agreed(v, other[k]) if k in other else _VARIES for k, v in one.items()}
+        kept = {k: v for k, v in one.items() if keep or k in other or isinstance(v, (int, float))}
+        return {k: _agreed(v, other[k], keep) if k in other else v for k, v in kept.items()}
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [agreed(*pair) for pair in zip(one, other, strict=True)]
+        return [_agreed(*pair, keep) for pair in zip(one, other, strict=True)]
     return _VARIES
 
 
-def _listed_layers(found: dict) -> list[dict]:
+def _parts(found: dict) -> list[dict]:
+    """The model and its layers."""
     layers = found["model"]["layers"]
-    return layers if isinstance(layers, list) else []
+    return [found["model"], *(layers if isinstance(layers, list) else [])]
 
 
 def _in_doubt(part: dict) -> bool:
-    values = part.get("values", {}).values()
-    return bool(part.get("attributes")) or any(not isinstance(value, (int, float)) for value in values)
+    """Whether attributes or values may be others each time."""
+    attributes = [value for value in part.get("attributes", {}).values() if value is not None]
+    attributes = [value for value in attributes if not isinstance(value, dict) or set(value) != {"class"}]
+    return not all(isinstance(value, int) for value in attributes) or any(
+        not isinstance(value, (int, float)) for value in part.get("values", {}).values()
+    )
 
 
 def _told(model, sure: bool) -> dict[str, Any]:
@@ -170,10 +183,11 @@ def _values(layer, sure: bool) -> dict[str, Any]:
         name = _last(variable)
         while name in found:
             name += "'"
-        if value.size and (value == value.flat[0]).all():
+        # one number alone may have been drawn
+        if value.size and (value == value.flat[0]).all() and (value.size > 1 or value.flat[0] in (0, 1)):
             found[name] = described(value.flat[0])
         elif sure:
-            found[name] = described_array(value)
+            found[name] = described_array(np.atleast_1d(value))
     learnt = getattr(layer, "vocabulary", None) is None and getattr(layer, "input_vocabulary", None) is None
     if learnt and isinstance(layer, (keras.layers.TextVectorization, *_lookups())):
         found["vocabulary"] = described([str(word) for word in layer.get_vocabulary()])

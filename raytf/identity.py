@@ -141,18 +141,19 @@ def _as_of_old(identity: Any) -> Any:
 
 def _config(was: Mapping, now: Mapping, others: list[Difference]) -> Iterator[Difference]:
     """Values of the config that build_model reads, unless what they changed in the model is named already."""
-    named = {_change(difference.text) for difference in others}
+    named = [_change(difference.text) for difference in others]
     for key in sorted({*was, *now}):
         before, after = was.get(key, _MISSING), now.get(key, _MISSING)
         for difference in _leaves(before, after, f"config[{key!r}]", False, lambda path: False):
-            if _change(difference.text) not in named:
+            pair = _change(difference.text)
+            if not any(all(a in (b, _MISSING) for a, b in zip(pair, other, strict=True)) for other in named):
                 yield difference
 
 
-def _change(text: str) -> str:
-    """ "0.1, was 0.01" of a difference's text."""
-    now, comma, was = text.casefold().partition(", was ")
-    return now.rpartition(" ")[2] + comma + was
+def _change(text: str) -> tuple[str, str]:
+    """("0.1", "0.01") of a difference's text that ends with "0.1, was 0.01"."""
+    now, _, was = text.casefold().rpartition(", was ")
+    return now.rpartition(" ")[2], was
 
 
 def _model(was, now, both_only: bool) -> Iterator[Difference]:

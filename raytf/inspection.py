@@ -46,24 +46,17 @@ def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigErr
             model = check(build_model, noted, block, *columns)
         except ConfigError as error:
             return error
-        identity = _identity(model, noted, block, build_model, *columns)
+        identity = _identity(model, noted, config, block, build_model, *columns)
         return Tried(None if rows is None else _facts(model, _feed(block, *columns, rows)), identity)
 
     return _in_a_copy(answer)
 
 
-def _identity(model, noted: Noted, block: Blocks, build_model, *columns) -> dict:
+def _identity(model, noted: Noted, config: dict, block: Blocks, build_model, *columns) -> dict:
     """What the model is, the values of the config that it was built with, and the types of its columns."""
-
-    def again():
-        from raytf.worker import build_from_data
-
-        other = build_model(Noted(noted.plain()))
-        build_from_data(other, _feed(block, *columns, 1).dataset())
-        return other
-
-    found = fingerprint.of_model(model, again)
-    values = noted.plain()  # after the model was described, which notes what its functions read later
+    found = fingerprint.of_model(model, lambda: build_model(Noted(config)))
+    # after the model was described, which notes what its functions read later
+    values = {**noted.defaults, **config}
     keys = set(values) if noted.whole else noted.read & set(values)
     read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
     types = fingerprint.types_of(block.refs[0], *columns[:3])

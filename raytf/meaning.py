@@ -419,13 +419,20 @@ def live_config(value: Any, config: Mapping, reader: Reader, left_out: frozenset
     for key, part in config.items():
         if key in left_out:
             continue
-        for name in (key, f"_{key}"):
-            held = getattr(value, name, None) if isinstance(key, str) else None
-            if held is not None and callable(held) and is_users_object(held) and not _is_part_of_model(held):
-                part = held
-                break
+        held = [_held(value, name) for name in (key, f"_{key}")] if isinstance(key, str) else []
+        part = next((one for one in held if one is not None), part)
         found[str(key)] = reader.of(part)
     return found
+
+
+def _held(value: Any, name: str) -> Any:
+    """The user's function or object that an object has as an attribute; not its own methods."""
+    try:
+        held = getattr(value, name, None)
+    except Exception:  # of a property that is not there yet
+        return None
+    users = callable(held) and is_users_object(held) and not _is_part_of_model(held)
+    return held if users and getattr(held, "__self__", None) is not value else None
 
 
 def _is_part_of_model(value: Any) -> bool:

@@ -21,12 +21,19 @@ class Noted(dict):
     Attributes:
         read: keys that were read.
         whole: whether all may have been.
+        defaults: what was read in the place of keys that are not there.
     """
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         self.read: set[str] = set()
         self.whole = False
+        self.defaults: dict[str, Any] = {}
+
+    def _noted(self, key, default=None):
+        self.read.add(key)
+        if not dict.__contains__(self, key):
+            self.defaults.setdefault(key, default)
 
     def __getitem__(self, key):
         self.read.add(key)
@@ -37,15 +44,15 @@ class Noted(dict):
         return super().__contains__(key)
 
     def get(self, key, default=None):
-        self.read.add(key)
+        self._noted(key, default)
         return super().get(key, default)
 
     def pop(self, key, *default):
-        self.read.add(key)
+        self._noted(key, *default)
         return super().pop(key, *default)
 
     def setdefault(self, key, default=None):
-        self.read.add(key)
+        self._noted(key, default)
         return super().setdefault(key, default)
 
     def _all(self):
@@ -74,10 +81,6 @@ class Noted(dict):
     def note(self, keys: Collection) -> None:
         """Keys of the config among these count as read."""
         self.read |= {key for key in keys if dict.__contains__(self, key)}
-
-    def plain(self) -> dict:
-        """A copy, which reads nothing."""
-        return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
 
     def popitem(self):
         return self._all().popitem()

@@ -233,6 +233,35 @@ SEEN = {
         "3.0",
         "L (layer 1) learning_rate 3, was 2",
     ),
+    "an argument called as a method": (
+        "class L(Layer):\n    def __init__(self, scale=1): super().__init__(); self._by = scale\n"
+        "    def scale(self): return self._by\n"
+        "    def get_config(self): return {**super().get_config(), 'scale': self._by}\n"
+        "def build(): return done(seq(L(@), D(1)))",
+        "2.0",
+        "3.0",
+        "L (layer 1) _by 3, was 2",
+    ),
+    "tf.function": (
+        "@tf.function\ndef f(x): return x * ~\nclass L(Layer):\n    def call(self, x): return f(x)\n"
+        "def build(): return done(seq(L(), D(1)))",
+        "2.0",
+        "3.0",
+        "another code of L (layer 1) f 'f'",
+    ),
+    "cached function": (
+        "@functools.cache\ndef f(): return ~\n" + loss("square(y, p) * f()"),
+        "2.0",
+        "3.0",
+        "another code of loss f 'f'",
+    ),
+    "object with slots": (
+        "class A:\n    __slots__ = ('k',)\n    def __init__(self, k): self.k = k\nO = A(@)\n"
+        + loss("square(y, p) * O.k"),
+        "2.0",
+        "3.0",
+        "loss O k 3, was 2",
+    ),
     "Net(hp)": (
         "class Net(keras.Model):\n    def __init__(self, hp): super().__init__(); self.d = D(1); self.a = hp['a']\n"
         "    def call(self, x): return self.d(x) * self.a\ndef build(): return done(Net({'a': @}))",
@@ -261,6 +290,14 @@ SEEN = {
         "1000001.0",
         "1000002.0",
         "Rescaling (layer 1) offset 1000002, was 1000001",
+    ),
+    "own train_step": (
+        "class Net(keras.Model):\n    def __init__(self): super().__init__(); self.d = D(1)\n"
+        "    def call(self, x): return self.d(x)\n    def train_step(self, data): return {'loss': @}\n"
+        "def build(): return done(Net())",
+        "2.0",
+        "3.0",
+        "another code of Net",
     ),
     "own schedule": (
         "class S(keras.optimizers.schedules.LearningRateSchedule):\n    def __init__(self, k): self.k = k\n"
@@ -354,6 +391,11 @@ EQUAL = {
         "",
         "",
     ),
+    "one random frozen weight": (
+        "def build(): return done(seq(D(1), D(1, trainable=False)))",
+        "",
+        "",
+    ),
     "a counter": (
         "N = 0\nclass L(Layer):\n    def call(self, x):\n        global N\n        N += 1\n        self.calls += 1\n"
         "        return x\ndef build():\n    layer = L()\n    layer.calls = @\n    return done(seq(layer, D(1)))",
@@ -402,7 +444,7 @@ def told(source: str, part: str, name: str = "__main__", file: str = "cell.py"):
         worker.build_from_data(model, rows)
         return model
 
-    return json.loads(json.dumps(fingerprint.of_model(build(), build)))
+    return json.loads(json.dumps(fingerprint.of_model(build(), space["build"])))
 
 
 if __name__ == "__main__":

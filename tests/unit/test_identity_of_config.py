@@ -48,6 +48,9 @@ def whole(config):
 def spread(config):
     return (lambda alpha, **others: keras_model())(**config)
 
+def default(config):
+    return keras_model(["mse", "mae"][config.get("which", 1)])
+
 def unread(config):
     return keras_model()
 
@@ -55,7 +58,7 @@ config = {"alpha": 2.5, "patience": 5, "epochs": 3, "batch_size": 8}
 table = pa.table({"x": np.arange(4.0), "y": np.arange(4.0)})
 specs = columns.parse(["x"], "features"), columns.parse("y", "labels"), None
 told = {}
-for build in (by_key, later, in_step, whole, spread, unread):
+for build in (by_key, later, in_step, whole, spread, default, unread):
     tried = inspection.inspect(cloudpickle.dumps((build, config, *specs, None)), Blocks([table], [4], ["x", "y"]))
     told[build.__name__] = tried.identity["config"] if isinstance(tried, inspection.Tried) else str(tried)
 print(json.dumps(told))
@@ -67,6 +70,7 @@ EXPECTED = {
     "in_step": {"alpha": 2.5},
     "whole": ALL,
     "spread": ALL,
+    "default": {"which": 1},
     "unread": {},
 }
 
