@@ -45,7 +45,7 @@ _VARIES = "another each time"
 # Of a source's files: all names and sizes count, and the last bytes of so many; Parquet has its statistics there.
 _TAILS, _TAIL_BYTES = 16, 64 << 10
 # Of blocks in memory all rows count up to so many bytes, and above a sample; up to so many they are read here.
-_ALL_ROWS_BYTES, _HERE_BYTES = 1 << 30, 32 << 20
+_ALL_ROWS_BYTES, _HERE_BYTES = 1 << 30, 128 << 20
 _DIGESTS_AT_ONCE, _DIGEST_SECONDS = 64, 600.0
 
 

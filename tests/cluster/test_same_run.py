@@ -127,7 +127,7 @@ def test_one_driver_has_the_folder(tmp_path):
 
 
 def test_what_a_dataset_holds(tmp_path):
-    """Files by names, sizes and ends; memory by its first and last rows; operations by their code."""
+    """Files by names, sizes and ends; memory by all of its rows, however divided; operations by their code."""
 
     def write(folder, value=0.0):
         folder.mkdir(exist_ok=True)
@@ -150,7 +150,8 @@ def test_what_a_dataset_holds(tmp_path):
     frame = pd.DataFrame({"x": np.arange(20.0), "y": 1})
     memory = told(ray.data.from_pandas([frame[:5], frame[5:]]))
     assert memory == told(ray.data.from_pandas([frame[:5], frame[5:]]))
-    assert memory != told(ray.data.from_pandas([frame[:5], frame[5:] + 1]))
+    assert memory == told(ray.data.from_pandas([frame[:9], frame[9:12], frame[12:]]))
+    assert memory != told(ray.data.from_pandas([frame[:9], frame[9:12] + 1, frame[12:]]))
     assert told(ray.data.range(20)) == told(ray.data.range(20))
 
     base = ray.data.from_pandas(frame)
