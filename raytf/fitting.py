@@ -172,6 +172,9 @@ def evaluate(
     """
     _check_model(model, "evaluate")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
+    if isinstance(x, tf.data.Dataset):
+        others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
+        (x, y, sample_weight), batch_size, _ = fit_tf_data.rows_of(x, "x", others)
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
     data = fit_data.of(x, y, sample_weight, None, features, labels)
