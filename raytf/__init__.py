@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from raytf import quiet
+from raytf import quiet, quiet_import
 
 # What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
 _PLACES = {
@@ -34,6 +34,7 @@ __all__ = sorted(_PLACES)
 __version__ = "0.1.0"
 
 quiet.ray_starts()
+quiet_import.when_imported()
 
 
 def __getattr__(name: str):

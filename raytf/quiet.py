@@ -49,8 +49,12 @@ def wants_native(environment) -> bool:
 
 
 @contextlib.contextmanager
-def native():
-    """Within it, TensorFlow starts in this process without its native start-up lines."""
+def native(ends_start: bool = True):
+    """Within it, TensorFlow starts in this process without its native start-up lines.
+
+    Args:
+        ends_start: whether TensorFlow will have started then, so that nothing is to be kept back any more.
+    """
     with _lock:
         mine = not (_state["active"] or _state["started"] or wants_native(os.environ)) and bool(sys.executable)
         _state["active"] |= mine
@@ -60,7 +64,7 @@ def native():
     try:
         with _filtered():
             yield
-        _state["started"] = True
+        _state["started"] |= ends_start
     finally:
         _state["active"] = False
 

@@ -24,7 +24,14 @@ SCRIPTS = pathlib.Path(__file__).with_name("scripts")
 NUMBER = r"\d+\.\d+"
 EPOCH = rf"epoch {{}}/5  step 20/20  loss {NUMBER}  mae {NUMBER}(  [\d,]+ examples/s)?  \d+% waiting for input"
 EPOCH += r"(  \d:\d\d left)?"
+FIT = rf"epoch {{}}/5  step 36/36  loss {NUMBER}  mae {NUMBER}  val_loss {NUMBER}  val_mae {NUMBER}"
+FIT += r"(  [\d,]+ examples/s)?(  \d+% waiting for input)?(  \d:\d\d left)?"
+# Of the first example, then of the second.
 README = [
+    *(FIT.format(epoch) for epoch in range(1, 6)),
+    r"\[.*\] \[\[.*\]",
+    r" \[.*\]",
+    r" \[.*\]\]",
     "train: 1,000 rows, kept in the object store, shuffled",
     *(EPOCH.format(epoch) for epoch in range(1, 6)),
     rf"\{{'epoch': 5, 'loss': {NUMBER}, 'mae': {NUMBER}\}} <Sequential name=sequential, built=True>",
@@ -39,10 +46,10 @@ def cluster():
 
 @pytest.fixture
 def example(tmp_path):
-    """The README's example of a KerasTrainer, as a file."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    code = next(block for block in blocks if "raytf.KerasTrainer(" in block and "def build_model" in block)
-    (tmp_path / "example.py").write_text(code)
+    """The README's first two examples, of raytf.fit and of a KerasTrainer, as a file."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
+    assert "raytf.fit(" in blocks[0] and "raytf.KerasTrainer(" in blocks[1]
+    (tmp_path / "example.py").write_text("".join(blocks))
     return tmp_path / "example.py"
 
 
@@ -104,7 +111,7 @@ def test_the_example_in_a_terminal(example, environment):
     """Ray is started by it, on this machine."""
     shown, gone = screen(in_a_terminal([sys.executable, str(example)], environment, example.parent))
     check(shown, README)
-    unlike = [line for line in gone if not re.match(r"starting workers \.\.\.$|epoch \d/5  step \d+/20  loss ", line)]
+    unlike = [line for line in gone if not re.match(r"starting workers \.\.\.$|epoch \d/5  step \d+/\d+  loss ", line)]
     assert not unlike, unlike
 
 

@@ -45,6 +45,7 @@ FLOORS = [
         "pieces",
         "ports",
         "progress",
+        "quiet_import",
         "remote_model",
         "report",
         "resources",

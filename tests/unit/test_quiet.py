@@ -92,3 +92,17 @@ def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
     said = ["careful", "careful", "only rank 0", "an <object at 0x7f0>", "only rank 1"]
     assert [str(warning.message) for warning in told] == said
     assert capsys.readouterr().err.splitlines() == ["logged", "an error", "an error"]
+
+
+def test_a_user_s_own_import_of_tensorflow_is_quiet():
+    """And leaves the module as Python makes it; TensorFlow imported first says what it says."""
+    program = (
+        "import raytf\nimport tensorflow as tf\ntf.config.list_physical_devices()\n"
+        "print(type(tf.__loader__).__name__, type(tf.__spec__.loader).__name__)\n"
+        "print(tf.reduce_sum(tf.ones(3)).numpy())"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "SourceFileLoader SourceFileLoader\n3.0\n"
