@@ -12,7 +12,7 @@ import traceback
 
 import cloudpickle
 
-from raytf import autograph_files, fingerprint, legacy_names, optimizers
+from raytf import autograph_files, fingerprint, legacy_names, optimizers, reads
 from raytf.blocks import Blocks
 from raytf.errors import ConfigError
 from raytf.reads import Noted
@@ -312,5 +312,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    # the config that is tried is a dict of raytf's, in which a missing key is the user's line all the same
+    last = next((frame for frame in reversed(frames) if frame.filename != reads.__file__), frames[-1])
     return f"{_first_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"
