@@ -5,6 +5,8 @@ They hold plain strings only, so that they pickle and cross from a worker to the
 
 from __future__ import annotations
 
+import re
+
 
 def first_line(error: object) -> str:
     """The first line of an error's text that is not blank, or ""."""
@@ -15,7 +17,15 @@ def in_a_line(error: BaseException) -> str:
     """Type and first line of an error; of a Python function that a graph of TensorFlow called, the function's own."""
     if type(error).__module__.partition(".")[0] == "tensorflow" and (own := _of_python(str(error))):
         return own
-    return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+    return _of_autograph(str(error)) or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
+def _of_autograph(text: str) -> str:
+    """Type and first line of the error that AutoGraph tells below the user's lines ("in user code:"); "" without."""
+    if not text.lstrip().startswith("in user code:"):
+        return ""
+    _, _, after = text.rpartition('\n    File "')
+    return next((line.strip() for line in after.splitlines()[1:] if re.match(r" {4}\S", line)), "")
 
 
 def _of_python(text: str) -> str:

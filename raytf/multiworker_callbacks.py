@@ -119,9 +119,10 @@ def prepared(model, callbacks):
     else:
         listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     # a callback of one worker alone is enough: what is exchanged after a batch needs all
-    looking = np.int32(any(looks_at_batches(c) for c in listed))
+    looking = any(looks_at_batches(c) for c in listed)
     unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
-    looking, writing = collectives.sum_over_workers(model.distribute_strategy, [looking, np.int32(len(unknown))])
+    told = np.array([looking, len(unknown)], np.int32)
+    ((looking, writing),) = collectives.sum_over_workers(model.distribute_strategy, [told])
     batches = bool(looking)
     folder = scratch.make() if not collectives.is_chief(model.distribute_strategy) else None
     kept = listed if folder is None else list(_redirected(listed, folder))
