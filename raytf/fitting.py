@@ -105,6 +105,7 @@ def fit(
         else _check_batch(validation_batch_size, workers, "validation_batch_size")
     )
     _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, validation_steps)
+    _check_kinds(class_weight, validation_freq)
     users = _callbacks(callbacks)
     if validation_split and validation_data is None:
         if not fit_data.is_arrays(x) or features is not None:
@@ -358,6 +359,16 @@ def _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, valida
         raise ConfigError("validation_split must be at least 0 and less than 1", validation_split, "Change it")
     if validation_steps is not None:
         validation.check_whole("validation_steps", validation_steps, 1)
+
+
+def _check_kinds(class_weight, validation_freq) -> None:
+    if class_weight is not None and not isinstance(class_weight, Mapping):
+        raise ConfigError("class_weight must be a dict of classes to weights", repr(class_weight), "Pass {0: 1.0, ...}")
+    if isinstance(validation_freq, (list, tuple, set, range)):
+        for epoch in validation_freq:
+            validation.check_whole("validation_freq's epochs", epoch, 1)
+    else:
+        validation.check_whole("validation_freq", validation_freq, 1)
 
 
 def _check_steps(steps_per_epoch, data: fit_data.Data, batch: int) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from raytf.errors import ConfigError, ResourceError, TrainingError
+from raytf.errors import ConfigError, ResourceError, TrainingError, in_a_line
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,18 @@ def test_an_error_says_rule_value_and_fix():
 def test_importing_raytf_imports_neither_ray_nor_tensorflow():
     code = "import sys, raytf; print(sorted({'ray', 'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_an_error_in_what_autograph_has_made_is_the_user_s_own():
+    import tensorflow as tf
+
+    def inner(x):
+        raise KeyError(f"no {x.shape}\nhere")
+
+    @tf.function
+    def outer(x):
+        return inner(x) + 1
+
+    with pytest.raises(Exception, match="in user code") as caught:
+        outer(tf.ones(3))
+    assert in_a_line(caught.value) == r"KeyError: 'no (3,)\nhere'"

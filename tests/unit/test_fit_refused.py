@@ -55,6 +55,8 @@ def holds_a_lock():
 
 
 CASES = {
+    "class weights in a list": (model, {"class_weight": [1, 2]}, "class_weight must be a dict"),
+    "never validated": (model, {"validation_data": (X, Y), "validation_freq": 0}, "validation_freq must be an integer"),
     "no model": (lambda: 3, {}, "takes a keras.Model"),
     "not compiled": (uncompiled, {}, "needs a compiled model"),
     "of another strategy": (in_a_scope, {}, "Make the model outside of the scope"),
