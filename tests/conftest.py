@@ -39,7 +39,7 @@ def leaves_nothing_behind():
     threads = []
     for thread in set(threading.enumerate()) - running:
         if not thread.daemon or "_follow" in thread.name:  # pytest could not end before it does, or it is raytf's
-            thread.join(5)
+            thread.join(30)
             threads += [thread.name] * thread.is_alive()
     assert not threads, f"the test left threads running: {threads}"
 

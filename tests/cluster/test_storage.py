@@ -109,7 +109,6 @@ def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
         assert ids(0, 3, 0, 50) == expected(3, 0, 50)
         assert ahead.result(60) == expected(3, 300, 337)
     assert ids(0, 4, 0, 50) == expected(4, 0, 50)
-    server.rest()
     assert ids(1, 3, 310, 337) == expected(3, 310, 337), "the other worker still ends its epoch"
     assert ids(1, 4, 0, 50) == expected(4, 0, 50)
     assert set(server._runs) == {4}, "epochs that all have left are let go"
