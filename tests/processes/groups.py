@@ -71,7 +71,7 @@ class Groups:
         way = "auto" if dtype == "float64" else "ring"
         names = ["--dtype", dtype, "--place", place, "--communication", way, "--only", *WANTED[key]]
         command = ["-m", "tests.processes.worker", "--folder", folder, *names]
-        run_group(processes(place), command, folder, timeout=2400, behind=True, running=self._running)
+        run_group(processes(place), command, folder, timeout=4000, behind=True, running=self._running)
 
     def result(self, dtype, place, name):
         """What each rank of a group returned for a scenario; waits for the group."""
