@@ -87,9 +87,9 @@ def _fit(name: str, strategy, kind: str, batch, execution: int):
     else:
         import keras
     if name == "raytf":
-        from raytf import multiworker_input
+        from raytf import worker_part
 
-        batch = multiworker_input.mark_worker_part(batch)
+        batch = worker_part.mark_worker_part(batch)
     with strategy.scope():
         model, optimizer, loss = _model(keras, kind)
         model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=execution)

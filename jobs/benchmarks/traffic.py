@@ -37,7 +37,7 @@ def once(way: str, steps: str) -> None:
     import keras
     import numpy as np
 
-    from raytf import gradient_ring, multiworker_input, strategy
+    from raytf import gradient_ring, strategy, worker_part
     from raytf import ring as sockets
     from raytf.backend import TensorflowConfig
 
@@ -58,7 +58,7 @@ def once(way: str, steps: str) -> None:
         y = np.argmax(x @ rng.normal(size=(WIDTH, 10)), 1)
         rank = distribution.cluster_resolver.task_id
         data = tf.data.Dataset.from_tensor_slices((x[rank::2], y[rank::2])).repeat().batch(BATCH, drop_remainder=True)
-        data = multiworker_input.mark_worker_part(data)
+        data = worker_part.mark_worker_part(data)
         model.fit(data, steps_per_epoch=8, epochs=1, verbose=0)
         ring = gradient_ring.of(distribution)
         sent = ring.ring.sent if ring else 0

@@ -202,6 +202,8 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
         raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2)], num_workers=2, **ARGUMENTS)
     assert_same(model, two)
     model, at = make(), []
+    # a shell that runs pytest behind has it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
         until = time.monotonic() + 120
@@ -211,8 +213,11 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2, str(tmp_path))], num_workers=2, **ARGUMENTS)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2, str(tmp_path))], num_workers=2, **ARGUMENTS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     processes = [psutil.Process(int(pid)) for pid in os.listdir(tmp_path) if psutil.pid_exists(int(pid))]
     _, alive = psutil.wait_procs(processes, timeout=max(0.1, 5 - (time.monotonic() - at[0])))
     assert not alive

@@ -257,11 +257,11 @@ while not os.path.exists("ready"):
     [
         (["nowhere.py"], "The script must be a file that exists; received: 'nowhere.py'"),
         (["--module", "nowhere"], "a module that can be imported from the current folder"),
-        (["--num-workers", 0, "one_fails.py"], "num_workers must be at least 1"),
+        (["--num-workers", 0, "one_fails.py"], "num_workers must be an integer of at least 1"),
         (["--num-workers", 2, "--num-ps", 1, "--chief", "one_fails.py"], "Leave the chief out"),
         (["--num-workers", 40, "one_fails.py"], "The cluster must be able to hold 40 tasks (40 CPU)"),
         (["--env", "RAYTF_NOT_SET", "one_fails.py"], "the NAME of a variable that is set"),
-        (["--max-restarts", -1, "one_fails.py"], "max_restarts must be at least 0"),
+        (["--max-restarts", -1, "one_fails.py"], "max_restarts must be an integer of at least 0"),
     ],
 )
 def test_wrong_calls_say_why(arguments, says):
