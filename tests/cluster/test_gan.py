@@ -87,6 +87,10 @@ def saved(result) -> dict:
 @pytest.mark.timeout(400)
 def test_a_gan_trains_as_on_one_worker_and_goes_on_after_a_kill(tmp_path):
     """97 rows in batches of 24: in the last step one worker has no row. A kill changes no bit of either optimizer."""
+    import keras
+
+    keras.config.set_floatx("float64")  # what is loaded here is built here
+    keras.config.set_dtype_policy("float64")
     one, two = (trainer(tmp_path, f"w{n}", n).fit() for n in (1, 2))
     killed = trainer(tmp_path, "killed", 2, str(tmp_path / "marker")).fit()
     assert (tmp_path / "marker").exists(), "no kill happened"
