@@ -85,12 +85,9 @@ def _worker_context(config: TensorflowConfig):
         strategy.prepared(config),
         spoken(chief, config.board),
         once.shown(config.warned),
+        legacy_names.explained(),
     ):
-        try:
-            yield
-        except Exception as error:
-            legacy_names.explain(error)
-            raise
+        yield
 
 
 @contextlib.contextmanager
@@ -98,12 +95,8 @@ def context_here(config: TensorflowConfig):
     """Prepares the driver's own process for a train loop; what it prints, and how, is left as it is."""
     from raytf import strategy
 
-    with strategy.prepared(config):
-        try:
-            yield
-        except Exception as error:
-            legacy_names.explain(error)
-            raise
+    with strategy.prepared(config), legacy_names.explained():
+        yield
 
 
 # ------------------------------------------------------------------------------------------ on the worker

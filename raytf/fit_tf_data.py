@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
 
 from raytf.errors import ConfigError, in_a_line
 
@@ -54,11 +53,7 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any]) -> t
     except ValueError as error:
         raise _refused(name, f"batches of different shapes ({error})", "Pad all rows to one length") from error
     structure = tf.nest.pack_sequence_as(dataset.element_spec, whole)
-    return keras.utils.unpack_x_y_sample_weight(_plain(structure)), batch, shuffles
-
-
-def _plain(structure):
-    return tree.map_structure(lambda leaf: leaf, structure)
+    return keras.utils.unpack_x_y_sample_weight(structure), batch, shuffles
 
 
 def _refused(name: str, received: str, fix: str) -> ConfigError:

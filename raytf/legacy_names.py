@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -41,6 +42,16 @@ def explain(error: BaseException, way: str = _TRAINER) -> None:
     sentence = hint(error, way)
     if sentence is not None:
         raise Keras2Error(f"{in_a_line(error).rstrip('.')}; {sentence}") from error
+
+
+@contextlib.contextmanager
+def explained():
+    """Within it, an error of a user's train loop is explained, or comes as it is."""
+    try:
+        yield
+    except Exception as error:
+        explain(error)
+        raise
 
 
 def hint(error: BaseException, way: str = _TRAINER) -> str | None:
