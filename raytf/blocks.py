@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import pyarrow as pa
 import ray
 from ray.data._internal.logical.operators import AbstractFrom, InputData
 from ray.data._internal.pandas_block import PandasBlockSchema
+from ray.util.debug import reset_log_once
 
 from raytf import columns as columns_module
 from raytf import sources
@@ -205,11 +207,32 @@ def quiet():
     before = {name: logging.getLogger(name).level for name in levels}
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+    filtered = _NeedsNoCpu()
+    logger = logging.getLogger("ray.data.dataset")
+    logger.addFilter(filtered)
     try:
         yield
     finally:
+        logger.removeFilter(filtered)
+        if filtered.dropped:  # for the next dataset, which may be the user's
+            reset_log_once("cpu_warning")
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+class _NeedsNoCpu(logging.Filter):
+    """Drops Ray Data's "will hang" without a free CPU: raytf's reads ask for none, and `streams.watched` says if they
+    wait. Ray counts the CPUs of a group that has just ended for a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropped = False
+        self._thread = threading.get_ident()
+
+    def filter(self, record) -> bool:
+        drop = threading.get_ident() == self._thread and "does not have any available CPUs" in str(record.msg)
+        self.dropped |= drop
+        return not drop
 
 
 def limit_footer_readers(dataset) -> None:
