@@ -89,7 +89,7 @@ def token_loader():
 
 
 def enable_token_auth() -> None:
-    """Has this process and its children send the token, as RAY_AUTH_MODE does where it is set before Ray is imported."""
+    """Has this process and its children send the token, as RAY_AUTH_MODE does that is set before the import."""
     os.environ[AUTH_MODE] = "token"
     from ray._raylet import Config  # read when Ray was imported
 
@@ -165,7 +165,7 @@ def most_resources() -> dict | None:
 
 @uses("ray._private.state:GlobalState.get_draining_nodes")
 def draining() -> dict[str, int]:
-    """When each drained node goes, by its id, in milliseconds of UNIX time; the public way needs Ray Train's controller."""
+    """When each drained node goes, by its id, in milliseconds of UNIX time; the public way needs Ray Train."""
     return ray._private.state.state.get_draining_nodes()
 
 
