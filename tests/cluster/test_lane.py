@@ -16,9 +16,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raytf
-from raytf import guard, watch
-from raytf.guard import FrozenError, Guard
-from raytf.lane import Job, Lane, LaneLostError
+from raytf import liveness
+from raytf.runtime import guard
+from raytf.runtime.guard import FrozenError, Guard
+from raytf.train.worker_group import Job, Lane, LaneLostError
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
@@ -52,7 +53,7 @@ class Leader:
     """Stands for a trial's actor."""
 
     def __init__(self):
-        guard._PATIENCE_SECONDS, watch.STOPPED_SECONDS, watch.LOOK_SECONDS = 0.5, 2.0, 0.5
+        guard._PATIENCE_SECONDS, liveness.STOPPED_SECONDS, liveness.LOOK_SECONDS = 0.5, 2.0, 0.5
 
     def open(self, tensorflow_config) -> str:
         try:
@@ -104,7 +105,7 @@ def test_hosts_are_looked_at_by_an_actor_there(monkeypatch):
     for name, seconds in (("_PATIENCE_SECONDS", 0.0), ("_SILENT_SECONDS", 1.0)):
         monkeypatch.setattr(guard, name, seconds)
     for name in ("STOPPED_SECONDS", "LOOK_SECONDS"):
-        monkeypatch.setattr(watch, name, 0.3)
+        monkeypatch.setattr(liveness, name, 0.3)
     actor = ray.remote(Sleeper).options(num_cpus=0).remote()
     place = ray.get(actor.place.remote())
     looks = Guard({"worker 3": place})

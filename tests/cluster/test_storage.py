@@ -11,9 +11,9 @@ import pytest
 import ray
 
 import raytf
-from raytf import pieces, storage
+from raytf.data import ingest, partitions
+from raytf.data.sampling import Order
 from raytf.errors import ConfigError
-from raytf.order import Order
 from tests.cluster import models
 from tests.cluster.test_trainer import assert_equal, trainer
 
@@ -48,7 +48,7 @@ def streamed(tmp_path, folder, workers, name, **kwargs):
 @pytest.mark.slow
 def test_streams_train_alike_on_any_number_of_workers_and_after_a_kill(folder, tmp_path, monkeypatch):
     """Small pieces, so that an epoch has many; what reads dies in the first epoch, the chief in the second."""
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(partitions, "_PIECE_BYTES", 4000)
 
     def callbacks(config):
         if "kill" not in config:
@@ -64,31 +64,31 @@ def test_streams_train_alike_on_any_number_of_workers_and_after_a_kill(folder, t
 
 
 def test_a_dataset_is_cut_into_pieces_that_come_in_any_order(folder, monkeypatch):
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 3000)
+    monkeypatch.setattr(partitions, "_PIECE_BYTES", 3000)
     dataset = ray.data.read_parquet(str(folder)).map_batches(lambda b: {"id": b["id"], "x": b["x0"] * 2})
-    found = pieces.cut(dataset)
+    found = partitions.cut(dataset)
     assert sum(found.rows) == 337 and len(found.rows) > 10
     starts = np.cumsum([0, *found.rows])
     chosen = [5, 0, 3]
     ids = [row["id"] for row in found.dataset(chosen).iter_rows()]
     assert ids == [i for piece in chosen for i in range(starts[piece], starts[piece + 1])]
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 20_000)
-    filtered = pieces.cut(dataset.filter(lambda row: row["id"] % 3 == 0))
+    monkeypatch.setattr(partitions, "_PIECE_BYTES", 20_000)
+    filtered = partitions.cut(dataset.filter(lambda row: row["id"] % 3 == 0))
     assert sum(filtered.rows) == 113
 
 
 @pytest.mark.parametrize("change", [lambda d: d.sort("id"), lambda d: d.limit(7), lambda d: d.union(d)])
 def test_what_needs_all_rows_at_once_cannot_be_streamed(folder, change):
     with pytest.raises(ConfigError, match="A streamed dataset must be a source"):
-        pieces.cut(change(ray.data.read_parquet(str(folder))))
+        partitions.cut(change(ray.data.read_parquet(str(folder))))
 
 
 def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
     """Two workers, an epoch's end that one reaches before the other, and a start in the middle."""
-    from raytf.streams import Server
+    from raytf.data.streamed import Server
 
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 3000)
-    found = pieces.cut(ray.data.read_parquet(str(folder)))
+    monkeypatch.setattr(partitions, "_PIECE_BYTES", 3000)
+    found = partitions.cut(ray.data.read_parquet(str(folder)))
     server, order = Server(found), Order(rows=found.rows, global_batch=10, shuffle="window", window=50)
     natural = np.cumsum([0, *found.rows])
 
@@ -120,16 +120,16 @@ def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
 def test_what_fits_is_kept_and_the_rest_is_streamed(folder, monkeypatch):
     from ray.train import ScalingConfig
 
-    from raytf.blocks import Blocks
-    from raytf.streams import Stream
+    from raytf.data.stored import Blocks
+    from raytf.data.streamed import Stream
 
     def kind(how, datasets):
-        return type(storage.read_all(datasets, how, ScalingConfig(num_workers=2))["train"])
+        return type(ingest.read_all(datasets, how, ScalingConfig(num_workers=2))["train"])
 
     dataset = ray.data.read_parquet(str(folder))
     assert kind("auto", {"train": dataset}) is Blocks
     assert kind("stream", {"train": dataset}) is Stream
-    monkeypatch.setattr(storage, "_SHARE", 1e-9)
+    monkeypatch.setattr(ingest, "_SHARE", 1e-9)
     assert kind("auto", {"train": dataset}) is Stream
     assert kind("object_store", {"train": dataset}) is Blocks
     assert kind("auto", {"train": models.dataset()}) is Blocks

@@ -10,7 +10,8 @@ import tempfile
 import pytest
 import tensorflow as tf
 
-from raytf import autograph_files, scratch
+from raytf.compat import autograph_files
+from raytf.storage import scratch
 
 
 @pytest.fixture

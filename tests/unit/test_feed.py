@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 import tensorflow as tf
 
-from raytf import feed as feed_module
-from raytf.blocks import Blocks
-from raytf.columns import Column, parse
+from raytf.data import feed as feed_module
+from raytf.data.columns import Column, parse
+from raytf.data.feed import Feed
+from raytf.data.stored import Blocks
 from raytf.errors import ConfigError
-from raytf.feed import Feed
 
 ROWS = 103
 

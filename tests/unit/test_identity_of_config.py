@@ -13,7 +13,7 @@ PROGRAM = """
 import json, sys
 import cloudpickle, numpy as np, pyarrow as pa
 from raytf import columns, inspection
-from raytf.blocks import Blocks
+from raytf.data.stored import Blocks
 
 def keras_model(loss="mse"):
     import keras

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from raytf import once, quiet
+from raytf.console import once, quiet
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",

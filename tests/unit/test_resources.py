@@ -1,4 +1,4 @@
-from raytf.resources import fits, placed
+from raytf.runtime.resources import fits, placed
 
 
 def test_workers_are_counted_by_node():

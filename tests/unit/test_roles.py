@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf import roles
 from raytf.errors import ConfigError
-from raytf.roles import Exit, Task
+from raytf.runtime import roles
+from raytf.runtime.roles import Exit, Task
 
 SURVIVOR = "Traceback (most recent call last):\n  File 'x'\ntensorflow.UnavailableError: Socket closed\nmore of it"
 CULPRIT = "Traceback (most recent call last):\n  File 'x'\nValueError: units must be odd\n{{node x}}"

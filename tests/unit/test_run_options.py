@@ -62,7 +62,7 @@ def test_told_before_ray_is_imported(folder, command):
 
 
 def test_what_is_right_is_taken(folder, monkeypatch):
-    from raytf.launch_spec import Script
+    from raytf.launch.spec import Script
 
     monkeypatch.chdir(folder)
     (folder / "package" / "inner.py").write_text("")

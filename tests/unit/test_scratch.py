@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from raytf import scratch
+from raytf.storage import scratch
 
 MAKES = "from raytf import scratch; print(scratch.make(), flush=True); input()"
 

@@ -6,9 +6,9 @@ import pathlib
 import ray.util
 
 import raytf
-from raytf import ring
-from raytf.folders import folder
-from raytf.tasks import Runner
+from raytf.collectives import ring
+from raytf.launch.runner import Runner
+from raytf.storage.shared_folders import folder
 
 SCRIPT = """
 import os, subprocess, sys
@@ -19,7 +19,7 @@ for name in ("environ", "cmdline"):
     with open(f"/proc/self/{name}", "rb") as file:
         found = file.read()
     print(token in found or token.hex().encode() in found)
-child = "import raytf.ring; print(raytf.ring.token())"
+child = "import raytf.collectives.ring; print(raytf.collectives.ring.token())"
 print(subprocess.run([sys.executable, "-c", child], capture_output=True).stdout)
 """
 
