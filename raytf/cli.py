@@ -145,7 +145,7 @@ def sweep(model, domains, **options):
     def largest():
         from raytf.tune import space
 
-        known = space.values(space.parse(written).get("num_workers", 1), "num_workers")
+        known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
         return max((n for n in known if isinstance(n, int)), default=1)
 
     trainer = _trainer(model, options, largest=largest)
@@ -201,9 +201,9 @@ def run(script, arguments, address, env, ports, **options):
     The exit code is that of the process that failed first. Processes run in the current folder where their node sees
     it, else in a copy.
     """
-    from raytf.launch.spec import Script
+    from raytf.launch.spec import LaunchSpec
 
-    made = Script(
+    made = LaunchSpec(
         script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
     )
     from raytf.launch.launcher import run as run_script

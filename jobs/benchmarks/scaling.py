@@ -43,7 +43,7 @@ def _loop(config):
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {cores[ray.train.get_context().get_world_rank() % len(cores)]})
     strategy = raytf.get_strategy()
-    with input_wait.measured() as waited:
+    with input_wait.measure_input_wait() as waited:
         dataset = raytf.get_dataset("train", batch_size=config["batch"], features="image", labels="label")
         with strategy.scope():
             model = keras.Sequential(common.small_cnn(keras))

@@ -49,12 +49,12 @@ def requests(count: int, repeats: int) -> dict:
     import ray
 
     from raytf.data import streamed
-    from raytf.data.sampling import Order
+    from raytf.data.sampling import Sampler
 
     found, table = pieces_of(count)
-    whole = Order(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
+    whole = Sampler(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
     order = streamed.without_rows(whole)
-    server = streamed.Server(found)
+    server = streamed.StreamServer(found)
     stop = whole.chunk_steps * BATCH
     server.rows(0, 2, order, 0, 0, 1)  # Ray's processes are there
     server.rest()
@@ -86,7 +86,7 @@ def share(workers: int) -> dict:
     from raytf.data import columns, reader, sampling, streamed
 
     found, table = pieces_of(2 * WINDOW // ROWS)
-    place = sampling.Order(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
+    place = sampling.Sampler(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
     epoch, steps = place.epoch(0), slice(0, place.chunk_steps)
     start, stop = epoch.bounds(0)
     names = columns.parse(table.column_names, "features")

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from raytf.data import columns as columns_module
 from raytf.data.columns import Columns
-from raytf.data.gather import Lists, Source
+from raytf.data.gather import ColumnSource, Lists
 from raytf.errors import ConfigError
 
 
-class Tensors:
+class BatchSpec:
     """What a batch consists of.
 
     Args:
@@ -35,18 +35,18 @@ class Tensors:
         self.bucket: int | None = buckets[0] if buckets else None
         self.seeded = map is not None
 
-    def of(self, sources: Sequence[Source]) -> Shape:
+    def of(self, sources: Sequence[ColumnSource]) -> Batcher:
         """With the shapes and dtypes of the sources of these columns."""
-        return Shape(self._structure, self.columns, sources, self._map)
+        return Batcher(self._structure, self.columns, sources, self._map)
 
 
 @dataclass
-class Shape:
+class Batcher:
     """How superblocks become batches."""
 
     structure: tuple
     columns: list[Columns]
-    sources: Sequence[Source]
+    sources: Sequence[ColumnSource]
     map: Callable | None
 
     @property

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from raytf.data import batches, sampling, worker_part
 from raytf.data.reader import Reader, StreamReader, open_reader
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.runtime.topology import share
 
@@ -27,12 +27,12 @@ class Feed:
     """One worker's part of a dataset.
 
     Args:
-        blocks: where the rows lie: `stored.Blocks`, or a `streamed.Stream`.
+        blocks: where the rows lie: `stored.StoredDataset`, or a `streamed.StreamedDataset`.
         features, labels, sample_weights: parsed columns (`columns.parse`); labels and weights may be None.
         global_batch: rows of a step over all workers.
         worker, workers: this worker's rank and the number of workers.
         seed: of the shuffle.
-        shuffle: "full", "window" or "none", see `sampling.Order`.
+        shuffle: "full", "window" or "none", see `sampling.Sampler`.
         window: rows of a window.
         drop_remainder: leave out the last step of an epoch where it is smaller.
         map: map(features, labels, weights, seeds) -> the same without seeds; parts that are None are left out. In
@@ -52,7 +52,7 @@ class Feed:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: StoredDataset,
         *,
         features,
         labels=None,
@@ -72,11 +72,11 @@ class Feed:
         if shuffle not in sampling.SHUFFLES:
             raise ConfigError(f"shuffle must be one of {', '.join(sampling.SHUFFLES)}", repr(shuffle), "Choose one")
         self._place = {"global_batch": global_batch, "worker": worker, "workers": workers}
-        self._order = sampling.Order(
+        self._order = sampling.Sampler(
             rows=tuple(blocks.rows), global_batch=global_batch, seed=seed, shuffle=shuffle, window=window
         )
         structure = tuple(spec for spec in (features, labels, sample_weights) if spec is not None)
-        self._tensors = batches.Tensors(structure, map)
+        self._tensors = batches.BatchSpec(structure, map)
         seen = blocks.first() if shapes_only and blocks.rows else blocks
         self._reader: Reader = open_reader(seen, self._tensors.columns, self._order, *(reader or (worker, workers)))
         if isinstance(self._reader, StreamReader) and reader is None:

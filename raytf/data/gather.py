@@ -24,8 +24,8 @@ _CACHED_BYTES = 256 << 10  # of rows that are brought together before they go wh
 COPIED_BYTES = 64 << 20
 
 
-def source(tables: Sequence[pa.Table], columns: Columns, copied_bytes: float = math.inf) -> Source:
-    """The `Source` that fits the columns' types.
+def source(tables: Sequence[pa.Table], columns: Columns, copied_bytes: float = math.inf) -> ColumnSource:
+    """The `ColumnSource` that fits the columns' types.
 
     Args:
         tables: that hold the columns.
@@ -49,7 +49,7 @@ def source(tables: Sequence[pa.Table], columns: Columns, copied_bytes: float = m
     return Dense(tables, column)
 
 
-class Source:
+class ColumnSource:
     """Rows of one tensor.
 
     Attributes:
@@ -101,7 +101,7 @@ class Places:
         return (int(self.table[0]), int(self.row[0])) if (np.diff(self.row) == 1).all() else None
 
 
-class Dense(Source):
+class Dense(ColumnSource):
     """Rows of one shape."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
@@ -121,7 +121,7 @@ class Dense(Source):
         return (self._arrays.take(places),)
 
 
-class Stacked(Source):
+class Stacked(ColumnSource):
     """Columns of single numbers that become one float32 vector.
 
     In a copy of them all where that is small; else out of the columns themselves, which takes about ten times as long
@@ -230,7 +230,7 @@ def _items(array: np.ndarray) -> np.ndarray:
     return array.reshape(len(array), width // array.dtype.itemsize).view(np.dtype((np.void, width)))[:, 0]
 
 
-class Texts(Source):
+class Texts(ColumnSource):
     """Strings or bytes."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
@@ -246,7 +246,7 @@ class Texts(Source):
         return (out,)
 
 
-class Lists(Source):
+class Lists(ColumnSource):
     """Lists of numbers whose lengths differ."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):

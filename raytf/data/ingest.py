@@ -13,23 +13,23 @@ from ray.data._internal.logical.operators import AbstractFrom, InputData
 from raytf.data import partitions as pieces_module
 from raytf.data import stored as blocks_module
 from raytf.data import streamed
-from raytf.data.partitions import Pieces
-from raytf.data.stored import Blocks, as_table
+from raytf.data.partitions import Partitions
+from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
 
 STORAGES = ("auto", "object_store", "stream")
 # Of the smallest node's object store: every node may come to hold every block, beside what Ray keeps there.
-_SHARE = 0.3
+_STORE_FRACTION = 0.3
 # What sources hold is about so much larger once it is decoded; only says which datasets are looked at more closely.
-_EXPANDS = 8
+_PARQUET_EXPANSION = 8
 # Bytes of the first piece that are looked at, at most.
-_LOOKED_AT = 256 << 20
+_MEASURED_BYTES = 256 << 20
 _SAMPLE_ROWS = 1000
 
 
 def read_all(
     datasets: Mapping, storage: str | Mapping[str, str], scaling_config, specs: Mapping | None = None
-) -> dict[str, Blocks | streamed.Stream]:
+) -> dict[str, StoredDataset | streamed.StreamedDataset]:
     """Each of a run's datasets, at the same time: most of a small one's time is Ray's start-up.
 
     Args:
@@ -59,7 +59,7 @@ def of(storage: str | Mapping[str, str], name: str) -> str:
     return storage if isinstance(storage, str) else storage.get(name, "auto")
 
 
-def _read(name: str, dataset, storage: str, workers: int, specs: Mapping) -> Blocks | streamed.Stream:
+def _read(name: str, dataset, storage: str, workers: int, specs: Mapping) -> StoredDataset | streamed.StreamedDataset:
     dataset = blocks_module.projected(dataset, specs)
     with streamed.watched(name):
         found = _to_stream(name, dataset, storage)
@@ -67,27 +67,27 @@ def _read(name: str, dataset, storage: str, workers: int, specs: Mapping) -> Blo
         return streamed.materialized(name, dataset, specs)
     pieces, sample = found
     if sample is None:
-        return Blocks([], [], list(dataset.schema().names))
+        return StoredDataset([], [], list(dataset.schema().names))
     return streamed.open_stream(pieces, sample.column_names, sample.slice(0, _SAMPLE_ROWS), workers, name)
 
 
-def _to_stream(name: str, dataset, storage: str) -> tuple[Pieces, pa.Table | None] | None:
+def _to_stream(name: str, dataset, storage: str) -> tuple[Partitions, pa.Table | None] | None:
     """The pieces of a dataset that is to be streamed, and rows of it if there are any."""
     dag = dataset._logical_plan.dag
     # what lies in the object store is read from there anyhow
     if storage == "object_store" or (storage == "auto" and isinstance(dag, InputData | AbstractFrom)):
         return None
     room = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
-    fits = _SHARE * room
+    fits = _STORE_FRACTION * room
     size = pieces_module.source_bytes(dataset)
-    if storage == "auto" and size is not None and _EXPANDS * size <= fits:
+    if storage == "auto" and size is not None and _PARQUET_EXPANSION * size <= fits:
         return None
     try:
         pieces = pieces_module.divide(dataset)
     except ConfigError as error:
         if storage == "stream":
             raise
-        if size is None or _EXPANDS * size > fits:
+        if size is None or _PARQUET_EXPANSION * size > fits:
             about = "of unknown size" if size is None else f"of {_gib(size)} or more"
             streamed.say(
                 f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, which goes to disk when it is "
@@ -104,7 +104,7 @@ def _to_stream(name: str, dataset, storage: str) -> tuple[Pieces, pa.Table | Non
     return pieces, sample
 
 
-def _first(pieces: Pieces) -> list[pa.Table]:
+def _first(pieces: Partitions) -> list[pa.Table]:
     """Blocks of the first piece: all, or as many as are needed to guess; a large file may be one piece."""
     found: list[pa.Table] = []
     if not pieces.rows:
@@ -112,7 +112,7 @@ def _first(pieces: Pieces) -> list[pa.Table]:
     with pieces_module.executed(pieces.dataset([0])) as bundles:
         for bundle in bundles:
             found += [as_table(block) for block in ray.get(bundle.block_refs)]
-            if sum(block.nbytes for block in found) > _LOOKED_AT and any(block.num_rows for block in found):
+            if sum(block.nbytes for block in found) > _MEASURED_BYTES and any(block.num_rows for block in found):
                 break
     return found
 
@@ -121,8 +121,8 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 
-def describe(name: str, found: Blocks | streamed.Stream, shuffle: str) -> str:
+def describe(name: str, found: StoredDataset | streamed.StreamedDataset, shuffle: str) -> str:
     """A line that says where a dataset is kept, and how it is shuffled."""
-    where = "streamed in every epoch" if isinstance(found, streamed.Stream) else "kept in the object store"
+    where = "streamed in every epoch" if isinstance(found, streamed.StreamedDataset) else "kept in the object store"
     shuffled = {"full": "shuffled", "window": "shuffled by windows", "none": "in its own order"}[shuffle]
     return f"{name}: {sum(found.rows):,} rows, {where}, {shuffled}"

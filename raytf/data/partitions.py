@@ -84,7 +84,7 @@ class Bundles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class Partitions:
     """Parts of a dataset.
 
     Args:
@@ -115,12 +115,12 @@ class Pieces:
         return [self.parts.bundle(number, number + 1) for number in numbers]
 
 
-def cut(dataset: Dataset) -> Pieces:
+def cut(dataset: Dataset) -> Partitions:
     """The pieces of a dataset, with their rows; see `divide` and `counted`."""
     return counted(divide(dataset))
 
 
-def divide(dataset: Dataset) -> Pieces:
+def divide(dataset: Dataset) -> Partitions:
     """The pieces of a dataset.
 
     Their rows are unknown where the source does not tell them (CSV, JSON, text, ...), or an operator may change their
@@ -157,10 +157,10 @@ def divide(dataset: Dataset) -> Pieces:
         raise _not_cut(f"the source {source.name}")
     if any(op.can_modify_num_rows for op in operators[:-1] if not isinstance(op, ReadFiles)):
         rows = [None] * len(rows)
-    return Pieces(tuple(rows), size, np.arange(len(rows)), parts, dag, context)
+    return Partitions(tuple(rows), size, np.arange(len(rows)), parts, dag, context)
 
 
-def counted(pieces: Pieces, say: Callable[[str], None] = lambda text: None) -> Pieces:
+def counted(pieces: Partitions, say: Callable[[str], None] = lambda text: None) -> Partitions:
     """The same pieces without those that hold no row; where rows are unknown, all is executed once, to count.
 
     Args:
@@ -405,7 +405,7 @@ def _uncounted(operators: list) -> str:
     return changing[-2 if len(changing) > 1 and isinstance(changing[-1], ReadFiles) else -1].name
 
 
-def _counted(pieces: Pieces) -> list[int]:
+def _counted(pieces: Partitions) -> list[int]:
     """The rows of each piece, by one execution for many: each piece is one task, that says what it counted."""
     dag = _countable(pieces.dag)
     rows = [0] * len(pieces.rows)

@@ -14,10 +14,10 @@ from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.data.columns import Columns
-from raytf.data.gather import COPIED_BYTES, Lists, Places, Source, source
-from raytf.data.sampling import Epoch, Order, Ranges
-from raytf.data.stored import Blocks, as_table
-from raytf.data.streamed import Part, Stream, without_rows
+from raytf.data.gather import COPIED_BYTES, ColumnSource, Lists, Places, source
+from raytf.data.sampling import Epoch, Ranges, Sampler
+from raytf.data.stored import StoredDataset, as_table
+from raytf.data.streamed import Part, StreamedDataset, without_rows
 
 # How often blocks may be lost, one time after the other, before a chunk is given up.
 _TRIES = 10
@@ -32,7 +32,7 @@ class Reader:
         sources: of the columns, for their shapes and dtypes.
     """
 
-    sources: list[Source]
+    sources: list[ColumnSource]
 
     def chunks(self, epoch: Epoch, number: int, first: int) -> Iterator[tuple[int, Rows]]:
         """Each chunk of an epoch from `first` on, with its rows.
@@ -57,7 +57,7 @@ class Rows:
         tables: index of each table in the sources, in the stream's order.
     """
 
-    def __init__(self, sources: Sequence[Source], starts: np.ndarray, tables: np.ndarray):
+    def __init__(self, sources: Sequence[ColumnSource], starts: np.ndarray, tables: np.ndarray):
         # few tables: of so small a type that NumPy sorts by counting
         tables = tables.astype(np.int16) if len(tables) < 2**15 else tables
         self._sources, self._starts, self._tables = sources, starts, tables
@@ -82,7 +82,7 @@ class Rows:
 class StoredReader(Reader):
     """Rows of blocks that all lie in the object store."""
 
-    def __init__(self, blocks: Blocks, columns: Sequence[Columns]):
+    def __init__(self, blocks: StoredDataset, columns: Sequence[Columns]):
         tables = [as_table(block) for block in blocks.get()]
         parts = [_in_one_piece(table) for table in tables]
         if sum(table.nbytes for table in tables) <= COPIED_BYTES:
@@ -112,13 +112,13 @@ def _in_one_piece(table: pa.Table) -> list[pa.Table]:
 
 
 class StreamReader(Reader):
-    """Rows of a `streamed.Stream`: the next chunk is fetched while one is used.
+    """Rows of a `streamed.StreamedDataset`: the next chunk is fetched while one is used.
 
     Attributes:
         prepare: prepare(epoch, number, chunk, rows), called for each chunk before it is given, to fetch what is needed.
     """
 
-    def __init__(self, stream: Stream, columns: Sequence[Columns], order: Order, worker: int, workers: int):
+    def __init__(self, stream: StreamedDataset, columns: Sequence[Columns], order: Sampler, worker: int, workers: int):
         self._stream, self._columns, self._order = stream, columns, without_rows(order)
         self._who = (worker, workers)
         self.prepare: Callable = lambda epoch, number, chunk, rows: None
@@ -301,14 +301,16 @@ def _near(function, wanted: list, arguments: tuple, *blocks):
     return function(wanted, *arguments, *blocks)
 
 
-def sources(tables: Sequence[pa.Table], columns: Sequence[Columns], copied_bytes: float = math.inf) -> list[Source]:
+def sources(
+    tables: Sequence[pa.Table], columns: Sequence[Columns], copied_bytes: float = math.inf
+) -> list[ColumnSource]:
     """One for each of `columns`; a column that is named twice is read once. See `gather.source`."""
     known = {c: source(tables, c, copied_bytes) for c in dict.fromkeys(columns)}
     return [known[c] for c in columns]
 
 
-def open_reader(blocks, columns: Sequence[Columns], order: Order, worker: int, workers: int) -> Reader:
+def open_reader(blocks, columns: Sequence[Columns], order: Sampler, worker: int, workers: int) -> Reader:
     """The reader of what `stored.read` gave."""
-    if isinstance(blocks, Stream):
+    if isinstance(blocks, StreamedDataset):
         return StreamReader(blocks, columns, order, worker, workers)
     return StoredReader(blocks, columns)

@@ -121,7 +121,7 @@ def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Sampler:
     """The order of a dataset's rows in every epoch.
 
     Rows are numbered as the dataset has them; they come in pieces (blocks, or parts of files) that can be read alone.
@@ -196,7 +196,7 @@ class Epoch:
     it. Where the order of the pieces is that of the dataset, it is the row's number.
     """
 
-    def __init__(self, order: Order, epoch: int):
+    def __init__(self, order: Sampler, epoch: int):
         self._order, self._epoch = order, epoch
         self.pieces = order.pieces(epoch)
         rows = np.asarray(order.rows, np.int64)

@@ -26,7 +26,7 @@ _FIRST_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class Blocks:
+class StoredDataset:
     """Where the rows of a dataset lie.
 
     Args:
@@ -43,13 +43,13 @@ class Blocks:
         """The blocks, without a copy where they lie in this node's store."""
         return [ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref for ref in self.refs]
 
-    def first(self) -> Blocks:
+    def first(self) -> StoredDataset:
         """The first block alone."""
-        return Blocks(self.refs[:1], self.rows[:1], self.columns)
+        return StoredDataset(self.refs[:1], self.rows[:1], self.columns)
 
-    def here(self) -> Blocks:
+    def here(self) -> StoredDataset:
         """The same with the blocks themselves."""
-        return Blocks(self.get(), self.rows, self.columns)
+        return StoredDataset(self.get(), self.rows, self.columns)
 
 
 def as_table(block) -> pa.Table:
@@ -57,7 +57,7 @@ def as_table(block) -> pa.Table:
     return block if isinstance(block, pa.Table) else pa.Table.from_pandas(block, preserve_index=False)
 
 
-def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None) -> Blocks:
+def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None) -> StoredDataset:
     """Executes a `ray.data.Dataset` into the object store.
 
     The order of its rows is the same in every execution, as the order of training is counted in rows.
@@ -84,10 +84,12 @@ def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None)
         found = [block for block in found if block.metadata.num_rows]
         schema = materialized.schema()
         columns = known or _names(specs or {}) or ([] if schema is None else list(schema.names))
-        return Blocks([block.ref for block in found], [block.metadata.num_rows for block in found], list(columns))
+        return StoredDataset(
+            [block.ref for block in found], [block.metadata.num_rows for block in found], list(columns)
+        )
 
 
-def first(dataset, specs: Mapping, prepare: Callable | None = None) -> Blocks:
+def first(dataset, specs: Mapping, prepare: Callable | None = None) -> StoredDataset:
     """The first rows of a dataset, for shapes and dtypes; of files no more is read than holds these.
 
     Args:

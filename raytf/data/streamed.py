@@ -19,9 +19,9 @@ import ray
 
 from raytf.data import partitions
 from raytf.data import stored as stored_module
-from raytf.data.partitions import AT_ONCE, Pieces
-from raytf.data.sampling import Order
-from raytf.data.stored import Blocks
+from raytf.data.partitions import AT_ONCE, Partitions
+from raytf.data.sampling import Sampler
+from raytf.data.stored import StoredDataset
 from raytf.errors import StreamError
 from raytf.runtime import resources
 
@@ -35,8 +35,8 @@ _DEADLINE_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
-class Stream:
-    """A dataset that is streamed; stands where `stored.Blocks` stand for one in the object store.
+class StreamedDataset:
+    """A dataset that is streamed; stands where `stored.StoredDataset` stand for one in the object store.
 
     Args:
         rows: rows of each piece.
@@ -45,7 +45,7 @@ class Stream:
         name: of the dataset, for messages.
         workers: how many will ask at once.
         pieces: of the dataset, in the object store.
-        server: the `Server` actor.
+        server: the `ServerActor` actor.
     """
 
     rows: tuple[int, ...]
@@ -56,11 +56,11 @@ class Stream:
     pieces: Any = field(repr=False)
     server: Any = field(repr=False)
 
-    def first(self) -> Blocks:
+    def first(self) -> StoredDataset:
         """The first rows alone."""
-        return Blocks([self.sample], [self.sample.num_rows], self.columns)
+        return StoredDataset([self.sample], [self.sample.num_rows], self.columns)
 
-    def another(self) -> Stream:
+    def another(self) -> StreamedDataset:
         """The same dataset from a server of its own, for workers that train apart; ends with this process."""
         return replace(self, server=_server(self.name, self.workers))
 
@@ -68,7 +68,7 @@ class Stream:
         """Lets go of what was read for workers that have stopped."""
         ray.wait([self.server.rest.remote()], timeout=_ANSWER_SECONDS)
 
-    def request(self, worker: int, workers: int, order: Order, epoch: int, start: int, stop: int) -> list[Part]:
+    def request(self, worker: int, workers: int, order: Sampler, epoch: int, start: int, stop: int) -> list[Part]:
         """Where the rows from stream position `start` to `stop` lie, in order, when they are read.
 
         A server that dies meanwhile comes back by itself, and is asked again: it holds nothing but what it reads.
@@ -115,7 +115,7 @@ class Part:
     node: str
 
 
-class Server:
+class StreamServer:
     """Executes pieces of a dataset in the order of an epoch, as far ahead as workers need, and tells where rows lie.
 
     Rows are addressed by stream position, so that a worker may start anywhere; reading starts with the piece in which
@@ -128,11 +128,11 @@ class Server:
         name: of the dataset, for messages.
     """
 
-    def __init__(self, pieces: Pieces | None = None, name: str = "dataset"):
+    def __init__(self, pieces: Partitions | None = None, name: str = "dataset"):
         self._pieces = pieces
         self._name = name
-        self._orders: dict[Order, Order] = {}
-        self._runs: dict[int, _Run] = {}
+        self._orders: dict[Sampler, Sampler] = {}
+        self._runs: dict[int, EpochRead] = {}
         self._asked: dict[int, tuple[int, int]] = {}
         self._standing: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
@@ -152,7 +152,7 @@ class Server:
         for run in runs.values():
             run.end()
 
-    def rows(self, worker: int, workers: int, order: Order, epoch: int, start: int, stop: int) -> list[Part] | None:
+    def rows(self, worker: int, workers: int, order: Sampler, epoch: int, start: int, stop: int) -> list[Part] | None:
         """Where the rows from stream position `start` to `stop` lie, in order; None if they are not read yet.
 
         [] where it has no pieces, as it has just started.
@@ -171,7 +171,7 @@ class Server:
             if found is not None or time.monotonic() > deadline:
                 return found
 
-    def _run(self, worker: int, workers: int, order: Order, epoch: int, start: int) -> _Run:
+    def _run(self, worker: int, workers: int, order: Sampler, epoch: int, start: int) -> EpochRead:
         with self._lock:
             if len(self._asked) > workers:  # fewer workers than before a restart
                 self._asked.clear()
@@ -181,12 +181,12 @@ class Server:
             if run is None or not run.reaches(start):
                 if run is not None:
                     run.end()
-                run = self._runs[epoch] = _Run(self._pieces, self._whole(order), epoch, start, self._name)
+                run = self._runs[epoch] = EpochRead(self._pieces, self._whole(order), epoch, start, self._name)
             if len(self._asked) == workers:
                 self._let_go()
             return run
 
-    def _whole(self, order: Order) -> Order:
+    def _whole(self, order: Sampler) -> Sampler:
         if order not in self._orders:
             self._orders[order] = replace(order, rows=self._pieces.rows)
         return self._orders[order]
@@ -209,10 +209,10 @@ class Server:
             self._runs[first].let_go(start)
 
 
-class _Run:
+class EpochRead:
     """One epoch from some position on, read in a thread."""
 
-    def __init__(self, pieces: Pieces, order: Order, epoch: int, start: int, name: str):
+    def __init__(self, pieces: Partitions, order: Sampler, epoch: int, start: int, name: str):
         sequence = np.asarray(order.pieces(epoch))
         ends = np.cumsum(np.asarray(order.rows, np.int64)[sequence])
         skipped = int(np.searchsorted(ends, start, side="right"))
@@ -370,18 +370,18 @@ def stored(name: str, dataset):
         return partitions.unbound(dataset).materialize()
 
 
-def materialized(name: str, dataset, specs: Mapping | None = None) -> Blocks:
+def materialized(name: str, dataset, specs: Mapping | None = None) -> StoredDataset:
     """`stored.read` for which what reads and maps waits for no CPU, and that says so where it takes long."""
     with watched(name):
         return stored_module.read(dataset, specs, partitions.unbound)
 
 
-def without_rows(order: Order) -> Order:
+def without_rows(order: Sampler) -> Sampler:
     """What a request carries of an order: not the rows of its pieces, which the server knows."""
     return dataclasses.replace(order, rows=())
 
 
-def open_stream(found: Pieces, columns: list[str], sample: pa.Table, workers: int, name: str) -> Stream:
+def open_stream(found: Partitions, columns: list[str], sample: pa.Table, workers: int, name: str) -> StreamedDataset:
     """Starts the server of a stream, on any node; it ends with this process.
 
     Args:
@@ -390,17 +390,17 @@ def open_stream(found: Pieces, columns: list[str], sample: pa.Table, workers: in
         name: of the dataset, for messages.
     """
     stored = ray.put(found)
-    return Stream(found.rows, columns, sample, name, workers, stored, _server(name, workers))
+    return StreamedDataset(found.rows, columns, sample, name, workers, stored, _server(name, workers))
 
 
 def close(datasets: Mapping[str, Any]) -> None:
     """Ends the servers of those of a run's datasets that are streams."""
     for dataset in datasets.values():
-        if isinstance(dataset, Stream):
+        if isinstance(dataset, StreamedDataset):
             ray.kill(dataset.server)
 
 
 def _server(name: str, workers: int):
     """A server that comes back wherever there is room when its process or its node dies."""
     options = {"num_cpus": 0, "max_concurrency": 2 * workers + 2, "max_restarts": -1, "max_task_retries": -1}
-    return ray.remote(Server).options(**options).remote(None, name)
+    return ray.remote(StreamServer).options(**options).remote(None, name)

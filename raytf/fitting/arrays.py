@@ -23,7 +23,7 @@ from ray.data.extensions import ArrowTensorArray
 
 from raytf.data import columns
 from raytf.data.columns import Column, Columns
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 
 # Of a block: many enough that workers share the reading, and few.
@@ -59,11 +59,13 @@ class Data:
             return Data(self.dataset.limit(rows), None, self.specs, self.structure)
         return Data(None, self.table.slice(0, rows), self.specs, self.structure)
 
-    def stored(self) -> Blocks:
+    def stored(self) -> StoredDataset:
         """The table in Ray's object store."""
         each = max(1, int(_BLOCK_BYTES / max(1.0, self.table.nbytes / max(1, self.table.num_rows))))
         parts = [self.table.slice(start, each) for start in range(0, self.table.num_rows, each)]
-        return Blocks([ray.put(part) for part in parts], [p.num_rows for p in parts], list(self.table.column_names))
+        return StoredDataset(
+            [ray.put(part) for part in parts], [p.num_rows for p in parts], list(self.table.column_names)
+        )
 
 
 def of(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> Data:

@@ -20,7 +20,7 @@ from raytf.console import progress
 from raytf.console.output import Output
 from raytf.data import columns, ingest, streamed
 from raytf.data.feed import Feed
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, TrainingError
 from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.parallel import model_optimizers
@@ -28,7 +28,7 @@ from raytf.runtime import resources
 from raytf.runtime.connection import connect
 from raytf.runtime.processes import worker_environment
 from raytf.train.backend import TensorflowConfig
-from raytf.train.worker_group import Job, LaneLostError, TrialError
+from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit
 
 _FIRST_ROWS = 1000
@@ -76,7 +76,7 @@ class Call:
         part = self._parts[name]
         if part.table is not None:
             table = part.table.slice(0, _FIRST_ROWS)
-            blocks = Blocks([table], [table.num_rows], list(table.column_names))
+            blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
             blocks = self._found[name]
         feed = Feed(blocks, **part.specs, global_batch=2, shuffle="none", shapes_only=True)
@@ -137,7 +137,7 @@ class Call:
         for name, part in self._parts.items():
             blocks = self._found.get(name) or part.stored()
             order = shuffle if name == "train" else "none"
-            if order == "full" and isinstance(blocks, streamed.Stream):
+            if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
             feed = {"blocks": blocks, **part.specs, "global_batch": batches[name], "seed": seed, "shuffle": order}
             rows[name] = fit_worker.Rows(feed=feed, structure=part.structure)
@@ -163,16 +163,16 @@ class Call:
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
             told = {"work": fit_worker.Work(model=sending, board=board, **work)}
-            group.lane.begin(Job(train=fit_worker.run, config=told, name=work["do"]))
-            while (reports := group.lane.go_on_all()) is not None:
+            group.worker_group.begin(TrialRun(train=fit_worker.run, config=told, name=work["do"]))
+            while (reports := group.worker_group.go_on_all()) is not None:
                 yield reports
                 if reports[0].get("ended"):
                     break
-            group.lane.stop()
+            group.worker_group.stop()
             well = True
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None
-        except LaneLostError as error:
+        except WorkerGroupLostError as error:
             raise TrainingError(None, str(error)) from None
         finally:
             shown.close(sys.exc_info()[1])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytf.parallel import model_optimizers
-from raytf.train.worker_group import LaneWorker
+from raytf.train.worker_group import GroupWorker
 
 # Of the model that is here: its key, itself, its objects, and the function that predicts.
 _kept: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class Work:
     chunk_steps: int = 1
 
 
-class FitWorker(LaneWorker):
+class FitWorker(GroupWorker):
     """A worker that keeps its model when a call has ended."""
 
     def _clear(self) -> None:
@@ -87,7 +87,7 @@ class FitWorker(LaneWorker):
 
 
 def run(session, config: dict[str, Any]) -> None:
-    """The loop of a `worker_group.Job`; reports what the driver waits for."""
+    """The loop of a `worker_group.TrialRun`; reports what the driver waits for."""
     import keras
 
     from raytf.worker import context

@@ -24,7 +24,7 @@ from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.runtime.resources import per_worker
-from raytf.train.worker_group import Lane
+from raytf.train.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Group:
             tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
             group = self._reservation.group
             tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
-            self.lane = Lane(tensorflow_config, each, workers, environment, group=group, kind=FitWorker)
+            self.worker_group = WorkerGroup(tensorflow_config, each, workers, environment, group=group, kind=FitWorker)
         except BaseException:
             self._reservation.drop()
             raise
@@ -67,7 +67,7 @@ class Group:
     def answers(self) -> bool:
         """Whether all workers live."""
         try:
-            collect([w.__ray_ready__.remote() for w in self.lane.workers], _ANSWER_SECONDS, "idle workers")
+            collect([w.__ray_ready__.remote() for w in self.worker_group.workers], _ANSWER_SECONDS, "idle workers")
         except (ray.exceptions.RayActorError, NoAnswerError):
             return False
         return True
@@ -75,7 +75,7 @@ class Group:
     def close(self) -> None:
         """Ends the workers and gives back what they held; returns when the cluster has it."""
         group = self._reservation.group
-        self.lane.close(well=False)
+        self.worker_group.close(well=False)
         self._reservation.drop()
         self._warned.clear()
         until = time.monotonic() + _GIVEN_BACK_SECONDS

@@ -168,7 +168,7 @@ def ask(function: Callable, *arguments) -> tuple[Any, list[str]]:
 
 
 class Asker:
-    """Stands for `Processes` where a model is tried.
+    """Stands for `processes.WarmPool` where a model is tried.
 
     Args:
         processes: that are asked.

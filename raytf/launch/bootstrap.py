@@ -1,6 +1,6 @@
 """Runs a user's script in a process of its own, unmodified, with what Keras 3 needs under several workers in force.
 
-`python -m raytf.launch.bootstrap ORDER SCRIPT [ARGUMENT]...`, as `runner.Runner` starts it. Neither TensorFlow nor
+`python -m raytf.launch.bootstrap ORDER SCRIPT [ARGUMENT]...`, as `runner.TaskRunner` starts it. Neither TensorFlow nor
 Keras is imported here: what has to be changed in them is changed right after the script has imported them.
 """
 
@@ -27,7 +27,7 @@ _prepared = contextlib.ExitStack()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
+class BootOptions:
     """What a process of a script is told.
 
     Args:
@@ -49,7 +49,7 @@ class Order:
 def main(arguments: list[str]) -> None:
     """Runs the script until it ends, as `__main__`."""
     order, script, *rest = arguments
-    order = Order(**json.loads(order))
+    order = BootOptions(**json.loads(order))
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     if not legacy_keras.is_on():

@@ -18,8 +18,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from raytf.collectives import ring
 from raytf.errors import RaytfError, first_line, in_a_line
-from raytf.launch.runner import BEAT_SECONDS, Place, Runner
-from raytf.launch.spec import Script
+from raytf.launch.runner import BEAT_SECONDS, Place, TaskRunner
+from raytf.launch.spec import LaunchSpec
 from raytf.runtime import resources, roles
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.connection import connect, located
@@ -46,7 +46,7 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-def run(script: Script, address: str | None = None) -> int:
+def run(script: LaunchSpec, address: str | None = None) -> int:
     """Runs a script on all tasks of its cluster until it has ended.
 
     Args:
@@ -64,7 +64,7 @@ def run(script: Script, address: str | None = None) -> int:
     bundles = [script.bundle(task) for task in script.tasks()]
     connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
     with _terminated():
-        cluster = _Cluster(script)
+        cluster = ScriptCluster(script)
         try:
             return cluster.run()
         except KeyboardInterrupt as interrupt:
@@ -100,15 +100,15 @@ class StartError(RaytfError, RuntimeError):
     """A task's process did not start."""
 
 
-class _Cluster:
+class ScriptCluster:
     """The actors of a script's tasks."""
 
-    def __init__(self, script: Script):
+    def __init__(self, script: LaunchSpec):
         self._script, self._tasks = script, script.tasks()
         self._group, self._runners = None, {}
         self._places: dict[Task, Place] = {}
-        self._numbers: dict[Task, int] = {}  # of the script that runs for a task now: `Runner.start`
-        self._asked: dict[object, Task] = {}  # answers of `Runner.follow` that are to come
+        self._numbers: dict[Task, int] = {}  # of the script that runs for a task now: `TaskRunner.start`
+        self._asked: dict[object, Task] = {}  # answers of `TaskRunner.follow` that are to come
         self._silent: dict[Task, float] = {}  # seconds since a task's runner was asked
         self._heard = 0.0
         self._lost: set[Task] = set()  # tasks whose runner does not answer
@@ -146,7 +146,7 @@ class _Cluster:
             if say():
                 resources.check_bundles(bundles)  # a node may have gone
         for i, (task, bundle) in enumerate(zip(self._tasks, bundles, strict=True)):
-            self._runners[task] = resources.placed_actor(Runner, self._group, i, bundle, max_concurrency=4)
+            self._runners[task] = resources.placed_actor(TaskRunner, self._group, i, bundle, max_concurrency=4)
 
     def _start(self, tasks: Sequence[Task]) -> None:
         """Starts tasks: all with new addresses, or one where it stood."""
@@ -214,7 +214,7 @@ class _Cluster:
         while self._asked:
             for task, end, gone in self._hear():
                 lost = lost or gone
-                if end.code and not gone and roles.alone(task, self._tasks) and self._may_restart(task, end):
+                if end.code and not gone and roles.restarts_alone(task, self._tasks) and self._may_restart(task, end):
                     self._start([task])
                 else:
                     exits[task] = end
@@ -226,7 +226,7 @@ class _Cluster:
                 if time.monotonic() >= until:
                     exits |= self._standing(exits)
                     break
-            elif roles.needed(self._tasks) <= exits.keys():
+            elif roles.decides_end(self._tasks) <= exits.keys():
                 break
         return exits, lost
 

@@ -16,14 +16,14 @@ import threading
 import time
 from dataclasses import dataclass
 
-from raytf.launch.bootstrap import Order
+from raytf.launch.bootstrap import BootOptions
 from raytf.liveness import LOOK_SECONDS, Watch, look
 from raytf.runtime import ports
 from raytf.runtime.roles import Exit
 from raytf.storage import shared_folders
 from raytf.storage.shared_folders import Folder
 
-# `Runner.follow` answers after this at the latest: so the driver knows that the host is there.
+# `TaskRunner.follow` answers after this at the latest: so the driver knows that the host is there.
 BEAT_SECONDS = 5.0
 # Lines that wait for the driver; a script that prints more waits, as at any pipe.
 _LINES = 10_000
@@ -55,7 +55,7 @@ class Place:
         return ports.split(self.address)[0]
 
 
-class Runner:
+class TaskRunner:
     """Runs a script for a task; in an actor of several threads, so that it can be stopped while it is followed."""
 
     def __init__(self):
@@ -119,7 +119,7 @@ class _Script:
     """A script's process, with events of its own: what is left of one before is not taken for this one's.
 
     Attributes:
-        events: see `Runner.follow`.
+        events: see `TaskRunner.follow`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _Script:
         self._host = place.host
         alive, self._alive = os.pipe()
         os.write(self._alive, token)
-        order = Order(alive=alive, module=module, ports=allowed)
+        order = BootOptions(alive=alive, module=module, ports=allowed)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],
@@ -231,7 +231,7 @@ class _Script:
             os.killpg(self._process.pid, number)
 
     def end(self, grace_s: float) -> None:
-        """See `Runner.stop`."""
+        """See `TaskRunner.stop`."""
         for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILLED_SECONDS)):
             self._signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -20,7 +20,7 @@ from raytf.validation import check_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Script:
+class LaunchSpec:
     """What to run, and on what.
 
     Args:

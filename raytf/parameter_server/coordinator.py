@@ -20,7 +20,7 @@ from raytf.data.feed import SUPERBLOCK, Feed
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
-from raytf.parameter_server.servers import Servers
+from raytf.parameter_server.servers import ServerGroup
 from raytf.worker import callbacks, checkpoint, context
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.fit import build_from_data, report_callback, restored, users_callbacks
@@ -31,7 +31,7 @@ _SPANS_A_WORKER, _LONGEST_SPAN = 8, 32
 _POLL_SECONDS = 0.05
 
 
-class Trainer:
+class EpochRunner:
     """Runs epochs on the workers of a ParameterServerStrategy.
 
     Args:
@@ -43,7 +43,7 @@ class Trainer:
         steps_per_execution: steps that a worker makes at once, or None.
     """
 
-    def __init__(self, model, strategy, servers: Servers, feeds: dict[str, Feed], partitioner, steps_per_execution):
+    def __init__(self, model, strategy, servers: ServerGroup, feeds: dict[str, Feed], partitioner, steps_per_execution):
         self.model, self._servers, self._feeds = model, servers, feeds
         self.remote = RemoteModel(model, strategy, partitioner)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -145,7 +145,7 @@ def train(task, session) -> None:
         around = [*users, *restored(folder, state, model, task, states, session)]
         report = report_callback(task, data, states, state, session.report)
         steps = None if task.steps_per_execution == "auto" else task.steps_per_execution
-        trainer = Trainer(model, strategy, servers, feeds, task.variable_partitioner, steps)
+        trainer = EpochRunner(model, strategy, servers, feeds, task.variable_partitioner, steps)
         progress = callbacks.ProgressCallback(task.board, config["batch_size"], None) if task.board else None
         _fit(trainer, [*around, report], progress, state.epoch if state else 0, config["epochs"])
 
@@ -160,7 +160,7 @@ def _warn_of_batches(users: list) -> None:
         )
 
 
-def _fit(trainer: Trainer, given: list, progress, first: int, epochs: int) -> None:
+def _fit(trainer: EpochRunner, given: list, progress, first: int, epochs: int) -> None:
     model, steps = trainer.model, trainer.steps("train")
     shown = [progress] if progress else []
     hooks = keras.callbacks.CallbackList(

@@ -34,7 +34,7 @@ class ServerLostError(RaytfError, ConnectionError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ServerSpec:
     """The servers of a run.
 
     Args:
@@ -62,17 +62,17 @@ class Plan:
         cpus = {"CPU": self.worker_resources.get("CPU", 1)}
         return dict(self.worker_resources) if task.role == "worker" else cpus
 
-    def start(self, chief: str, allowed: tuple[int, int]) -> Servers:
+    def start(self, chief: str, allowed: tuple[int, int]) -> ServerGroup:
         """Starts the servers.
 
         Args:
             chief: "host:port" of the coordinator, which is this process.
             allowed: the first and the last port on which they may listen.
         """
-        return Servers(self, chief, allowed)
+        return ServerGroup(self, chief, allowed)
 
 
-class Server:
+class ServerActor:
     """A worker or parameter server, in an actor of its own."""
 
     def reserve(self, allowed: tuple[int, int]) -> tuple[str, guard.Place]:
@@ -121,7 +121,7 @@ class Server:
         threading.Event().wait()
 
 
-class Servers:
+class ServerGroup:
     """Starts the servers of a plan, and replaces workers that die.
 
     Attributes:
@@ -130,7 +130,7 @@ class Servers:
         lost: what ended the cluster, or None.
     """
 
-    def __init__(self, plan: Plan, chief: str, allowed: tuple[int, int] = settings.PORTS):
+    def __init__(self, plan: ServerSpec, chief: str, allowed: tuple[int, int] = settings.PORTS):
         self.plan, self._ports = plan, allowed
         self.changed, self.lost = threading.Event(), None
         self._feeds: dict[str, dict] = {}
@@ -174,7 +174,7 @@ class Servers:
     def _actor(self, task: Task):
         options = {"runtime_env": self.plan.environment, "max_concurrency": 3}
         place = self.plan.places[str(task)]
-        return placed_actor(Server, self.plan.group, place, self.plan.bundle(task), **options)
+        return placed_actor(ServerActor, self.plan.group, place, self.plan.bundle(task), **options)
 
     def _serve(self, task: Task):
         cpus = max(1, int(self.plan.bundle(task).get("CPU", 1)))
@@ -182,7 +182,7 @@ class Servers:
         return self._actors[task].serve.remote(task, self.cluster, cpus, self.plan.num_workers, feeds)
 
     def feed(self, feeds: Mapping[str, dict[str, Any]]) -> None:
-        """Makes datasets available on all workers, those that replace others included; see `Server.feed`."""
+        """Makes datasets available on all workers, those that replace others included; see `ServerActor.feed`."""
         self._feeds = dict(feeds)
         workers = [task for task in self._tasks if task.role == "worker"]
         self._collect([self._feed(task) for task in workers], _ANSWER_SECONDS, "the workers' rows", workers)

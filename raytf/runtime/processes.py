@@ -43,7 +43,7 @@ class Process:
         return function(*arguments)
 
 
-class Processes:
+class WarmPool:
     """Processes that may become workers; they hold no resources of the cluster.
 
     Args:

@@ -150,8 +150,10 @@ class Reservation:
         trains = "a coordinator" if "ps 0" in self._beside else f"{self._workers} worker(s)"
         who = [trains, *self._beside]
         has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in wanted)
-        grows = ", an autoscaler may add nodes" if resources.grows() else ""
-        return f"the run needs {resources.shown(wanted)} at once ({', '.join(who)}), and {has} are free{grows}"
+        grows = ", an autoscaler may add nodes" if resources.autoscales() else ""
+        return (
+            f"the run needs {resources.format_resources(wanted)} at once ({', '.join(who)}), and {has} are free{grows}"
+        )
 
     def _end(self) -> str:
         return "" if self._seconds is None else f", at most {self._seconds:g} s"

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raytf.errors import ResourceError
 
 
-def fits(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
+def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
     """How many workers the nodes can hold at once if they were empty; pure.
 
     Args:
@@ -45,7 +45,7 @@ def placed_actor(kind, group, bundle: int, amounts: dict[str, float], *, argumen
     return ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=place, **options).remote(*arguments)
 
 
-def shown(amounts: dict[str, float]) -> str:
+def format_resources(amounts: dict[str, float]) -> str:
     """Resources in a sentence."""
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
@@ -72,7 +72,7 @@ def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], wor
         workers: how many.
         spread: in turn over the nodes, instead of filling the roomiest first.
     """
-    room = {name: fits([free], per_worker) if per_worker else workers for name, free in nodes.items()}
+    room = {name: count_fitting([free], per_worker) if per_worker else workers for name, free in nodes.items()}
     order = sorted(room, key=lambda name: -room[name])
     if not spread:
         return [name for name in order for _ in range(room[name])][:workers]
@@ -80,7 +80,7 @@ def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], wor
     return [name for turn in rounds for name in order if turn < room[name]][:workers]
 
 
-def grows() -> bool:
+def autoscales() -> bool:
     """Whether an autoscaler may add nodes."""
     return bool(ray._private.state.state.get_max_resources_from_cluster_config())
 
@@ -100,17 +100,17 @@ def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> l
     return left
 
 
-def holds(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
+def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
     """Whether nodes with these total resources can hold bundles of different sizes; the largest are placed first."""
     return without(nodes, bundles) is not None
 
 
-def room(scaling_config) -> float:
+def capacity(scaling_config) -> float:
     """How many workers the cluster can hold at once; no end where an autoscaler may add nodes, or none is asked for."""
     each = per_worker(scaling_config)
-    if not each or grows():
+    if not each or autoscales():
         return math.inf
-    return fits([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+    return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
 
 
 def held() -> str:
@@ -182,10 +182,10 @@ def check_cluster(scaling_config) -> None:
         scaling_config: a `ray.train.ScalingConfig`.
     """
     wanted = fewest_workers(scaling_config)
-    holds = room(scaling_config)
+    holds = capacity(scaling_config)
     if holds < wanted:
         each, total = per_worker(scaling_config), ray.cluster_resources()
-        need, has = shown(each), shown({name: total.get(name, 0) for name in each})
+        need, has = format_resources(each), format_resources({name: total.get(name, 0) for name in each})
         nodes = [node for node in ray.nodes() if node["Alive"]]
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
@@ -199,7 +199,7 @@ def check_servers(scaling_config, plan, extra: dict[str, float] | None = None) -
 
     Args:
         scaling_config: of Ray Train's workers.
-        plan: `servers.Plan`, or None.
+        plan: `servers.ServerSpec`, or None.
         extra: resources of one more task.
     """
     if plan is not None or extra:
@@ -222,11 +222,11 @@ def total(bundles: list[dict[str, float]]) -> dict[str, float]:
 def check_bundles(bundles: list[dict[str, float]]) -> None:
     """Raises ResourceError if the cluster can never hold tasks that need these resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if grows() or holds(nodes, bundles):
+    if autoscales() or can_hold(nodes, bundles):
         return
     wanted, there = total(bundles), ray.cluster_resources()
     raise ResourceError(
-        f"The cluster must be able to hold {len(bundles)} tasks ({shown(wanted)})",
-        f"{len(nodes)} node(s) with {shown({name: there.get(name, 0) for name in wanted})}",
+        f"The cluster must be able to hold {len(bundles)} tasks ({format_resources(wanted)})",
+        f"{len(nodes)} node(s) with {format_resources({name: there.get(name, 0) for name in wanted})}",
         f"Ask for fewer tasks, {less(wanted.get('CPU', 0))}, or add nodes",
     )

@@ -142,14 +142,14 @@ def _exception(text: str) -> str:
     return "" if first is None else "\n".join(lines[first:])
 
 
-def needed(tasks: Sequence[Task]) -> set[Task]:
+def decides_end(tasks: Sequence[Task]) -> set[Task]:
     """The tasks that end by themselves when the training has ended; servers and evaluators wait for ever."""
     if any(task.role == "ps" for task in tasks):
         return {task for task in tasks if task.role == "chief"}
     return {task for task in tasks if task.role in ("chief", "worker")}
 
 
-def alone(task: Task, tasks: Sequence[Task]) -> bool:
+def restarts_alone(task: Task, tasks: Sequence[Task]) -> bool:
     """Whether a task can be started again while the others go on: a worker of a coordinator, or an evaluator."""
     return task.role == "evaluator" or (task.role == "worker" and any(other.role == "ps" for other in tasks))
 

@@ -7,7 +7,7 @@ from ray.train import ScalingConfig
 
 from raytf import validation
 from raytf.errors import ConfigError
-from raytf.parameter_server.servers import Plan
+from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime.resources import fewest_workers
 from raytf.runtime.topology import pick_strategy
 
@@ -62,12 +62,14 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
         )
 
 
-def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, Plan | None]:
+def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, ServerSpec | None]:
     """What Ray Train runs, and the servers beside it: with parameter servers, Ray Train has the coordinator alone."""
     if not num_ps:
         return scaling_config, None
     each = dict(scaling_config._resources_per_worker_not_none)
-    plan = Plan(num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=each, environment=environment)
+    plan = ServerSpec(
+        num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=each, environment=environment
+    )
     coordinator = ScalingConfig(
         num_workers=1,
         resources_per_worker={"CPU": each.get("CPU", 1)},

@@ -13,7 +13,7 @@ import traceback
 import cloudpickle
 
 from raytf.compat import autograph_files, legacy_names
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
@@ -29,7 +29,7 @@ _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
 
 
-def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigError | Tried:
+def inspect(pickled: bytes, block: StoredDataset, rows: int | None = None) -> ConfigError | Tried:
     """What is wrong with the model or the columns, for the driver to raise; else what the model is.
 
     Args:
@@ -54,7 +54,7 @@ def inspect(pickled: bytes, block: Blocks, rows: int | None = None) -> ConfigErr
     return _in_a_copy(answer)
 
 
-def _identity(model, noted: Noted, config: dict, block: Blocks, build_model, *columns) -> dict:
+def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_model, *columns) -> dict:
     """What the model is, the values of the config that it was built with, and the types of its columns."""
     found = fingerprint.of_model(model, lambda: build_model(Noted(config)))
     # after the model was described, which notes what its functions read later
@@ -74,12 +74,12 @@ class Tried:
         identity: what the model and the columns' types are, see `fingerprint.of_model`.
     """
 
-    facts: Facts | None
+    facts: ModelFacts | None
     identity: dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class ModelFacts:
     """Figures of a model and its data.
 
     Args:
@@ -104,7 +104,7 @@ class Facts:
     step_seconds: float
 
 
-def _facts(model, feed) -> Facts:
+def _facts(model, feed) -> ModelFacts:
     import numpy as np
     import tensorflow as tf
 
@@ -119,7 +119,7 @@ def _facts(model, feed) -> Facts:
         tf.nest.map_structure(lambda t: t.numpy() if isinstance(t, tf.Tensor) else t, step(batch))
         seconds.append(time.perf_counter() - began)
     dense, sparse = _bytes_of(_gradients(model, batch))
-    return Facts(
+    return ModelFacts(
         parameters=int(sum(np.prod(v.shape) for v in model.trainable_variables)),
         largest_bytes=max((size([v]) for v in model.variables), default=0),
         weight_bytes=size(model.trainable_variables + model.non_trainable_variables),

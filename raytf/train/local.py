@@ -19,11 +19,11 @@ from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
 
 from raytf.errors import ConfigError, TrainingError
-from raytf.runtime.processes import Process, Processes
+from raytf.runtime.processes import Process, WarmPool
 
 
-class Here(Processes):
-    """What `startup.Launch` is to workers, for a training in this process: a process that tries the model.
+class Here(WarmPool):
+    """What `startup.Startup` is to workers, for a training in this process: a process that tries the model.
 
     Attributes:
         cancelled: whether the training is to end at its next report.

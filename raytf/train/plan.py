@@ -12,10 +12,10 @@ from raytf.data import ingest, partitions, stored, streamed
 from raytf.errors import ResourceError
 from raytf.runtime import resources
 from raytf.runtime.connection import connect
-from raytf.runtime.processes import Process, Processes
+from raytf.runtime.processes import Process, WarmPool
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.train import arguments
-from raytf.train.dry_run import Facts
+from raytf.train.dry_run import ModelFacts
 from raytf.train.entry import import_raytf
 
 # At the start of `fit` workers take the chief's variables, a group of about so many bytes or one variable at a time: as
@@ -24,7 +24,7 @@ from raytf.train.entry import import_raytf
 # 73 to 120 with one of 61 MiB, where nothing differed.
 _GROUP_BYTES, _GROUP_COPIES, _TRAVELLING_BYTES = 16 << 20, 3, 7 * (4 << 20)
 # Of a worker's memory; the rest is for activations, the feed and TensorFlow itself.
-_SHARE = 0.8
+_MEMORY_FRACTION = 0.8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def plan(trainer) -> Plan:
     inner, servers = trainer.servers()
     resources.check_cluster(scaling)
     resources.check_servers(inner, servers)
-    processes = Processes(Process, inner, trainer.run_config, 1, import_raytf)
+    processes = WarmPool(Process, inner, trainer.run_config, 1, import_raytf)
     try:
         found = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
         devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))
@@ -173,7 +173,7 @@ def plan(trainer) -> Plan:
         step_seconds=facts.step_seconds,
         room_bytes=_room(scaling, workers),
     )
-    if made.room_bytes is not None and made.memory_bytes > _SHARE * made.room_bytes:
+    if made.room_bytes is not None and made.memory_bytes > _MEMORY_FRACTION * made.room_bytes:
         raise ResourceError(
             "Weights, gradients and optimizer must fit into a worker's memory, with room for activations",
             f"{_bytes(made.memory_bytes)} for workers that have {_bytes(made.room_bytes)} each",
@@ -182,7 +182,7 @@ def plan(trainer) -> Plan:
     return made
 
 
-def _first(name: str, dataset, trainer) -> stored.Blocks:
+def _first(name: str, dataset, trainer) -> stored.StoredDataset:
     with streamed.watched(name):
         if ingest.of(trainer.storage, name) == "stream":
             with stored.quiet():
@@ -190,7 +190,7 @@ def _first(name: str, dataset, trainer) -> stored.Blocks:
         return stored.first(dataset, trainer.columns(), partitions.unbound)
 
 
-def start_bytes(facts: Facts, strategy: str, workers: int) -> int:
+def start_bytes(facts: ModelFacts, strategy: str, workers: int) -> int:
     """Bytes of a worker's copies while all take the chief's variables; see `Plan.start_bytes`."""
     if strategy != "multi_worker_mirrored" or workers == 1:
         return 0
@@ -199,7 +199,7 @@ def start_bytes(facts: Facts, strategy: str, workers: int) -> int:
     return _GROUP_COPIES * group + min(_TRAVELLING_BYTES, 7 * everything)
 
 
-def wire_bytes(facts: Facts, strategy: str, workers: int, config) -> float:
+def wire_bytes(facts: ModelFacts, strategy: str, workers: int, config) -> float:
     """Bytes that a worker sends in a step, on average.
 
     A ring of n processes sends 2 (n - 1) / n of what it sums (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
@@ -232,10 +232,14 @@ def _room(scaling_config, workers: int) -> float | None:
     each = resources.per_worker(scaling_config)
     if "memory" in each:
         return each["memory"]
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and resources.fits([node["Resources"]], each)]
+    nodes = [
+        node["Resources"]
+        for node in ray.nodes()
+        if node["Alive"] and resources.count_fitting([node["Resources"]], each)
+    ]
     if not nodes or each.get("GPU"):
         return None
-    return min(node["memory"] / min(workers, resources.fits([node], each)) for node in nodes)
+    return min(node["memory"] / min(workers, resources.count_fitting([node], each)) for node in nodes)
 
 
 def _bytes(count: float) -> str:

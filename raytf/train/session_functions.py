@@ -22,7 +22,7 @@ from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils
 from ray.train.v2.api.context import LocalTrainContext
 
 from raytf.errors import ConfigError
-from raytf.worker.session import LaneSession
+from raytf.worker.session import TrialSession
 
 # Between two looks at which nodes are drained.
 _LOOK_SECONDS = 1.0
@@ -86,7 +86,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         folder: where checkpoints that the loop reports are kept until the next.
     """
 
-    def __init__(self, session: LaneSession, around: Surroundings, broadcast: Callable[[Any], Any], folder: str):
+    def __init__(self, session: TrialSession, around: Surroundings, broadcast: Callable[[Any], Any], folder: str):
         self._session, self._around, self._broadcast, self._folder = session, around, broadcast, folder
         self._context = TrialContext(session.name, session.rank, around)
         self._shards: dict[str, Any] = {}

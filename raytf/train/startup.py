@@ -50,7 +50,7 @@ from raytf.console import output, quiet
 from raytf.runtime import answers, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, is_consequence
 from raytf.runtime.guard import Place
-from raytf.runtime.processes import Processes, worker_environment
+from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, local
@@ -67,7 +67,7 @@ _START_SECONDS = 600.0
 _GUARDS_START_AFTER_SECONDS = 20.0
 
 
-class Launch(Processes):
+class Startup(WarmPool):
     """The processes of a run that is about to start, by Ray Train's own class of workers.
 
     Args:
@@ -93,8 +93,8 @@ class Launch(Processes):
         super().cancel()
 
 
-class PromptTrainer(DataParallelTrainer):
-    """A DataParallelTrainer on a `Launch`, its own unless it is given one.
+class EarlyStartTrainer(DataParallelTrainer):
+    """A DataParallelTrainer on a `Startup`, its own unless it is given one.
 
     Args:
         launch: the processes that are to become its own.
@@ -106,7 +106,7 @@ class PromptTrainer(DataParallelTrainer):
 
     _cancelled = False
 
-    def __init__(self, *args, run_config=None, launch: Launch | None = None, beside=None, shown=None, **kwargs):
+    def __init__(self, *args, run_config=None, launch: Startup | None = None, beside=None, shown=None, **kwargs):
         self._launch, self._beside, self._shown = launch, beside, shown
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
@@ -120,7 +120,7 @@ class PromptTrainer(DataParallelTrainer):
         if self.running_in_local_mode:
             return self._fit_here()
         given, config = self._launch, self.backend_config
-        self._launch = given or Launch(self.scaling_config, self.run_config)
+        self._launch = given or Startup(self.scaling_config, self.run_config)
         level = self.run_config.logging_config.log_level
         self.backend_config = dataclasses.replace(config, warned=self._launch.warned, log_level=level)
         self._reservation = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config))

@@ -25,7 +25,7 @@ from raytf.errors import ConfigError
 from raytf.identity import fingerprint, same_run
 from raytf.runtime import failures, resources
 from raytf.runtime.connection import connect
-from raytf.runtime.processes import Process, Processes, with_variables, worker_environment
+from raytf.runtime.processes import Process, WarmPool, with_variables, worker_environment
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
@@ -35,7 +35,7 @@ from raytf.train.backend import TensorflowConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
 from raytf.train.local import Here
-from raytf.train.startup import Launch, PromptTrainer
+from raytf.train.startup import EarlyStartTrainer, Startup
 from raytf.worker import checkpoint
 from raytf.worker.job import TrainJob, ended
 
@@ -229,11 +229,11 @@ class KerasTrainer:
         with RunLock(folder.filesystem, folder.path) as lock:
             last = self._last(folder)
             if last is not None and ended(last, self):
-                launch = Processes(Process, inner, run_config, 1, import_raytf)  # only to try the model
+                launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
             elif not self.scaling_config.num_workers:
                 launch = Here(inner, run_config)
             else:
-                launch = Launch(inner, run_config)
+                launch = Startup(inner, run_config)
             lock.on_lost = launch.cancel
             found = {}
             try:
@@ -312,7 +312,7 @@ class KerasTrainer:
             ConfigError: the data is streamed and the shuffle is one over all rows.
         """
         shuffle = self._shuffle(blocks)
-        if isinstance(blocks["train"], streamed_module.Stream) and shuffle == "full":
+        if isinstance(blocks["train"], streamed_module.StreamedDataset) and shuffle == "full":
             raise ConfigError(
                 "What is streamed cannot be shuffled over all rows",
                 "shuffle='full' for a dataset that the object store cannot hold",
@@ -339,7 +339,7 @@ class KerasTrainer:
 
     def _shuffle(self, blocks: dict) -> str:
         """What "auto" stands for."""
-        streamed = isinstance(blocks["train"], streamed_module.Stream)
+        streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
 
     def columns(self) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class KerasTrainer:
         return {"features": self.features, "labels": self.labels, "sample_weights": self.sample_weights}
 
     def servers(self):
-        """(the ScalingConfig of what Ray Train runs, the `servers.Plan` or None)."""
+        """(the ScalingConfig of what Ray Train runs, the `servers.ServerSpec` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
         return arguments.servers(self.num_ps, self.scaling_config, environment)
 
@@ -362,7 +362,7 @@ class KerasTrainer:
             tpu=bool(self.scaling_config.use_tpu),
         )
 
-    def _train(self, launch: Launch, blocks: dict, told: dict[str, Any]) -> ray.train.Result:
+    def _train(self, launch: Startup, blocks: dict, told: dict[str, Any]) -> ray.train.Result:
         task = dataclasses.replace(self.task(blocks), identity=told)
         if not self.progress:
             return self._run(task, launch)
@@ -374,7 +374,7 @@ class KerasTrainer:
         finally:
             board.clear()
 
-    def _run(self, task: TrainJob, launch: Launch) -> ray.train.Result:
+    def _run(self, task: TrainJob, launch: Startup) -> ray.train.Result:
         if not self.evaluator:
             result = self._fit(task, launch, None)
             return _with_history(self, result, self._validated(result))
@@ -387,11 +387,11 @@ class KerasTrainer:
             found = beside.record.close()
         return _with_history(self, result, evaluator.kept(result) | found)
 
-    def _fit(self, task: TrainJob, launch: Launch, beside: evaluator.Beside | None) -> ray.train.Result:
+    def _fit(self, task: TrainJob, launch: Startup, beside: evaluator.Beside | None) -> ray.train.Result:
         def keras_training():
             train(task)
 
-        inner = PromptTrainer(
+        inner = EarlyStartTrainer(
             keras_training,
             backend_config=self.worker_config(),
             scaling_config=self.servers()[0],
@@ -408,9 +408,7 @@ class KerasTrainer:
             with progress.Line(task.board, progress.console()):
                 return inner.fit()
 
-    def try_model(
-        self, processes: Processes, blocks: dict, config: Mapping[str, Any], rows: int | None = None
-    ) -> Tried:
+    def try_model(self, processes: WarmPool, blocks: dict, config: Mapping[str, Any], rows: int | None = None) -> Tried:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
         Returns:
@@ -447,7 +445,7 @@ def _keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | No
     return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
 
 
-class TensorflowTrainer(PromptTrainer):
+class TensorflowTrainer(EarlyStartTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
 
     With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime

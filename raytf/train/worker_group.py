@@ -1,8 +1,7 @@
-"""A lane: a group of workers that runs trial after trial. No process starts between two trials, TensorFlow is imported
-once, and the strategy with its collective group stays.
+"""A warm worker group: its processes, TensorFlow's import and the strategy with its collectives outlive a trial.
 
-A lane lives in the placement group of the Tune actor that opened it (`trial.py`), and ends with it. Its workers follow
-that actor step by step: begin a trial, go on to the next report, save, stop.
+It lives in the placement group of the Tune actor that opened it (`trial.py`), and ends with it. Its workers follow that
+actor step by step: begin a trial, go on to the next report, save, stop.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from raytf.storage import scratch
 from raytf.train import backend
 from raytf.train.entry import import_raytf
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
-from raytf.worker.session import LaneSession, TrialStopped, write_files
+from raytf.worker.session import TrialSession, TrialStopped, write_files
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
@@ -51,9 +50,9 @@ _SAVE_SECONDS = 3600.0
 _SPARE_SECONDS = 300.0
 # For workers that are well to clear up when they are ended.
 _PARTING_SECONDS = 5.0
-# Between two looks at whether a lane is still there; one that dies in between is seen at the next.
+# Between two looks at whether a worker group is still there; one that dies in between is seen at the next.
 _LOOKS_SECONDS = 5.0
-# In Ray's key-value store, where the spare processes that have become a lane's workers are noted.
+# In Ray's key-value store, where the spare processes that have become a group's workers are noted.
 _TAKEN = b"raytf_taken"
 
 
@@ -70,12 +69,12 @@ class TrialError(RaytfError, RuntimeError):
         return f"{self.cause}\n{self.details}".rstrip()
 
 
-class LaneLostError(RaytfError, ConnectionError):
-    """A worker of the lane died, or failed where the others did not: the lane is of no use any more."""
+class WorkerGroupLostError(RaytfError, ConnectionError):
+    """A worker of the worker group died, or failed where the others did not: the worker group is of no use any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrialRun:
     """A trial, as its workers see it.
 
     Args:
@@ -93,7 +92,7 @@ class Job:
     around: dict[str, Any] = field(default_factory=dict)
 
 
-class Lane:
+class WorkerGroup:
     """Opens workers in the current placement group; see the module.
 
     Args:
@@ -102,10 +101,10 @@ class Lane:
         workers: how many.
         environment: runtime environment of their processes.
         first_bundle: index of the first worker's bundle in the placement group.
-        spares: (node, `LaneWorker`) of each process that started before; those that no lane has taken become workers
-            where they are.
+        spares: (node, `GroupWorker`) of each process that started before; those that no group has taken become
+            workers where they are.
         group: the placement group; None takes the current one.
-        kind: class of the workers; `LaneWorker` unless it is given.
+        kind: class of the workers; `GroupWorker` unless it is given.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Lane:
         cpus = max(1, int(resources.get("CPU", 0)))
         self.workers = [
             (_take(spares, nodes[i]) if spares else None)
-            or placed_actor(kind or LaneWorker, group, i, resources, runtime_env=environment)
+            or placed_actor(kind or GroupWorker, group, i, resources, runtime_env=environment)
             for i in range(first_bundle, first_bundle + workers)
         ]
         self._guard: Guard | None = None
@@ -145,7 +144,7 @@ class Lane:
         arguments = [(tensorflow_config, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: TrialRun) -> None:
         """Starts a trial; it waits to be told to go on."""
         self._all("begin", ray.put(job), what="the begin of a trial")
 
@@ -158,8 +157,8 @@ class Lane:
         """Lets the trial run to its next report: the metrics of each worker, or None when the loop has ended.
 
         Raises:
-            TrialError: the loop failed; the lane is ready for another trial.
-            LaneLostError: it is not.
+            TrialError: the loop failed; the worker group is ready for another trial.
+            WorkerGroupLostError: it is not.
         """
         calls = [worker.go_on.remote() for worker in self.workers]
         events: dict[int, tuple] = {}
@@ -181,16 +180,18 @@ class Lane:
             error.rank = rank
             raise error
         if len(kinds) > 1:
-            raise LaneLostError("the workers of a train loop must report equally often; one ended before another")
+            raise WorkerGroupLostError(
+                "the workers of a train loop must report equally often; one ended before another"
+            )
         return [event[1] for _, event in sorted(events.items())] if kinds == {"report"} else None
 
-    def _alone(self, events: dict[int, tuple]) -> LaneLostError:
+    def _alone(self, events: dict[int, tuple]) -> WorkerGroupLostError:
         """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
         standing = self._guard.standing()
         if standing is not None:
-            return LaneLostError(str(standing))
+            return WorkerGroupLostError(str(standing))
         rank, error = next((r, e[1]) for r, e in events.items() if e[0] == "error")
-        return LaneLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
+        return WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
     def save(self) -> dict[str, bytes] | None:
         """The files of a checkpoint of this report: the chief's, and those that others have of their own."""
@@ -225,12 +226,12 @@ class Lane:
         return self._answers(calls, seconds, what)
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
-        """Raises LaneLostError as soon as a worker dies, is stopped, or is late."""
+        """Raises WorkerGroupLostError as soon as a worker dies, is stopped, or is late."""
         self._begin_wait()
         try:
             return collect(calls, seconds, what, look=self._look, failure=_lost)
         except NoAnswerError as error:
-            raise LaneLostError(str(error)) from None
+            raise WorkerGroupLostError(str(error)) from None
 
     def _begin_wait(self) -> None:
         if self._guard is not None:
@@ -241,7 +242,7 @@ class Lane:
             if self._guard is not None:
                 self._guard.look()
         except FrozenError as error:
-            raise LaneLostError(str(error)) from None
+            raise WorkerGroupLostError(str(error)) from None
 
     def _get(self, name: str, ref):
         try:
@@ -252,14 +253,14 @@ class Lane:
 
 def _lost(name: str, error: Exception) -> Exception:
     if isinstance(error, ray.exceptions.RayActorError):
-        return LaneLostError(f"{name} of the trial died: {error}")
+        return WorkerGroupLostError(f"{name} of the trial died: {error}")
     return error
 
 
 def _take(spares: Sequence[tuple[str, Any]], node: str):
-    """A spare process of a node, for the lane of this actor; None where there is none left.
+    """A spare process of a node, for the worker group of this actor; None where there is none left.
 
-    Ray's key-value store says which are taken: a worker of another lane would answer only at the end of its step.
+    Ray's key-value store says which are taken: a worker of another group would answer only at the end of its step.
     """
     me = ray.get_runtime_context().current_actor
     for there, actor in spares:
@@ -271,8 +272,8 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     return None
 
 
-class LaneWorker(Process):
-    """One worker of a lane; runs in a Ray actor of one thread, which follows `Lane`."""
+class GroupWorker(Process):
+    """One worker of a worker group; runs in a Ray actor of one thread, which follows `WorkerGroup`."""
 
     def __init__(self):
         self._stack = contextlib.ExitStack()
@@ -283,9 +284,9 @@ class LaneWorker(Process):
         """Its "host:port", and its process."""
         return ports.reserve_address(allowed), guard.here()
 
-    def end_with(self, lane) -> None:
-        """Ends this process, which the driver started, when the lane's actor has ended."""
-        threading.Thread(target=_end_with, args=(lane,), daemon=True).start()
+    def end_with(self, leader) -> None:
+        """Ends this process, which the driver started, when the group's actor has ended."""
+        threading.Thread(target=_end_with, args=(leader,), daemon=True).start()
 
     def open(
         self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]
@@ -302,18 +303,18 @@ class LaneWorker(Process):
             context.get_strategy()  # the ring tells its addresses by a collective
         self._defaults = _keras_defaults()
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: TrialRun) -> None:
         output.say_who(f"{job.name} worker {self._rank}")
         self._folder = scratch.make()
         checkpoint = None
         if job.files is not None:
             checkpoint = os.path.join(self._folder, "checkpoint")
             write_files(job.files, checkpoint)
-        self._session = LaneSession(self._rank, self._size, checkpoint, job.name)
+        self._session = TrialSession(self._rank, self._size, checkpoint, job.name)
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
         self._thread.start()
 
-    def _run(self, job: Job, session, folder: str) -> None:
+    def _run(self, job: TrialRun, session, folder: str) -> None:
         from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
 
         around = Surroundings(nodes=self._nodes, **job.around)

@@ -43,7 +43,7 @@ def check(space: Mapping[str, Any]) -> None:
         )
 
 
-def values(value: Any, name: str) -> list:
+def bounds(value: Any, name: str) -> list:
     """The least and the largest, or all, of the numbers that a key of the space may take.
 
     Raises:

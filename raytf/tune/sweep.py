@@ -1,8 +1,9 @@
-"""Ray Tune over a trainer: trials run in lanes, groups of workers that stay warm between two trials.
+"""Ray Tune over a trainer: trials run in warm worker groups, whose processes and TensorFlow outlive a trial.
 
 A Tune trial is an actor without resources of its own in a placement group that holds its workers'
-(`worker_group.Lane`), so that a trial gets all its workers or none. Tune hands such an actor, with its warm workers, to
-the next trial that asks for the same resources; schedulers, search, retries and the state on disk are Tune's.
+(`worker_group.WorkerGroup`), so that a trial gets all its workers or none. Tune hands such an actor, with its warm
+workers, to the next trial that asks for the same resources; schedulers, search, retries and the state on disk are
+Tune's.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from raytf.identity import config_keys
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
 from raytf.runtime.connection import connect
-from raytf.runtime.processes import Processes, worker_environment
+from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.storage import run_folder, scratch, trusted
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
 from raytf.train.entry import import_raytf, train
 from raytf.train.trainer import KerasTrainer, TensorflowTrainer
-from raytf.train.worker_group import LaneWorker
+from raytf.train.worker_group import GroupWorker
 from raytf.tune import learning_rate, report, space
 from raytf.tune.table import Stopper, Table
-from raytf.tune.trial import Plan, Trial
+from raytf.tune.trial import SweepSpec, Trial
 from raytf.worker import checkpoint
 from raytf.worker.job import TrainJob
 
@@ -122,7 +123,7 @@ def sweep(
     scaling = learning_rate.Scaling(**{name: known[name] for name in ("rule", "base_batch_size", "warmup_steps")})
     given = dict(param_space or {})
     config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
-    epochs = max((int(e) for e in space.values(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
+    epochs = max((int(e) for e in space.bounds(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
     chosen = space.scheduler(scheduler, given, epochs)
     if isinstance(chosen, HyperBandScheduler) and max_concurrent_trials is not None:
         raise ConfigError(
@@ -136,13 +137,13 @@ def sweep(
     trainer = copy.copy(trainer)
     trainer.scaling_config = resources.sharing(trainer.scaling_config, bundles)
     largest, room = _check_room(trainer.scaling_config, given)
-    lanes = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
-    spares = largest * (int(lanes) if math.isfinite(lanes) else 1)
+    groups = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
+    spares = largest * (int(groups) if math.isfinite(groups) else 1)
     # Population Based Training may come back to a checkpoint that its trial has left behind
     keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
     settled = _run_config(run_config, trainer.run_config, keep)
     lock = _lock(settled, resume)
-    processes = Processes(LaneWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
+    processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
     found: dict = {}
     try:
         lock.acquire()
@@ -259,9 +260,9 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
     Raises:
         ResourceError: it can never hold one.
     """
-    largest, holds = _largest(scaling_config, given), resources.room(scaling_config)
+    largest, holds = _largest(scaling_config, given), resources.capacity(scaling_config)
     if holds < largest:
-        need = resources.shown(resources.per_worker(scaling_config))
+        need = resources.format_resources(resources.per_worker(scaling_config))
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
@@ -273,7 +274,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
 
 def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     """Workers of the largest trial of a space."""
-    counts = space.values(given.get("num_workers", scaling_config.num_workers), "num_workers")
+    counts = space.bounds(given.get("num_workers", scaling_config.num_workers), "num_workers")
     if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
         raise ConfigError(
             "num_workers of a trial must be an integer of at least 1", counts, "Put numbers of workers into the space"
@@ -281,7 +282,9 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(trainer, given, tried, config, metric, scaling, every: int | None, processes: Processes) -> tuple[Plan, dict]:
+def _plan(
+    trainer, given, tried, config, metric, scaling, every: int | None, processes: WarmPool
+) -> tuple[SweepSpec, dict]:
     """Reads the data, and tries the model with `tried`, a config of the space `given`; (the plan, the data)."""
     environment = worker_environment(trainer.run_config, trainer.scaling_config)
     common = {
@@ -295,7 +298,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
         datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
         found = {name: stored.read(d) for name, d in datasets.items()}
-        plan = Plan(
+        plan = SweepSpec(
             train=_UserLoop(trainer.train_loop_per_worker),
             config=config,
             tensorflow_config=dataclasses.replace(
@@ -318,7 +321,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
         raise
     steps = None if every is None else (every, metric)
     task = dataclasses.replace(trainer.task(found), warmup_steps=scaling.warmup_steps, report_steps=steps)
-    plan = Plan(
+    plan = SweepSpec(
         train=_KerasLoop(task),
         config=config,
         tensorflow_config=dataclasses.replace(trainer.worker_config(), warned=processes.warned),
@@ -330,7 +333,7 @@ def _plan(trainer, given, tried, config, metric, scaling, every: int | None, pro
     return plan, found
 
 
-def _try_model(trainer, processes: Processes, found: dict, config: dict, given: Mapping[str, Any]) -> None:
+def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]) -> None:
     """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt."""
     names = tuple(sorted(set(given) - set(_OWN_KEYS)))
     asker, tried = config_keys.Asker(processes), copy.copy(trainer)
@@ -354,13 +357,15 @@ class _KerasLoop:
         train(dataclasses.replace(self.task, config=config), session)
 
     def apart(self) -> _KerasLoop:
-        """The same for a lane: streams of its own, as lanes do not stand at the same row."""
-        datasets = {n: d.another() if isinstance(d, streamed.Stream) else d for n, d in self.task.datasets.items()}
+        """The same for one worker group: streams of its own, as groups do not stand at the same row."""
+        datasets = {
+            n: d.another() if isinstance(d, streamed.StreamedDataset) else d for n, d in self.task.datasets.items()
+        }
         return _KerasLoop(dataclasses.replace(self.task, datasets=datasets))
 
     def rest(self) -> None:
         for dataset in self.task.datasets.values():
-            if isinstance(dataset, streamed.Stream):
+            if isinstance(dataset, streamed.StreamedDataset):
                 dataset.rest()
 
 

@@ -93,9 +93,9 @@ class Table(tune.Callback):
             except ResourceError as error:  # a node has gone since the sweep began
                 self.fatal = error
                 return
-            need = resources.shown(resources.total(bundles))
+            need = resources.format_resources(resources.total(bundles))
             free = ray.available_resources()
-            has = resources.shown({name: free.get(name, 0) for name in resources.total(bundles)})
+            has = resources.format_resources({name: free.get(name, 0) for name in resources.total(bundles)})
             text = f"raytf sweep: {len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free"
             print(f"{text} on the cluster: other work may hold the rest", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""One trial of a sweep, as Ray Tune runs it: an actor that leads a lane. TensorFlow is not in its process."""
+"""One trial of a sweep, as Ray Tune runs it: an actor that leads a worker group. TensorFlow is not in its process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ray.tune.trainable.trainable import _DICT_CHECKPOINT_FILE_NAME
 from ray.tune.utils import flatten_dict
 
 from raytf.errors import ConfigError, RaytfError, first_line
-from raytf.train.worker_group import Job, Lane, LaneLostError, TrialError
+from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate
 from raytf.worker.session import read_files, write_files
 
@@ -28,12 +28,12 @@ _NO_MEMORY = ("ResourceExhausted", "OutOfMemory", "MemoryError", "OUT_OF_MEMORY"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepSpec:
     """What every trial of a sweep shares.
 
     Args:
-        train: train(session, config), on a worker; train.apart() is the same for one lane, and train.rest() lets go of
-            what its datasets have read ahead.
+        train: train(session, config), on a worker; train.apart() is the same for one group, and train.rest() lets go
+            of what its datasets have read ahead.
         config: the trainer's, which a trial's values are laid over.
         scaling_config, tensorflow_config: the trainer's.
         environment: runtime environment of the workers.
@@ -42,7 +42,7 @@ class Plan:
         rows: of the training data, where known.
         metric: that every report must hold.
         scaling: of the learning rate.
-        spares: (node, `LaneWorker`) of each process that started before the trials.
+        spares: (node, `worker_group.GroupWorker`) of each process that started before the trials.
     """
 
     train: Callable
@@ -73,11 +73,11 @@ class Plan:
 
 
 class Trial(tune.Trainable):
-    """One trial, and the next ones in the same lane."""
+    """One trial, and the next ones in the same worker group."""
 
-    def setup(self, config, plan: Plan):
+    def setup(self, config, plan: SweepSpec):
         logging.getLogger("ray.train._internal.storage").setLevel(logging.WARNING)  # it tells of each checkpoint
-        self._plan, self._lane = plan, None
+        self._plan, self._worker_group = plan, None
         self._take(config)
 
     def _take(self, config) -> None:
@@ -89,8 +89,8 @@ class Trial(tune.Trainable):
     def reset_config(self, new_config) -> bool:
         if self._running:
             try:
-                self._lane.stop()
-            except LaneLostError:  # a worker died after its trial had ended: this one gets others
+                self._worker_group.stop()
+            except WorkerGroupLostError:  # a worker died after its trial had ended: this one gets others
                 self._close(well=False)
             self._train.rest()  # what streams have read for the next steps of a trial that was stopped
         self._take(new_config)
@@ -99,7 +99,7 @@ class Trial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         try:
             metrics = self._next()
-        except LaneLostError as error:
+        except WorkerGroupLostError as error:
             self._close(well=False)
             raise _explained(error, self._config) from None
         except TrialError as error:
@@ -125,18 +125,18 @@ class Trial(tune.Trainable):
             config = dict(self._config)
             if "scaled_learning_rate" in self._derived:
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
-            if self._lane is None:
+            if self._worker_group is None:
                 each = plan.scaling_config._resources_per_worker_not_none
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
-                self._lane = Lane(plan.tensorflow_config, each, workers, plan.environment, **places)
+                self._worker_group = WorkerGroup(plan.tensorflow_config, each, workers, plan.environment, **places)
             around = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
             around |= {"filesystem": self._storage.storage_filesystem, "folder": self._storage.trial_fs_path}
-            self._lane.begin(
-                Job(train=self._train, config=config, name=self.trial_name, files=self._files, around=around)
+            self._worker_group.begin(
+                TrialRun(train=self._train, config=config, name=self.trial_name, files=self._files, around=around)
             )
             self._running = True
-        return self._lane.go_on()
+        return self._worker_group.go_on()
 
     def _maybe_save(self) -> dict[str, Any]:
         due = self._time_total - self._saved >= _SAVE_SECONDS
@@ -154,7 +154,7 @@ class Trial(tune.Trainable):
         super().restore(checkpoint_path)
 
     def save_checkpoint(self, folder: str) -> None:
-        files = (self._lane.save() if self._running else None) or self._files
+        files = (self._worker_group.save() if self._running else None) or self._files
         # Tune takes no empty folder
         write_files(files or {"nothing": b""}, folder)
 
@@ -166,9 +166,9 @@ class Trial(tune.Trainable):
         self._close()
 
     def _close(self, well: bool = True) -> None:
-        if self._lane is not None:
-            self._lane.close(well)
-        self._lane, self._running = None, False
+        if self._worker_group is not None:
+            self._worker_group.close(well)
+        self._worker_group, self._running = None, False
 
 
 class UnknownMetricError(ConfigError):
@@ -181,10 +181,10 @@ def _first_bundle() -> int:
     return 0 if all(group.bundle_specs) else 1
 
 
-def _explained(error: TrialError | LaneLostError, config: Mapping[str, Any]) -> RaytfError:
-    """The error, with what a lack of memory means; a worker that the kernel or Ray ended for it is a lost lane."""
+def _explained(error: TrialError | WorkerGroupLostError, config: Mapping[str, Any]) -> RaytfError:
+    """The error, with what a lack of memory means; a worker that the kernel or Ray ended for it is a lost group."""
     cause, details = (error.cause, error.details) if isinstance(error, TrialError) else (str(error), "")
     if not any(sign in cause for sign in _NO_MEMORY):
         return error
     text = f"config['batch_size']={config.get('batch_size')} does not fit into a worker's memory ({first_line(cause)})"
-    return TrialError(text, details) if isinstance(error, TrialError) else LaneLostError(f"{text}\n{cause}")
+    return TrialError(text, details) if isinstance(error, TrialError) else WorkerGroupLostError(f"{text}\n{cause}")

@@ -22,7 +22,7 @@ class Context:
     Args:
         config: the run's.
         strategy: this worker's, once it is built.
-        servers: the `servers.Servers` of a ParameterServerStrategy.
+        servers: the `servers.ServerGroup` of a ParameterServerStrategy.
     """
 
     config: Settings
@@ -88,7 +88,7 @@ def config() -> Settings | None:
 
 
 def servers():
-    """The `servers.Servers` of this process' ParameterServerStrategy, or None."""
+    """The `servers.ServerGroup` of this process' ParameterServerStrategy, or None."""
     return _current[0].servers if _current else None
 
 

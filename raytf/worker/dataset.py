@@ -8,21 +8,21 @@ from raytf.data import columns as columns_module
 from raytf.data import stored as blocks_module
 from raytf.data import streamed
 from raytf.data.feed import Feed
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.runtime.topology import per_replica_batch
 from raytf.worker import context as context_module
 
 # what was read of each dataset, and which columns; None: all
-_read: dict[str, tuple[frozenset | None, Blocks]] = {}
+_read: dict[str, tuple[frozenset | None, StoredDataset]] = {}
 
 
-def _read_once(name: str, dataset, specs, context) -> Blocks:
+def _read_once(name: str, dataset, specs, context) -> StoredDataset:
     """Rank 0 reads a dataset at the first call, and tells the others where it lies; all must ask for it.
 
     The columns that the call names; all of them if a later call names others. A sweep has read all for all its trials.
     """
-    if isinstance(dataset, Blocks):
+    if isinstance(dataset, StoredDataset):
         return dataset
     from ray.train.collective import broadcast_from_rank_zero
 

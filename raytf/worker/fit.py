@@ -25,7 +25,7 @@ def train(task: TrainJob, session) -> None:
         session: the run around it, see `session.py`.
     """
     distribution = context.get_strategy()
-    with session.checkpoint() as folder, input_wait.measured() as waited:
+    with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
         state = checkpoint.read_state(folder) if folder else None
         if job.ended(state, task):
             return

@@ -14,7 +14,7 @@ _CALLS = ("_next_internal", "get_next_as_optional")
 
 
 @contextlib.contextmanager
-def measured() -> Iterator[Callable[[], float]]:
+def measure_input_wait() -> Iterator[Callable[[], float]]:
     """Steps that are traced inside add up the seconds that they wait; gives what reads them.
 
     TensorFlow offers no hook here, so that the iterator's own methods are replaced meanwhile. It costs two clock

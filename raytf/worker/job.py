@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytf.console.progress import Board
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class TrainJob:
         build_model, callbacks: the user's functions of the config.
         config: the user's config.
         features, labels, sample_weights: parsed columns.
-        datasets: the `stored.Blocks` or `streamed.Stream` of "train" and, if there is one, of "validation".
+        datasets: the `stored.StoredDataset` or `streamed.StreamedDataset` of "train" and, if there is one, of
+            "validation".
         seed: of weights, shuffle and masks.
         shuffle, window: order of training rows.
         map: the user's function of a training batch, or None.
@@ -38,7 +39,7 @@ class TrainJob:
     features: Any
     labels: Any
     sample_weights: Any
-    datasets: dict[str, Blocks]
+    datasets: dict[str, StoredDataset]
     seed: int
     shuffle: str
     window: int

@@ -1,7 +1,8 @@
 """What a train loop asks of the run around it: rank, checkpoint to start from, where to report. On a worker.
 
-Under `fit` that is Ray Train; in a sweep it is the lane, which stands behind Ray Train's own functions, too, so that a
-train loop written for `ray.train.report` and `ray.train.get_context` runs there unchanged (`session_functions.py`).
+Under `fit` that is Ray Train; in a sweep it is the worker group, which stands behind Ray Train's own functions, too,
+so that a train loop written for `ray.train.report` and `ray.train.get_context` runs there unchanged
+(`session_functions.py`).
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class TrialStopped(BaseException):
     """Ends a trial's train loop at a report; no `except Exception` of the user's holds it up."""
 
 
-class LaneSession:
-    """A trial in a lane: its thread stops at each report until it is told to go on, to save or to stop.
+class TrialSession:
+    """A trial in a worker group: its thread stops at each report until it is told to go on, to save or to stop.
 
     Args:
         rank, size: of this worker.
@@ -123,7 +124,7 @@ class LaneSession:
     def report(
         self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
     ) -> None:
-        """Hands the metrics to the lane, and waits for what it says; a checkpoint is written only when asked for.
+        """Hands the metrics to the group, and waits for what it says; a checkpoint is written only when asked for.
 
         Args:
             metrics: by name.

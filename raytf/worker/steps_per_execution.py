@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 # Executions that are measured, and those before them that still warm up.
 _LOOKED_AT, _WARM_UP = 24, 8
 # Python's share of a step from which it is worth a new trace, and what may be left of it.
-_WORTH, _LEFT = 0.03, 0.01
+_MIN_OVERHEAD, _OVERHEAD_TARGET = 0.03, 0.01
 # One execution is to stay short: progress, and a stop, come between two.
-_LONGEST = 1.0
+_MAX_CALL_SECONDS = 1.0
 _MOST = 64
 
 
@@ -37,10 +37,10 @@ def choose(between: float, within: float, first: float, steps_left: int) -> int:
     Returns:
         A power of two, at most `_MOST`, with executions of at most a second.
     """
-    if between < _WORTH * (between + within):
+    if between < _MIN_OVERHEAD * (between + within):
         return 1
-    wanted = between / (_LEFT * (between + within))
-    longest = _LONGEST / max(within, 1e-9)
+    wanted = between / (_OVERHEAD_TARGET * (between + within))
+    longest = _MAX_CALL_SECONDS / max(within, 1e-9)
     number = 2 ** math.floor(math.log2(max(1.0, min(wanted, longest, _MOST))))
     saved = steps_left * between * (1 - 1 / number)
     return number if saved > 2 * first else 1

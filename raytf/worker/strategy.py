@@ -100,7 +100,7 @@ def coordinate(config: Settings):
     """Starts the servers of a ParameterServerStrategy and connects to them; this process becomes their coordinator.
 
     Returns:
-        (strategy, `servers.Servers`).
+        (strategy, `servers.ServerGroup`).
     """
     (address,) = _cluster()["worker"]
     servers = config.servers.start(address, config.ports)

@@ -12,7 +12,7 @@ import ray
 
 import raytf
 from raytf.data import ingest, partitions
-from raytf.data.sampling import Order
+from raytf.data.sampling import Sampler
 from raytf.errors import ConfigError
 from tests.cluster import models
 from tests.cluster.test_trainer import assert_equal, trainer
@@ -85,11 +85,11 @@ def test_what_needs_all_rows_at_once_cannot_be_streamed(folder, change):
 
 def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
     """Two workers, an epoch's end that one reaches before the other, and a start in the middle."""
-    from raytf.data.streamed import Server
+    from raytf.data.streamed import StreamServer
 
     monkeypatch.setattr(partitions, "_PIECE_BYTES", 3000)
     found = partitions.cut(ray.data.read_parquet(str(folder)))
-    server, order = Server(found), Order(rows=found.rows, global_batch=10, shuffle="window", window=50)
+    server, order = StreamServer(found), Sampler(rows=found.rows, global_batch=10, shuffle="window", window=50)
     natural = np.cumsum([0, *found.rows])
 
     def ids(worker, epoch, start, stop):
@@ -120,19 +120,19 @@ def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
 def test_what_fits_is_kept_and_the_rest_is_streamed(folder, monkeypatch):
     from ray.train import ScalingConfig
 
-    from raytf.data.stored import Blocks
-    from raytf.data.streamed import Stream
+    from raytf.data.stored import StoredDataset
+    from raytf.data.streamed import StreamedDataset
 
     def kind(how, datasets):
         return type(ingest.read_all(datasets, how, ScalingConfig(num_workers=2))["train"])
 
     dataset = ray.data.read_parquet(str(folder))
-    assert kind("auto", {"train": dataset}) is Blocks
-    assert kind("stream", {"train": dataset}) is Stream
+    assert kind("auto", {"train": dataset}) is StoredDataset
+    assert kind("stream", {"train": dataset}) is StreamedDataset
     monkeypatch.setattr(ingest, "_SHARE", 1e-9)
-    assert kind("auto", {"train": dataset}) is Stream
-    assert kind("object_store", {"train": dataset}) is Blocks
-    assert kind("auto", {"train": models.dataset()}) is Blocks
+    assert kind("auto", {"train": dataset}) is StreamedDataset
+    assert kind("object_store", {"train": dataset}) is StoredDataset
+    assert kind("auto", {"train": models.dataset()}) is StoredDataset
 
 
 def test_full_shuffle_of_a_stream_is_refused(folder, tmp_path):

@@ -16,8 +16,8 @@ from ray.train import ScalingConfig
 
 from raytf.data import columns, ingest, partitions, streamed
 from raytf.data import reader as reader_module
-from raytf.data.sampling import Order
-from raytf.data.stored import Blocks
+from raytf.data.sampling import Sampler
+from raytf.data.stored import StoredDataset
 from raytf.runtime import resources
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -46,7 +46,7 @@ def stream(folder):
 
 
 def an_order(stream):
-    return Order(rows=stream.rows, global_batch=20, shuffle="window", window=60)
+    return Sampler(rows=stream.rows, global_batch=20, shuffle="window", window=60)
 
 
 def ids(stream, order, worker, epoch, start, stop):
@@ -92,11 +92,11 @@ def test_what_is_large_streams_whatever_it_is_read_from(monkeypatch, capsys):
     monkeypatch.setattr(partitions, "_PIECE_BYTES", 16 << 20)
     huge = ray.data.range(10**9)
     found = ingest.read_all({"train": huge}, "auto", ScalingConfig(num_workers=1))
-    assert isinstance(found["train"], streamed.Stream) and sum(found["train"].rows) == 10**9
+    assert isinstance(found["train"], streamed.StreamedDataset) and sum(found["train"].rows) == 10**9
     streamed.close(found)
     monkeypatch.setattr(ingest, "_SHARE", 1e-9)
     found = ingest.read_all({"train": ray.data.range(50).sort("id")}, "auto", ScalingConfig(num_workers=1))
-    assert isinstance(found["train"], Blocks)
+    assert isinstance(found["train"], StoredDataset)
     said = capsys.readouterr().err
     assert "'train', of 0.0 GiB or more, is kept in the object store" in said and "Sort" in said
 
@@ -114,7 +114,7 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
     assert resources.held() == "4 of 4 CPUs are held: 4 by Holder of this job"
     dataset = ray.data.read_parquet(folder).map_batches(lambda batch: batch, batch_size=32)
     found = ingest.read_all({"a": dataset, "b": dataset}, {"a": "stream", "b": "object_store"}, ScalingConfig())
-    order = Order(rows=found["a"].rows, global_batch=20, shuffle="none")
+    order = Sampler(rows=found["a"].rows, global_batch=20, shuffle="none")
     assert ids(found["a"], order, 0, 0, 0, ROWS) == list(range(ROWS))
     assert sum(found["b"].rows) == ROWS
     streamed.close(found)
@@ -166,7 +166,7 @@ def test_a_server_of_its_own_lets_go_of_what_it_read_ahead(stream):
 
 
 def test_a_request_does_not_grow_with_the_number_of_pieces():
-    order = Order(rows=(100,) * 65_536, global_batch=20, shuffle="window")
+    order = Sampler(rows=(100,) * 65_536, global_batch=20, shuffle="window")
     assert len(pickle.dumps(streamed.without_rows(order))) < 1000
 
 

@@ -74,7 +74,7 @@ def train(config) -> dict:
 
     import raytf
     from raytf.data import columns
-    from raytf.data.stored import Blocks
+    from raytf.data.stored import StoredDataset
     from raytf.errors import ConfigError
     from raytf.train import entry
     from raytf.train.backend import TensorflowConfig
@@ -99,7 +99,7 @@ def train(config) -> dict:
         features=columns.parse({"x": ["a", "b", "a", "b"], "ids": raytf.Column("ids", **pad)}, "features"),
         labels=columns.parse("y", "labels"),
         sample_weights=None,
-        datasets={"train": Blocks([table], [rows], list(table.column_names))},
+        datasets={"train": StoredDataset([table], [rows], list(table.column_names))},
         seed=0,
         shuffle="full",
         window=65_536,

@@ -46,7 +46,7 @@ def test_files_are_removed_behind(temporary):
 CHILD = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from raytf import autograph_files
+from raytf.compat import autograph_files
 from tests.unit import test_autograph_files as tests
 with autograph_files.removed():
     tests.convert()

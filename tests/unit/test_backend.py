@@ -16,7 +16,7 @@ from raytf.train.backend import TensorflowConfig
 CHILD = """
 import ray.util
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
-from raytf import ports
+from raytf.runtime import ports
 import sys
 try:
     print(ports.reserve_address((int(sys.argv[1]), int(sys.argv[2]))), flush=True)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from raytf.data import feed as feed_module
 from raytf.data.columns import Column, parse
 from raytf.data.feed import Feed
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 
 ROWS = 103
@@ -18,7 +18,7 @@ ROWS = 103
 
 def blocks(table, cuts=(10, 60)):
     tables = [table.slice(a, b - a) for a, b in zip((0, *cuts), (*cuts, len(table)), strict=True)]
-    return Blocks(tables, [len(t) for t in tables], table.column_names)
+    return StoredDataset(tables, [len(t) for t in tables], table.column_names)
 
 
 def feed(table, features, labels=None, weights=None, **options):

@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.fitting import arrays
 
@@ -17,7 +17,7 @@ def batches(data, batch=4):
     from raytf.data.feed import Feed
     from raytf.fitting.fit_worker import structured
 
-    blocks = Blocks([data.table], [data.table.num_rows], data.table.column_names)
+    blocks = StoredDataset([data.table], [data.table.num_rows], data.table.column_names)
     feed = Feed(blocks, **data.specs, global_batch=batch, shuffle="none")
     return list(structured(feed.dataset(), data.structure))
 

@@ -58,11 +58,11 @@ def test_a_training_starts_variable_by_variable(sent, monkeypatch):
 
 
 def test_a_plan_counts_what_the_start_takes():
-    from raytf.train.dry_run import Facts
+    from raytf.train.dry_run import ModelFacts
     from raytf.train.plan import start_bytes
 
     def facts(weights, largest):
-        return Facts(
+        return ModelFacts(
             parameters=weights // 4,
             weight_bytes=weights,
             largest_bytes=largest,

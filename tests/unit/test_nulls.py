@@ -7,7 +7,7 @@ import pytest
 from raytf.data import gather
 from raytf.data.columns import Column, Columns, parse
 from raytf.data.reader import sources as sources_of
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 
 PAIRS, I32 = pa.list_(pa.int32(), 2), pa.int32()
@@ -129,7 +129,7 @@ def test_blocks_are_as_safe_as_streams():
     from raytf.data.reader import StoredReader
 
     good, bad = pa.table({"x": [[1, 2], [3, 4]]}), pa.table({"x": [[1, None]]})
-    blocks = Blocks([good, bad], [2, 1], ["x"])
+    blocks = StoredDataset([good, bad], [2, 1], ["x"])
     assert StoredReader(blocks.first(), [Columns.of("x", "x")])
     with pytest.raises(ConfigError, match=r"1 null\(s\) inside"):
         StoredReader(blocks, [Columns.of("x", "x")])

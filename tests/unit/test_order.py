@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytf.data import sampling
-from raytf.data.sampling import Order
+from raytf.data.sampling import Sampler
 
 seeds = st.integers(0, 2**63 - 1)
 orders = st.builds(
-    lambda rows, batch, seed, shuffle, window: Order(
+    lambda rows, batch, seed, shuffle, window: Sampler(
         rows=tuple(rows), global_batch=batch, seed=seed, shuffle=shuffle, window=window
     ),
     st.lists(st.integers(0, 90), max_size=8),
@@ -74,7 +74,7 @@ def test_many_steps_are_cut_as_one_by_one(made, epoch, workers, data):
 @given(st.integers(20, 400), seeds, st.sampled_from(["full", "window"]))
 def test_epochs_are_shuffled_differently_and_repeatably(rows, seed, shuffle):
     def whole(seed, epoch):
-        return np.concatenate(parts(Order(rows=(rows,), global_batch=7, seed=seed, shuffle=shuffle), epoch, 0, 1))
+        return np.concatenate(parts(Sampler(rows=(rows,), global_batch=7, seed=seed, shuffle=shuffle), epoch, 0, 1))
 
     assert np.array_equal(whole(seed, 0), whole(seed, 0))
     assert not np.array_equal(whole(seed, 0), whole(seed, 1))
@@ -82,7 +82,7 @@ def test_epochs_are_shuffled_differently_and_repeatably(rows, seed, shuffle):
 
 
 def test_a_window_holds_neighbours_and_pieces_change_places():
-    made = Order(rows=(50,) * 20, global_batch=10, seed=1, shuffle="window", window=100)
+    made = Sampler(rows=(50,) * 20, global_batch=10, seed=1, shuffle="window", window=100)
     plan = made.epoch(0)
     for chunk in range(plan.chunks):
         assert sorted(plan.positions(chunk)) == list(range(chunk * 100, chunk * 100 + 100))
@@ -97,7 +97,7 @@ def test_steps():
 
 
 def test_no_shuffle_keeps_the_order():
-    whole = parts(Order(rows=(3, 0, 4), global_batch=2, shuffle="none", window=2), 2, 0, 1)
+    whole = parts(Sampler(rows=(3, 0, 4), global_batch=2, shuffle="none", window=2), 2, 0, 1)
     assert np.concatenate(whole).tolist() == list(range(7))
 
 

@@ -17,7 +17,7 @@ import raytf
 from raytf.runtime import reservation
 from raytf.train import arguments, local, ray_config
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils, place_of, preemption
-from raytf.worker.session import LaneSession
+from raytf.worker.session import TrialSession
 
 PAGE = pathlib.Path(__file__).parents[2] / "cluster" / "RAY.md"
 COLUMNS = ("TensorflowTrainer", "KerasTrainer", "sweep", "num_workers=0")
@@ -89,7 +89,7 @@ def fails(**given):
 
 def trial(folder, **given):
     """The functions that Ray Train has, in a trial that stops at no report."""
-    session = LaneSession(0, 1, None, "trial")
+    session = TrialSession(0, 1, None, "trial")
     session.commands.put("go")
     return TrialTrainFnUtils(session, Surroundings(nodes=("a",)), lambda value: value, str(folder))
 
@@ -286,7 +286,7 @@ def test_where_a_worker_of_a_trial_stands():
 
 def test_a_trials_context_and_report(tmp_path):
     filesystem, folder = ray.train.v2._internal.execution.storage.get_fs_and_path(str(tmp_path / "sweep" / "trial_1"))
-    session = LaneSession(1, 2, None, "trial_1")
+    session = TrialSession(1, 2, None, "trial_1")
     around = Surroundings(nodes=("a", "a"), filesystem=filesystem, folder=folder)
     functions = TrialTrainFnUtils(session, around, lambda value: value, str(tmp_path / "scratch"))
     assert functions.get_context().get_storage().experiment_fs_path == folder

@@ -10,7 +10,7 @@ import pytest
 
 from raytf.storage import scratch
 
-MAKES = "from raytf import scratch; print(scratch.make(), flush=True); input()"
+MAKES = "from raytf.storage import scratch; print(scratch.make(), flush=True); input()"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from raytf.data import gather, sampling, stored
 from raytf.data import reader as reader_module
 from raytf.data.columns import Column, Columns, parse
 from raytf.data.reader import StoredReader
-from raytf.data.stored import Blocks
+from raytf.data.stored import StoredDataset
 
 ROWS = 6000
 RNG = np.random.default_rng(0)
@@ -52,7 +52,7 @@ def made(cuts, chunks=1):
     for start, stop in zip((0, *cuts), (*cuts, ROWS), strict=True):
         inner = np.linspace(start, stop, chunks + 1).astype(int)
         tables.append(pa.concat_tables([table(a, b) for a, b in zip(inner[:-1], inner[1:], strict=True)]))
-    return Blocks(tables, [len(t) for t in tables], list(DATA))
+    return StoredDataset(tables, [len(t) for t in tables], list(DATA))
 
 
 @pytest.fixture(params=["small", "large"])
@@ -85,9 +85,9 @@ def test_rows_are_the_same_in_whatever_blocks(size, chunks, shuffle, prepared):
         tables = [stored._prepared(SPECS, block) for block in found.refs]
         assert all(column.num_chunks == 1 for block in tables for column in block.columns)
         assert "x" not in tables[0].column_names, "what is stacked is kept once"
-        found = Blocks(tables, found.rows, found.columns)
+        found = StoredDataset(tables, found.rows, found.columns)
     reader = StoredReader(found, COLUMNS)
-    plan = sampling.Order(rows=tuple(found.rows), global_batch=100, shuffle=shuffle, window=700, seed=1).epoch(2)
+    plan = sampling.Sampler(rows=tuple(found.rows), global_batch=100, shuffle=shuffle, window=700, seed=1).epoch(2)
     rows = reader.rows(plan, 2, 0)
     for chunk in range(plan.chunks):
         positions = plan.positions(chunk)
@@ -102,12 +102,12 @@ def test_large_columns_are_not_copied(monkeypatch):
     found = made((3000,), chunks=2)
     prepared = [stored._prepared(SPECS, block) for block in found.refs]
     for its, columns in ((found.refs, COLUMNS[1:2] + COLUMNS[3:4]), (prepared, COLUMNS[:2] + COLUMNS[3:4])):
-        reader = StoredReader(Blocks(its, found.rows, found.columns), columns)
+        reader = StoredReader(StoredDataset(its, found.rows, found.columns), columns)
         shared = [buffer for block in its for column in block.columns for buffer in _buffers(column)]
         for source in reader.sources:
             for array in source._arrays._arrays:
                 assert any(start <= array.ctypes.data < start + size for start, size in shared)
-    lists, texts = StoredReader(Blocks(prepared, found.rows, found.columns), [COLUMNS[4], COLUMNS[2]]).sources
+    lists, texts = StoredReader(StoredDataset(prepared, found.rows, found.columns), [COLUMNS[4], COLUMNS[2]]).sources
     for values, offsets in zip(lists._values, lists._offsets, strict=True):
         for array in (values, offsets):
             assert any(start <= array.ctypes.data < start + size for start, size in shared)

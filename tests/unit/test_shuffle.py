@@ -97,7 +97,7 @@ def test_batches_are_mixed_as_at_random(batch):
 
 
 def test_a_billion_rows_take_no_memory_and_no_time():
-    made = sampling.Order(rows=(10**6,) * 1000, global_batch=1024)
+    made = sampling.Sampler(rows=(10**6,) * 1000, global_batch=1024)
     began = time.process_time()
     plan = made.epoch(7)
     parts = [plan.part(plan.chunks - 1, slice(0, 2), worker, 3) for worker in range(3)]
@@ -107,7 +107,7 @@ def test_a_billion_rows_take_no_memory_and_no_time():
 
 
 def test_a_worker_works_out_its_own_rows_alone():
-    made = sampling.Order(rows=(sampling.EXACT_ROWS, 99), global_batch=1000, seed=3)
+    made = sampling.Sampler(rows=(sampling.EXACT_ROWS, 99), global_batch=1000, seed=3)
     plan = made.epoch(1)
     for chunk in range(plan.chunks):
         whole = plan.positions(chunk)

@@ -42,12 +42,12 @@ def test_no_code_runs_from_a_space(text):
 
 
 def test_numbers_of_a_key():
-    assert space.values(tune.choice([1, 3]), "num_workers") == [1, 3]
-    assert space.values(tune.grid_search([2]), "num_workers") == [2]
-    assert space.values(tune.randint(1, 4), "num_workers") == [1, 3]
-    assert space.values(2, "num_workers") == [2]
+    assert space.bounds(tune.choice([1, 3]), "num_workers") == [1, 3]
+    assert space.bounds(tune.grid_search([2]), "num_workers") == [2]
+    assert space.bounds(tune.randint(1, 4), "num_workers") == [1, 3]
+    assert space.bounds(2, "num_workers") == [2]
     with pytest.raises(ConfigError, match="num_workers must have known bounds"):
-        space.values(tune.uniform(1, 2), "num_workers")
+        space.bounds(tune.uniform(1, 2), "num_workers")
 
 
 def test_names_of_schedulers_and_searches():

@@ -7,12 +7,12 @@ import ray.util
 
 import raytf
 from raytf.collectives import ring
-from raytf.launch.runner import Runner
+from raytf.launch.runner import TaskRunner
 from raytf.storage.shared_folders import folder
 
 SCRIPT = """
 import os, subprocess, sys
-from raytf import ring
+from raytf.collectives import ring
 token = ring.token()
 print(token.hex(), any(token.hex() in text for text in (*os.environ.values(), *sys.argv)))
 for name in ("environ", "cmdline"):
@@ -27,7 +27,7 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True).stdout)
 def test_a_script_gets_the_token_through_its_pipe(tmp_path, monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     (tmp_path / "script.py").write_text(SCRIPT)
-    runner, token = Runner(), ring.new_token()
+    runner, token = TaskRunner(), ring.new_token()
     try:
         runner.reserve(folder(str(tmp_path)), (31_920, 31_929))
         root = str(pathlib.Path(raytf.__file__).parents[1])

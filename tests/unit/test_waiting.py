@@ -26,7 +26,7 @@ def fit(pause, steps_per_execution):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     dataset = tf.data.Dataset.from_generator(rows, output_signature=spec)
-    with input_wait.measured() as waited:
+    with input_wait.measure_input_wait() as waited:
         model.fit(dataset.apply(tf.data.experimental.assert_cardinality(STEPS)), verbose=0)
         return waited()
 

@@ -1,4 +1,4 @@
-"""Lanes whose workers die, stop, or only take their time; and the guard that tells one from the other."""
+"""Worker groups whose workers die, stop, or only take their time; and the guard that tells one from the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import raytf
 from raytf import liveness
 from raytf.runtime import guard
 from raytf.runtime.guard import FrozenError, Guard
-from raytf.train.worker_group import Job, Lane, LaneLostError
+from raytf.train.worker_group import TrialRun, WorkerGroup, WorkerGroupLostError
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
@@ -57,17 +57,17 @@ class Leader:
 
     def open(self, tensorflow_config) -> str:
         try:
-            self._lane = Lane(tensorflow_config, {"CPU": 1}, 2, {})
-        except LaneLostError as error:
+            self._lane = WorkerGroup(tensorflow_config, {"CPU": 1}, 2, {})
+        except WorkerGroupLostError as error:
             return str(error)
         return ""
 
     def train(self, loop) -> tuple[dict | None, str]:
-        self._lane.begin(Job(train=loop, config={}, name="trial"))
+        self._lane.begin(TrialRun(train=loop, config={}, name="trial"))
         metrics = self._lane.go_on()
         try:
             self._lane.go_on()
-        except LaneLostError as error:
+        except WorkerGroupLostError as error:
             return metrics, str(error)
         finally:
             self._lane.close(well=False)
