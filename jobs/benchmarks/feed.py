@@ -144,7 +144,7 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: st
 
     import ray
 
-    from raytf.data import stored as blocks_module
+    from raytf.data import stored
 
     batch, repeats = int(batch), int(repeats)
     common.connect(address)
@@ -156,7 +156,7 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: st
     path = os.path.join(folder.name, "rows.parquet")
     _write(path, made, kind)
     del made
-    blocks = blocks_module.read(whole, _specs(kind))
+    blocks = stored.read(whole, _specs(kind))
     ready = {
         way: _raytf(blocks, kind, batch, shuffle) for way, shuffle in (("raytf unshuffled", "none"), ("raytf", "full"))
     }

@@ -184,7 +184,7 @@ def plan(trainer) -> Plan:
 
 def _first(name: str, dataset, trainer) -> stored.StoredDataset:
     with streamed.watched(name):
-        if ingest.of(trainer.storage, name) == "stream":
+        if ingest.materialized(trainer.materialize, name) is False:
             with stored.quiet():
                 partitions.divide(dataset)  # refuses what cannot be streamed
         return stored.first(dataset, trainer.columns(), partitions.unbound)

@@ -77,9 +77,9 @@ class KerasTrainer:
             folder of a run: another one is refused.
         tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
         seed: of weights, order of rows, masks and augmentation, 0 to 2**63 - 1.
-        storage: where rows are kept: "object_store"; "stream", read anew in every epoch by one execution of Ray Data
-            that all workers share; or "auto", which streams what the object store cannot hold. Or a dict of these by
-            name of the dataset.
+        materialize: whether rows are kept in the object store: True; False, read anew in every epoch by one execution
+            of Ray Data that all workers share; or "auto", which streams what the object store cannot hold. Or a dict of
+            these by name of the dataset.
         shuffle: order of training rows in each epoch: "full", uniformly random; "window", blocks in random order, and
             rows in random order within windows; "none"; or "auto", windows for what is streamed, else full.
         window: rows of a window.
@@ -120,7 +120,7 @@ class KerasTrainer:
         validation_config: ValidationConfig | None = None,
         tensorflow_config: TensorflowConfig | None = None,
         seed: int = 0,
-        storage: str | Mapping[str, str] = "auto",
+        materialize: bool | str | Mapping[str, bool | str] = "auto",
         shuffle: str = "auto",
         window: int = 65_536,
         steps_per_execution: int | str = "auto",
@@ -137,7 +137,7 @@ class KerasTrainer:
         self.run_config = run_config or RunConfig()
         self.tensorflow_config = tensorflow_config or TensorflowConfig()
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
-        self.map, self.window, self.storage = map, window, storage
+        self.map, self.window, self.materialize = map, window, materialize
         self.steps_per_execution = steps_per_execution
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
@@ -180,15 +180,9 @@ class KerasTrainer:
         self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
         if self.features is None:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
-        ways = [ingest.of(self.storage, name) for name in self.datasets]
-        for name, known, values in (
-            ("shuffle", ("auto", *sampling.SHUFFLES), [self.shuffle]),
-            ("storage", ingest.STORAGES, ways),
-        ):
-            for value in values:
-                if value not in known:
-                    raise ConfigError(f"{name} must be one of {', '.join(known)}", repr(value), "Choose one")
-        if self.shuffle == "full" and ingest.of(self.storage, "train") == "stream":
+        ingest.check(self.materialize, self.datasets)
+        validation.check_word("shuffle", self.shuffle, ("auto", *sampling.SHUFFLES))
+        if self.shuffle == "full" and ingest.materialized(self.materialize, "train") is False:
             raise ConfigError(
                 "What is streamed cannot be shuffled over all rows", "shuffle='full'", "Use shuffle='window'"
             )
@@ -237,7 +231,7 @@ class KerasTrainer:
             lock.on_lost = launch.cancel
             found = {}
             try:
-                found = ingest.read_all(self.datasets, self.storage, self.scaling_config, self.columns())
+                found = ingest.read_all(self.datasets, self.materialize, self.scaling_config, self.columns())
                 with ThreadPoolExecutor(1) as beside_model:
                     data = beside_model.submit(self._data_identity, found)
                     told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
@@ -316,7 +310,7 @@ class KerasTrainer:
             raise ConfigError(
                 "What is streamed cannot be shuffled over all rows",
                 "shuffle='full' for a dataset that the object store cannot hold",
-                "Use shuffle='window', or storage='object_store' if Ray may put it on disk",
+                "Use shuffle='window', or materialize=True if Ray may put it on disk",
             )
         return TrainJob(
             build_model=self.build_model,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from raytf.data import columns as columns_module
-from raytf.data import stored as blocks_module
-from raytf.data import streamed
+from raytf.data import stored, streamed
 from raytf.data.feed import Feed
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
@@ -33,7 +32,7 @@ def _read_once(name: str, dataset, specs, context) -> StoredDataset:
         if context.get_world_rank() == 0:
             found = dataset() if callable(dataset) else dataset
             if not known:
-                found = blocks_module.projected(found, specs)
+                found = stored.projected(found, specs)
             found = streamed.materialized(name, found, None if known else specs)
         _read[name] = None if known else wanted, broadcast_from_rank_zero(found)
     return _read[name][1]

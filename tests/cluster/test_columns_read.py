@@ -27,7 +27,7 @@ def dataset(tmp_path):
     return ray.data.read_parquet(str(tmp_path))
 
 
-def read(dataset, specs=SPECS, how="object_store"):
+def read(dataset, specs=SPECS, how=True):
     return ingest.read_all({"train": dataset}, how, ScalingConfig(num_workers=1), specs)["train"]
 
 
@@ -41,7 +41,7 @@ def test_parquet_files_are_read_by_column(dataset):
     assert table.column_names == ["label", SPECS["features"].stored]
     assert table.column(1).type == pa.list_(pa.float32(), 2) and table.column(1).num_chunks == 1
     assert table.column(1).to_pylist()[7] == [7, 7]
-    streamed = read(dataset, how="stream")
+    streamed = read(dataset, how=False)
     try:
         assert streamed.sample.column_names == ["a", "b.c", "label"] and sum(streamed.rows) == 300
     finally:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def stream(folder):
-    found = ingest.read_all({"train": ray.data.read_parquet(folder)}, "stream", ScalingConfig(num_workers=2))
+    found = ingest.read_all({"train": ray.data.read_parquet(folder)}, False, ScalingConfig(num_workers=2))
     yield found["train"]
     streamed.close(found)
 
@@ -113,7 +113,7 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
     ray.get(holder.pid.remote())
     assert resources.held() == "4 of 4 CPUs are held: 4 by Holder of this job"
     dataset = ray.data.read_parquet(folder).map_batches(lambda batch: batch, batch_size=32)
-    found = ingest.read_all({"a": dataset, "b": dataset}, {"a": "stream", "b": "object_store"}, ScalingConfig())
+    found = ingest.read_all({"a": dataset, "b": dataset}, {"a": False, "b": True}, ScalingConfig())
     order = Sampler(rows=found["a"].rows, global_batch=20, shuffle="none")
     assert ids(found["a"], order, 0, 0, 0, ROWS) == list(range(ROWS))
     assert sum(found["b"].rows) == ROWS

@@ -38,7 +38,7 @@ def streamed(tmp_path, folder, workers, name, **kwargs):
         workers,
         name=name,
         datasets=datasets,
-        storage={"train": "stream"},
+        materialize={"train": False},
         window=100,
         config=config,
         **kwargs,
@@ -128,10 +128,10 @@ def test_what_fits_is_kept_and_the_rest_is_streamed(folder, monkeypatch):
 
     dataset = ray.data.read_parquet(str(folder))
     assert kind("auto", {"train": dataset}) is StoredDataset
-    assert kind("stream", {"train": dataset}) is StreamedDataset
+    assert kind(False, {"train": dataset}) is StreamedDataset
     monkeypatch.setattr(ingest, "_SHARE", 1e-9)
     assert kind("auto", {"train": dataset}) is StreamedDataset
-    assert kind("object_store", {"train": dataset}) is StoredDataset
+    assert kind(True, {"train": dataset}) is StoredDataset
     assert kind("auto", {"train": models.dataset()}) is StoredDataset
 
 
