@@ -7,4 +7,3 @@
 * A *tested version* is one of `versions.TESTED`. What differs between those is told apart here and nowhere else. Any
   other version is looked at before training starts (`selfcheck`), and then used with a warning, or refused.
 """
-||||||| ba6c65f
