@@ -35,9 +35,6 @@ __all__ = [
     "init_grpc_channel",
     "is_token_auth_enabled",
 ]
-# Modules of Ray's start, and one that starts Ray by itself; loggers and frames are told apart by their names.
-START_LOGGERS = ("ray._private.worker", "ray._private.authentication.authentication_token_setup")
-AUTO_INIT = "ray._private.auto_init_hook"
 AUTH_MODE = "RAY_AUTH_MODE"
 
 

@@ -73,8 +73,6 @@ __all__ = [
     "TaskPoolStrategy",
     "get_execution_plan",
 ]
-# Tells of progress at length.
-PROGRESS_LOGGER = "ray.data._internal.progress"
 
 
 # ------------------------------------------------------------------------------------------ plans

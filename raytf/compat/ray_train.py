@@ -181,6 +181,12 @@ def result_of(manager, storage):
 # ------------------------------------------------------------------------------------------ the controller's parts
 
 
+@uses("ray.train.v2._internal.execution.preemption:PreemptionWatcher._stop_event")
+def stop(watcher) -> None:
+    """Ends a PreemptionWatcher; it is made to end with the actor that Ray Train makes of it."""
+    watcher._stop_event.set()
+
+
 def reserved(found: list | dict) -> list[dict[str, float]]:
     """Reserved resources of each node, as an ElasticScalingPolicy is given them: a list before 2.60, then by node."""
     return list(found.values()) if isinstance(found, dict) else list(found)

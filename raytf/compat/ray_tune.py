@@ -7,11 +7,9 @@ from ray.tune.trainable.trainable import _DICT_CHECKPOINT_FILE_NAME  # a pickle 
 
 from raytf.compat.names import uses
 
-__all__ = ["DICT_CHECKPOINT", "STORAGE_LOGGER", "get_fs_and_path"]
+__all__ = ["DICT_CHECKPOINT", "get_fs_and_path"]
 
 DICT_CHECKPOINT = _DICT_CHECKPOINT_FILE_NAME
-# Tells of each checkpoint.
-STORAGE_LOGGER = "ray.train._internal.storage"
 
 
 @uses("ray.tune.impl.tuner_internal:TunerInternal._run_config", "ray.tune.tuner:Tuner._local_tuner")

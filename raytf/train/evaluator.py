@@ -15,10 +15,10 @@ import warnings
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
-from ray.train.v2.api.validation_config import ValidationConfig
 
 from raytf.compat import autograph_files
 from raytf.compat.fast_import import import_keras
+from raytf.compat.ray_train import ValidationConfig
 from raytf.console import once, output
 from raytf.console.progress import Entries
 from raytf.errors import in_a_line
