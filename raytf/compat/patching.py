@@ -33,14 +33,14 @@ class Replacement:
 
     def make(self) -> None:
         """Puts it in place; the original is its first argument from then on."""
-        original = getattr(self.owner, self.name)
+        original = getattr(self.owner, self.name, None)  # None of what is added
         setattr(self.owner, self.name, replacing(original, self.function))
 
 
-def replacing(original: Callable, function: Callable) -> Callable:
+def replacing(original: Callable | None, function: Callable) -> Callable:
     """A function that calls `function(original, *arguments)`, and looks like the original."""
 
-    @functools.wraps(original)
+    @functools.wraps(original or function)
     def call(*args, **kwargs):
         return function(original, *args, **kwargs)
 

@@ -14,7 +14,7 @@ import ray.train
 from ray.train.backend import Backend, BackendConfig
 
 from raytf.collectives import ring
-from raytf.compat import autograph_files, legacy_keras, legacy_names
+from raytf.compat import legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import TrainContext, TrainingFramework, WorkerGroupStartupFailedError
 from raytf.console import once, output
@@ -22,6 +22,7 @@ from raytf.runtime import ports, settings
 from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import Settings
 from raytf.runtime.topology import tf_config
+from raytf.storage import autograph_files
 
 # The workers' processes are there; this is for one that stands still.
 _ANSWER_SECONDS = 300.0

@@ -12,13 +12,14 @@ import traceback
 
 from ray import cloudpickle
 
-from raytf.compat import autograph_files, keras_objects, legacy_names
+from raytf.compat import keras_objects, legacy_names
 from raytf.compat.patching import patched
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
+from raytf.storage import autograph_files
 
 # Keys of the config that the trainer reads, and compares where they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))

@@ -22,7 +22,7 @@ import ray.cloudpickle
 from ray.util.placement_group import placement_group_table
 
 from raytf.collectives import ring
-from raytf.compat import autograph_files, legacy_keras, legacy_names, ray_core
+from raytf.compat import legacy_keras, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
@@ -32,7 +32,7 @@ from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.guard import FrozenError, Guard, Place
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
-from raytf.storage import scratch
+from raytf.storage import autograph_files, scratch
 from raytf.train import backend
 from raytf.train.entry import import_raytf
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils

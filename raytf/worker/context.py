@@ -45,7 +45,7 @@ def prepared(config: Settings):
     if not legacy_keras.is_on():
         from raytf.parallel import trainer
 
-        trainer.install(allow_untested=config.allow_untested_keras)
+        trainer.install()
     if config.seed is not None:
         tf.random.set_seed(config.seed)
     context = Context(config)
