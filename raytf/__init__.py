@@ -9,9 +9,9 @@ from raytf.console import quiet, quiet_import
 # What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
 _PLACES = {
     "Column": "raytf.data.columns",
-    "KerasTrainer": "raytf.train.trainer",
-    "TensorflowTrainer": "raytf.train.trainer",
-    "TensorflowConfig": "raytf.train.backend",
+    "KerasTrainer": "raytf.train.keras_trainer",
+    "TensorflowTrainer": "raytf.train.tensorflow_trainer",
+    "TensorflowConfig": "raytf.runtime.settings",
     "ReportCallback": "raytf.worker.callbacks",
     "ReportCheckpointCallback": "ray.train.tensorflow.keras",
     "TensorflowCheckpoint": "ray.train.tensorflow",

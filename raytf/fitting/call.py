@@ -27,7 +27,7 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.connection import connect
 from raytf.runtime.processes import worker_environment
-from raytf.train.backend import TensorflowConfig
+from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit
 
@@ -154,11 +154,11 @@ class Call:
         Raises:
             TrainingError: one failed.
         """
-        config = TensorflowConfig(seed=0)
+        setup = WorkerSetup(config=TensorflowConfig(seed=0))
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
         try:
-            self._group = warm.take(self._scaling, self._run, config)
+            self._group = warm.take(self._scaling, self._run, setup)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]

@@ -41,7 +41,8 @@ from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
 from raytf.train.entry import import_raytf, train
-from raytf.train.trainer import KerasTrainer, TensorflowTrainer
+from raytf.train.keras_trainer import KerasTrainer
+from raytf.train.tensorflow_trainer import TensorflowTrainer
 from raytf.train.worker_group import GroupWorker
 from raytf.tune import learning_rate, report, space
 from raytf.tune.table import Stopper, Table
@@ -298,13 +299,14 @@ def _plan(
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
         datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
         found = {name: stored.read(d) for name, d in datasets.items()}
+        user = trainer.backend_config.config
         plan = SweepSpec(
             train=_UserLoop(trainer.train_loop_per_worker),
             config=config,
-            tensorflow_config=dataclasses.replace(
+            setup=dataclasses.replace(
                 trainer.backend_config,
-                feed=found,
-                seed=trainer.backend_config.seed or 0,
+                config=dataclasses.replace(user, seed=user.seed or 0),
+                datasets=found,
                 warned=processes.warned,
             ),
             datasets=datasets,
@@ -324,7 +326,7 @@ def _plan(
     plan = SweepSpec(
         train=_KerasLoop(task),
         config=config,
-        tensorflow_config=dataclasses.replace(trainer.worker_config(), warned=processes.warned),
+        setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),
@@ -380,7 +382,7 @@ class _UserLoop:
 
         from raytf.worker import context
 
-        keras.utils.set_random_seed(context.config().seed)
+        keras.utils.set_random_seed(context.setup().config.seed)
         if inspect.signature(self.function).parameters:
             self.function(config)
         else:

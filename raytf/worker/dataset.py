@@ -71,8 +71,8 @@ def get_dataset(
     Raises:
         ConfigError: called outside a train loop, or an argument does not fit the dataset.
     """
-    config = context_module.config()
-    if config is None or not config.feed:
+    setup = context_module.setup()
+    if setup is None or not setup.datasets:
         raise ConfigError(
             "raytf.get_dataset() works inside a train loop",
             f"a call for {name!r} outside of one",
@@ -81,14 +81,14 @@ def get_dataset(
     import ray.train
 
     context = ray.train.get_context()
-    if name not in config.feed:
-        known = ", ".join(repr(key) for key in config.feed)
+    if name not in setup.datasets:
+        known = ", ".join(repr(key) for key in setup.datasets)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
     parsed = {
         role: columns_module.parse(spec, role)
         for role, spec in {"features": features, "labels": labels, "sample_weights": sample_weights}.items()
     }
-    blocks = _read_once(name, config.feed[name], parsed, context)
+    blocks = _read_once(name, setup.datasets[name], parsed, context)
     for role, spec in parsed.items():
         columns_module.check_names(spec, blocks.columns, role)
     per_replica_batch(batch_size, context.get_world_size())

@@ -76,8 +76,8 @@ def train(config) -> dict:
     from raytf.data import columns
     from raytf.data.stored import StoredDataset
     from raytf.errors import ConfigError
+    from raytf.runtime.settings import WorkerSetup
     from raytf.train import entry
-    from raytf.train.backend import TensorflowConfig
     from raytf.worker import context, job
 
     class Seen(keras.callbacks.Callback):
@@ -107,7 +107,7 @@ def train(config) -> dict:
         steps_per_execution="auto",
         board=None,
     )
-    with context.prepared(TensorflowConfig(strategy="tpu", tpu=True)):
+    with context.prepared(WorkerSetup(strategy="tpu", tpu=True)):
         try:
             entry.train(task, session)
         except ConfigError as error:
