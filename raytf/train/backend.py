@@ -62,7 +62,7 @@ class TensorflowBackend(Backend):
         token = ring.new_token()
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
-        told = [(backend_config, addresses, rank, cpus, token) for rank in range(count)]
+        told = [(backend_config.config, addresses, rank, cpus, token) for rank in range(count)]
         _from_all(worker_group, "its environment", set_environment, told)
 
 

@@ -17,8 +17,10 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.console import progress
-from raytf.data import columns, ingest, sampling
+from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.sampling import Sampling
 from raytf.errors import ConfigError
 from raytf.identity import fingerprint, same_run
 from raytf.runtime import failures, resources
@@ -129,14 +131,12 @@ class KerasTrainer:
         self.build_model, self.callbacks = build_model, callbacks
         self.config = DEFAULTS | dict(config or {})
         self.datasets = dict(datasets)
-        self.features = columns.parse(features, "features")
-        self.labels = columns.parse(labels, "labels")
-        self.sample_weights = columns.parse(sample_weights, "sample_weights")
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
         self.tensorflow_config = tensorflow_config or TensorflowConfig()
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
-        self.map, self.window, self.materialize = map, window, materialize
+        self.batch = BatchSpec.parsed(features, labels, sample_weights, map)
+        self.window, self.materialize = window, materialize
         self.steps_per_execution = steps_per_execution
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
@@ -148,8 +148,8 @@ class KerasTrainer:
         arguments.check_pickles(self.build_model, "build_model")
         if self.callbacks is not None:
             arguments.check_pickles(self.callbacks, "callbacks")
-        if self.map is not None:
-            arguments.check_pickles(self.map, "map", "batches")
+        if self.batch.map is not None:
+            arguments.check_pickles(self.batch.map, "map", "batches")
         if self.variable_partitioner is not None:
             arguments.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
         given = self.scaling_config, self.run_config, self.tensorflow_config
@@ -177,7 +177,7 @@ class KerasTrainer:
                     "Read it with ray.data, for example ray.data.read_parquet",
                 )
         self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
-        if self.features is None:
+        if self.batch.features is None:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
         ingest.check(self.materialize, self.datasets)
         validation.check_word("shuffle", self.shuffle, ("auto", *sampling.SHUFFLES))
@@ -230,7 +230,7 @@ class KerasTrainer:
             lock.on_lost = launch.cancel
             found = {}
             try:
-                found = ingest.read_all(self.datasets, self.materialize, self.scaling_config, self.columns())
+                found = ingest.read_all(self.datasets, self.materialize, self.scaling_config, self.batch.roles)
                 with ThreadPoolExecutor(1) as beside_model:
                     data = beside_model.submit(self._data_identity, found)
                     told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
@@ -268,13 +268,12 @@ class KerasTrainer:
 
     def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """What tells this run from another, see `same_run.py`, for data that was read and a model that was tried."""
-        specs = {name: getattr(self, name) for name in ("features", "labels", "sample_weights")}
-        columns_of = {name: fingerprint.of_columns(spec) for name, spec in specs.items()}
+        columns_of = {name: fingerprint.of_columns(spec) for name, spec in self.batch.roles.items()}
         told = {
             "version": same_run.VERSION,
             **model,
             "columns": {**columns_of, "types": model["types"]},
-            "map": None if self.map is None else fingerprint.described(self.map),
+            "map": None if self.batch.map is None else fingerprint.described(self.batch.map),
             "seed": self.seed,
             "batch_size": self.config["batch_size"],
             "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
@@ -315,15 +314,12 @@ class KerasTrainer:
             build_model=self.build_model,
             callbacks=self.callbacks,
             config=self.config,
-            features=self.features,
-            labels=self.labels,
-            sample_weights=self.sample_weights,
+            batch=self.batch,
             datasets=blocks,
-            seed=self.seed,
-            shuffle=shuffle,
-            window=self.window,
+            sampling=Sampling(
+                global_batch=self.config["batch_size"], seed=self.seed, shuffle=shuffle, window=self.window
+            ),
             steps_per_execution=self.steps_per_execution,
-            map=self.map,
             board=None,
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
@@ -334,10 +330,6 @@ class KerasTrainer:
         """What "auto" stands for."""
         streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
-
-    def columns(self) -> dict[str, Any]:
-        """The parsed columns by role."""
-        return {"features": self.features, "labels": self.labels, "sample_weights": self.sample_weights}
 
     def servers(self):
         """(the ScalingConfig of what Ray Train runs, the `servers.ServerSpec` or None)."""
@@ -410,10 +402,8 @@ class KerasTrainer:
                 raise ConfigError(
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
-            for role, spec in self.columns().items():
-                columns.check_names(spec, found.columns, role)
-        specs = (self.features, self.labels, self.sample_weights)
-        pickled = cloudpickle.dumps((self.build_model, dict(config), *specs, self.map))
+            self.batch.check(found.columns)
+        pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch))
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
         if isinstance(found, ConfigError):
             raise found

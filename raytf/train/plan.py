@@ -187,7 +187,7 @@ def _first(name: str, dataset, trainer) -> stored.StoredDataset:
         if ingest.materialized(trainer.materialize, name) is False:
             with stored.quiet():
                 partitions.divide(dataset)  # refuses what cannot be streamed
-        return stored.first(dataset, trainer.columns(), partitions.unbound)
+        return stored.first(dataset, trainer.batch.roles, partitions.unbound)
 
 
 def start_bytes(facts: ModelFacts, strategy: str, workers: int) -> int:

@@ -315,7 +315,7 @@ def _plan(
             **common,
         )
         return plan, {}
-    found = ingest.read_all(trainer.datasets, trainer.materialize, trainer.scaling_config, trainer.columns())
+    found = ingest.read_all(trainer.datasets, trainer.materialize, trainer.scaling_config, trainer.batch.roles)
     try:
         _try_model(trainer, processes, found, tried, given)
     except BaseException:

@@ -6,10 +6,12 @@ import tensorflow as tf
 
 from raytf.data import columns as columns_module
 from raytf.data import stored, streamed
+from raytf.data.batch_spec import BatchSpec
 from raytf.data.feed import Feed
+from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
-from raytf.runtime.topology import per_replica_batch
+from raytf.runtime.topology import Shard, per_replica_batch
 from raytf.worker import context as context_module
 
 # what was read of each dataset, and which columns; None: all
@@ -84,24 +86,16 @@ def get_dataset(
     if name not in setup.datasets:
         known = ", ".join(repr(key) for key in setup.datasets)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
-    parsed = {
-        role: columns_module.parse(spec, role)
-        for role, spec in {"features": features, "labels": labels, "sample_weights": sample_weights}.items()
-    }
-    blocks = _read_once(name, setup.datasets[name], parsed, context)
-    for role, spec in parsed.items():
-        columns_module.check_names(spec, blocks.columns, role)
+    batch = BatchSpec.parsed(features, labels, sample_weights, map)
+    dataset = _read_once(name, setup.datasets[name], batch.roles, context)
+    batch.check(dataset.columns)
     per_replica_batch(batch_size, context.get_world_size())
-    feed = Feed(
-        blocks,
-        **parsed,
+    sampling = Sampling(
         global_batch=batch_size,
-        worker=context.get_world_rank(),
-        workers=context.get_world_size(),
         seed=seed,
         shuffle=shuffle or ("full" if name == "train" else "none"),
         window=window,
         drop_remainder=drop_remainder,
-        map=map,
     )
+    feed = Feed(dataset, batch, sampling, Shard(context.get_world_rank(), context.get_world_size()))
     return feed.dataset()

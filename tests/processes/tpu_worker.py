@@ -73,7 +73,8 @@ def train(config) -> dict:
     import pyarrow as pa
 
     import raytf
-    from raytf.data import columns
+    from raytf.data.batch_spec import BatchSpec
+    from raytf.data.sampling import Sampling
     from raytf.data.stored import StoredDataset
     from raytf.errors import ConfigError
     from raytf.runtime.settings import WorkerSetup
@@ -96,14 +97,9 @@ def train(config) -> dict:
         build_model=build_model,
         callbacks=lambda c: [seen],
         config={"batch_size": config["batch_size"], "epochs": 2},
-        features=columns.parse({"x": ["a", "b", "a", "b"], "ids": raytf.Column("ids", **pad)}, "features"),
-        labels=columns.parse("y", "labels"),
-        sample_weights=None,
+        batch=BatchSpec.parsed({"x": ["a", "b", "a", "b"], "ids": raytf.Column("ids", **pad)}, "y"),
         datasets={"train": StoredDataset([table], [rows], list(table.column_names))},
-        seed=0,
-        shuffle="full",
-        window=65_536,
-        map=None,
+        sampling=Sampling(global_batch=config["batch_size"]),
         steps_per_execution="auto",
         board=None,
     )
