@@ -74,7 +74,7 @@ def _worker_context(config: TensorflowConfig):
     from raytf.keras_import import import_keras
 
     import_keras()
-    from raytf import strategy  # imports TensorFlow, so on a worker only
+    from raytf import context  # imports TensorFlow, so on a worker only
 
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
     logging.getLogger(inspect.getfile(TrainContext)).setLevel(config.log_level)
@@ -82,7 +82,7 @@ def _worker_context(config: TensorflowConfig):
     with (
         output.telling(),
         autograph_files.removed(),
-        strategy.prepared(config),
+        context.prepared(config),
         spoken(chief, config.board),
         once.shown(config.warned),
         legacy_names.explained(),
@@ -93,9 +93,9 @@ def _worker_context(config: TensorflowConfig):
 @contextlib.contextmanager
 def context_here(config: TensorflowConfig):
     """Prepares the driver's own process for a train loop; what it prints, and how, is left as it is."""
-    from raytf import strategy
+    from raytf import context
 
-    with strategy.prepared(config), legacy_names.explained():
+    with context.prepared(config), legacy_names.explained():
         yield
 
 
@@ -106,9 +106,10 @@ def spoken(chief: bool, board):
     """`verbosity.of` on a worker of Keras 3; one of Keras 2 prints what Keras 2 does."""
     if legacy_keras.is_on():
         return contextlib.nullcontext()
-    from raytf import verbosity
+    from raytf import callbacks, verbosity
 
-    return verbosity.of(chief, board)
+    line = None if board is None else functools.partial(callbacks.ProgressCallback, board, None, None)
+    return verbosity.of(chief, line)
 
 
 def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:

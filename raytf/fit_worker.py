@@ -89,12 +89,12 @@ def run(session, config: dict[str, Any]) -> None:
     """The loop of a `lane.Job`; reports what the driver waits for."""
     import keras
 
-    from raytf import strategy
+    from raytf import context
 
     work: Work = config["work"]
     with contextlib.suppress(OSError):  # another host need not have it
         os.chdir(work.model.folder)
-    distribution = strategy.get_strategy()
+    distribution = context.get_strategy()
     model, sent = _model(work.model, distribution)
     keras.utils.set_random_seed(work.seed % 2**32)
     {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[work.do](session, work, model, sent, distribution)

@@ -25,10 +25,11 @@ from ray.util.placement_group import placement_group_table
 
 from raytf import autograph_files, backend, guard, legacy_keras, legacy_names, once, output, ports, ring, scratch
 from raytf.answers import NoAnswerError, as_they_come, collect
+from raytf.entry import import_raytf
 from raytf.errors import RaytfError, in_a_line
 from raytf.guard import FrozenError, Guard, Place
 from raytf.keras_import import import_keras
-from raytf.processes import Process, import_raytf
+from raytf.processes import Process
 from raytf.resources import placed_actor
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
@@ -284,14 +285,14 @@ class LaneWorker(Process):
     ) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
         backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
-        from raytf import strategy
+        from raytf import context
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
-        self._stack.enter_context(strategy.prepared(tensorflow_config))
+        self._stack.enter_context(context.prepared(tensorflow_config))
         self._stack.enter_context(backend.spoken(rank == 0, None))
         self._stack.enter_context(once.shown(tensorflow_config.warned))
         with autograph_files.removed():
-            strategy.get_strategy()  # the ring tells its addresses by a collective
+            context.get_strategy()  # the ring tells its addresses by a collective
         self._defaults = _keras_defaults()
 
     def begin(self, job: Job) -> None:
@@ -369,9 +370,9 @@ def _broadcast(value: Any) -> Any:
     """Every worker gets what rank 0 passes; through the strategy, as all are in the train loop."""
     import numpy as np
 
-    from raytf import collectives, strategy
+    from raytf import collectives, context
 
-    distribution = strategy.get_strategy()
+    distribution = context.get_strategy()
     if not collectives.spans_workers(distribution):
         return value
     sent = np.frombuffer(ray.cloudpickle.dumps(value), np.uint8).astype(np.int32)

@@ -47,6 +47,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
 from raytf import answers, backend, local, output, quiet, reservation, resources
+from raytf.entry import import_raytf
 from raytf.failures import WorkerFrozenError, is_consequence
 from raytf.guard import Place
 from raytf.processes import Processes, worker_environment
@@ -81,7 +82,9 @@ class Launch(Processes):
         self.controller = (
             ray.remote(_Controller).options(num_cpus=0, label_selector={ray._raylet.RAY_NODE_ID_KEY: here}).remote()
         )
-        super().__init__(RayTrainWorker, scaling_config, run_config, resources.fewest_workers(scaling_config))
+        super().__init__(
+            RayTrainWorker, scaling_config, run_config, resources.fewest_workers(scaling_config), import_raytf
+        )
 
     def cancel(self) -> None:
         ray.kill(self.controller)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils.python_utils import pythonify_logs
 
-from raytf import callbacks, checkpoint, multiworker_callbacks, worker_rows
+from raytf import callbacks, checkpoint, context, multiworker_callbacks, worker_rows
 from raytf.callback_state import CallbackStates
 from raytf.feed import SUPERBLOCK, Feed
 from raytf.remote_model import RemoteModel
@@ -122,16 +122,9 @@ class Trainer:
         return self._feeds[name].steps if name in self._feeds else 0
 
 
-def train(task, session, strategy, servers: Servers) -> None:
-    """Runs on the coordinator; see `worker.train`.
-
-    Args:
-        task: what to train.
-        session: the run around it.
-        strategy: a `tf.distribute.ParameterServerStrategy`.
-        servers: its servers.
-    """
-    config = task.config
+def train(task, session) -> None:
+    """Runs on the coordinator; see `worker.train`."""
+    config, strategy, servers = task.config, context.get_strategy(), context.servers()
     with session.checkpoint() as folder:
         state = checkpoint.read_state(folder) if folder else None
         if ended(state, task):

@@ -10,6 +10,7 @@ import ray
 
 from raytf import blocks, checks, pieces, resources, storage, streams
 from raytf.connection import connect
+from raytf.entry import import_raytf
 from raytf.errors import ResourceError
 from raytf.inspection import Facts
 from raytf.processes import Process, Processes
@@ -138,7 +139,7 @@ def plan(trainer) -> Plan:
     inner, servers = trainer.servers()
     resources.check_cluster(scaling)
     resources.check_servers(inner, servers)
-    processes = Processes(Process, inner, trainer.run_config, 1)
+    processes = Processes(Process, inner, trainer.run_config, 1, import_raytf)
     try:
         found = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
         devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))

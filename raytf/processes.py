@@ -14,7 +14,7 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.constants import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import legacy_keras, output, resources
+from raytf import legacy_keras, resources
 from raytf.allocator import allocator
 from raytf.answers import as_they_come, collect
 from raytf.output import Output
@@ -49,13 +49,14 @@ class Processes:
         kind: the workers' class: a `Process`, or Ray Train's, which has an `execute`, too.
         scaling_config, run_config: the run's.
         workers: at most so many, on the nodes where Ray would place them now; at least one process starts.
+        preload: is called in each as it starts: what it imports is there when the process is used.
 
     Attributes:
         there: (node, actor) of each process that may become a worker.
         warned: where their warnings are claimed by the one that shows them, see `once.py`.
     """
 
-    def __init__(self, kind, scaling_config, run_config, workers: int):
+    def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
         self.there = []
         self._extra = []
         # A process must not look for devices before Ray gives it some: then it can only try the model.
@@ -69,7 +70,7 @@ class Processes:
             self._extra.append(_start(kind, run_config, scaling_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
         self.warned = Entries("warned")
         self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
-        self._ready = {actor.execute.remote(import_raytf): actor for actor in self._all()}
+        self._ready = {actor.execute.remote(preload): actor for actor in self._all()}
 
     def ask(self, function, *arguments):
         """Calls a function in the first process that is ready; one that dies meanwhile is replaced by the next.
@@ -127,18 +128,6 @@ def with_variables(run_config, variables: dict[str, str]):
     run_config, environment = copy.copy(run_config), dict(run_config.worker_runtime_env or {})
     run_config.worker_runtime_env = environment | {"env_vars": dict(environment.get("env_vars", {})) | variables}
     return run_config
-
-
-def import_raytf() -> None:
-    """What a worker needs; no TensorFlow operation runs."""
-    from raytf.keras_import import import_keras
-
-    output.say_who(output.CHECK)
-    import_keras()
-    from raytf import feed  # noqa: F401
-
-    if not legacy_keras.is_on():
-        from raytf import callbacks, execution, inspection  # noqa: F401
 
 
 def _cpus(scaling_config) -> int:

@@ -107,9 +107,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _prepare(ports: tuple[int, int]) -> None:
-    from raytf import settings, strategy
+    from raytf import context, settings
 
-    _prepared.enter_context(strategy.prepared(settings.Settings(ports=ports)))
+    _prepared.enter_context(context.prepared(settings.Settings(ports=ports)))
 
 
 def _show(kind, error, traceback) -> None:

@@ -61,6 +61,15 @@ class Plan:
         cpus = {"CPU": self.worker_resources.get("CPU", 1)}
         return dict(self.worker_resources) if task.role == "worker" else cpus
 
+    def start(self, chief: str, allowed: tuple[int, int]) -> Servers:
+        """Starts the servers.
+
+        Args:
+            chief: "host:port" of the coordinator, which is this process.
+            allowed: the first and the last port on which they may listen.
+        """
+        return Servers(self, chief, allowed)
+
 
 class Server:
     """A worker or parameter server, in an actor of its own."""

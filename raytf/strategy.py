@@ -1,4 +1,4 @@
-"""On a worker: prepare TensorFlow, and build the strategy before any other TensorFlow operation."""
+"""On a worker: the strategy, built before any other TensorFlow operation, with raytf's ring and ports attached."""
 
 from __future__ import annotations
 
@@ -7,40 +7,14 @@ import functools
 import json
 import os
 import warnings
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from raytf import legacy_keras, ports, ring, worker_part
 from raytf.collectives import spans_workers
-from raytf.errors import ConfigError
-from raytf.servers import Servers
 from raytf.settings import Settings
 from raytf.topology import pick_strategy
-
-_current: dict[str, object] = {}
-
-
-@contextlib.contextmanager
-def prepared(config: Settings):
-    """Makes this process ready for a train loop, and leaves nothing of it behind.
-
-    Where it is one for Keras 2, Keras 3 and what raytf changes in it are left alone.
-    """
-    if not legacy_keras.is_on():
-        from raytf import keras_multiworker
-
-        keras_multiworker.install(allow_untested=config.allow_untested_keras)
-    if config.seed is not None:
-        tf.random.set_seed(config.seed)
-    _current.update(config=config, strategy=None, servers=None)
-    with _strategy_hook(config):
-        try:
-            yield
-        finally:
-            ports.release_port()
-            if _current["servers"] is not None:
-                _current["servers"].close()
-            _current.clear()
 
 
 def communication_options(config: Settings):
@@ -52,8 +26,13 @@ def communication_options(config: Settings):
 
 
 @contextlib.contextmanager
-def _strategy_hook(config: Settings):
-    """A MultiWorkerMirroredStrategy that anybody builds gets the port that was kept for it, options and a ring."""
+def hooked(config: Settings, built: Callable):
+    """Within it a MultiWorkerMirroredStrategy, whoever builds it, gets the port kept for it, options and a ring.
+
+    Args:
+        config: the run's.
+        built: called with each.
+    """
     options = communication_options(config)
     kind = tf.distribute.MultiWorkerMirroredStrategy
     original = kind.__init__
@@ -67,7 +46,7 @@ def _strategy_hook(config: Settings):
             self.experimental_distribute_dataset = _distribute_for_keras_2(self)
         else:
             _attach_for_keras_3(self, config, ring=communication_options is None and config.communication == "auto")
-        _current["strategy"] = self
+        built(self)
 
     kind.__init__ = init
     try:
@@ -109,61 +88,34 @@ def _listen_only_here() -> None:
         ports.listen_only_at(task["cluster"][task["task"]["type"]][task["task"]["index"]])
 
 
-def get_strategy() -> tf.distribute.Strategy:
-    """Inside a train loop: the strategy of this worker, built at the first call.
-
-    It must be called, or the strategy be built by hand, before any other TensorFlow operation of the process.
-
-    Raises:
-        ConfigError: called outside a train loop of a raytf trainer.
-    """
-    if "config" not in _current:
-        raise ConfigError(
-            "raytf.get_strategy() works inside a train loop",
-            "a call outside of one",
-            "Call it in the function that a raytf trainer runs on its workers",
-        )
-    if _current["strategy"] is None:
-        _current["strategy"] = build(_current["config"].strategy)
-    return _current["strategy"]
-
-
-def config() -> Settings | None:
-    """The config of the train loop that runs in this process, or None outside of one."""
-    return _current.get("config")
-
-
-def servers() -> Servers | None:
-    """The servers of this process' ParameterServerStrategy, or None."""
-    return _current.get("servers")
-
-
-def uses_tpu() -> bool:
-    """Whether this run trains on TPUs."""
-    return "config" in _current and (_current["config"].strategy == "tpu" or _current["config"].tpu)
-
-
 def _cluster() -> dict:
     return json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
 
 
-def _coordinate(plan) -> tf.distribute.Strategy:
-    """Starts servers and connects to them; this process becomes their coordinator."""
+def coordinate(config: Settings):
+    """Starts the servers of a ParameterServerStrategy and connects to them; this process becomes their coordinator.
+
+    Returns:
+        (strategy, `servers.Servers`).
+    """
     (address,) = _cluster()["worker"]
-    _current["servers"] = found = Servers(plan, address, _current["config"].ports)
+    servers = config.servers.start(address, config.ports)
     ports.release_port()
-    made = tf.distribute.ParameterServerStrategy(found.resolver())
+    made = tf.distribute.ParameterServerStrategy(servers.resolver())
     _listen_only_here()
-    return made
+    return made, servers
 
 
-def build(name: str) -> tf.distribute.Strategy:
-    """Builds the strategy of a name (or "auto") from this worker's devices and TF_CONFIG."""
-    if name == "parameter_server":
-        return _coordinate(_current["config"].servers)
+def uses_tpu(config: Settings) -> bool:
+    """Whether a run trains on TPUs."""
+    return config.strategy == "tpu" or config.tpu
+
+
+def build(config: Settings) -> tf.distribute.Strategy:
+    """Builds the strategy of a config's name (or "auto") from this worker's devices and TF_CONFIG."""
     workers = len(_cluster().get("worker", [None]))
     gpus = len(tf.config.list_physical_devices("GPU"))
-    name = pick_strategy(name, workers=workers, devices=gpus, tpu=uses_tpu())
+    name = pick_strategy(config.strategy, workers=workers, devices=gpus, tpu=uses_tpu(config))
     if name == "multi_worker_mirrored":
         return tf.distribute.MultiWorkerMirroredStrategy()
     ports.release_port()

@@ -45,6 +45,7 @@ from raytf import (
 )
 from raytf.answers import NoAnswerError, as_they_come
 from raytf.connection import connect
+from raytf.entry import import_raytf, train
 from raytf.errors import ConfigError, ResourceError, TrainingError
 from raytf.lane import LaneWorker
 from raytf.processes import Processes, worker_environment
@@ -53,7 +54,7 @@ from raytf.run_lock import RunLock
 from raytf.sweep_table import Stopper, Table
 from raytf.trainer import KerasTrainer, TensorflowTrainer
 from raytf.trial import Plan, Trial
-from raytf.worker import Task, train
+from raytf.worker import Task
 
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
 _FREQUENT_SNAPSHOTS = "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S"
@@ -149,7 +150,7 @@ def sweep(
     keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
     settled = _run_config(run_config, trainer.run_config, keep)
     lock = _lock(settled, resume)
-    processes = Processes(LaneWorker, trainer.scaling_config, trainer.run_config, spares)
+    processes = Processes(LaneWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
     found: dict = {}
     try:
         lock.acquire()
@@ -380,9 +381,9 @@ class _UserLoop:
     def __call__(self, session, config) -> None:
         import keras
 
-        from raytf import strategy
+        from raytf import context
 
-        keras.utils.set_random_seed(strategy.config().seed)
+        keras.utils.set_random_seed(context.config().seed)
         if inspect.signature(self.function).parameters:
             self.function(config)
         else:

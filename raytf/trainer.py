@@ -36,6 +36,7 @@ from raytf import (
 )
 from raytf.backend import TensorflowConfig
 from raytf.connection import connect
+from raytf.entry import import_raytf, train
 from raytf.errors import ConfigError
 from raytf.inspection import Tried, inspect
 from raytf.launching import Launch, PromptTrainer
@@ -44,7 +45,7 @@ from raytf.processes import Process, Processes, with_variables, worker_environme
 from raytf.run_folder import RunFolder
 from raytf.run_lock import RunLock
 from raytf.topology import per_replica_batch
-from raytf.worker import Task, ended, train
+from raytf.worker import Task, ended
 
 DEFAULTS = {"batch_size": 32, "epochs": 1}
 
@@ -236,7 +237,7 @@ class KerasTrainer:
         with RunLock(folder.filesystem, folder.path) as lock:
             last = self._last(folder)
             if last is not None and ended(last, self):
-                launch = Processes(Process, inner, run_config, 1)  # only to try the model
+                launch = Processes(Process, inner, run_config, 1, import_raytf)  # only to try the model
             elif not self.scaling_config.num_workers:
                 launch = Here(inner, run_config)
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 import tensorflow as tf
 from keras.src import tree
@@ -16,12 +17,12 @@ _current: dict[str, object] = {}
 
 
 @contextlib.contextmanager
-def of(chief: bool, board):
+def of(chief: bool, line: Callable | None):
     """Within it Keras shows what it is asked for on the chief alone, and TensorFlow's loggers warn once, and only warn.
 
     Args:
         chief: whether this worker is.
-        board: a `progress.Board` that the driver shows, or None.
+        line: gives a callback that shows a `fit` in the place of Keras' bar, or None where nothing does.
     """
     loggers = tf.get_logger(), logging.getLogger("absl")
     before = [(logger, logger.propagate, logger.level) for logger in loggers]
@@ -30,7 +31,7 @@ def of(chief: bool, board):
             logger.propagate = False  # Ray Train gives the root logger a handler that would say it again
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.WARNING)
-    _current.update(chief=chief, board=board)
+    _current.update(chief=chief, line=line)
     try:
         yield
     finally:
@@ -47,10 +48,8 @@ def for_fit(verbose, callbacks):
     """
     if not _current:
         return verbose, callbacks
-    if _current["chief"] and _current["board"] is not None and verbose in ("auto", 1):
-        from raytf.callbacks import ProgressCallback  # with it comes Ray Train, which `raytf run` has no use for
-
-        line = ProgressCallback(_current["board"], None, None)
+    if _current["chief"] and _current["line"] is not None and verbose in ("auto", 1):
+        line = _current["line"]()
         if isinstance(callbacks, CallbackList):
             callbacks.append(line)
         else:

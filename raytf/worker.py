@@ -73,30 +73,18 @@ class Task:
         }
 
 
-def train(task: Task, session=None) -> None:
+def train(task: Task, session) -> None:
     """Runs on every worker; the user's code sees a plain Keras training.
 
     Args:
         task: what to train.
-        session: the run around it, see `session.py`; Ray Train's unless it is given.
+        session: the run around it, see `session.py`.
     """
     import keras
 
-    from raytf import callbacks, checkpoint, execution, strategy, tpu, waiting
-    from raytf.session import RaySession
+    from raytf import callbacks, checkpoint, context, execution, tpu, waiting
 
-    session = session or RaySession(validate=task.validate)
-    if strategy.uses_tpu() and session.size > 1:
-        with tpu.led(session) as session:
-            if session is not None:
-                train(task, session)
-        return
-    distribution = strategy.get_strategy()
-    if strategy.servers() is not None:
-        from raytf import parameter_server
-
-        parameter_server.train(task, session, distribution, strategy.servers())
-        return
+    distribution = context.get_strategy()
     with session.checkpoint() as folder, waiting.measured() as waited:
         state = checkpoint.read_state(folder) if folder else None
         if ended(state, task):
@@ -104,7 +92,7 @@ def train(task: Task, session=None) -> None:
         keras.utils.set_random_seed(task.seed % 2**32)
         with distribution.scope():
             model = task.build_model(dict(task.config))
-        static = strategy.uses_tpu()
+        static = context.uses_tpu()
         feeds = {name: _feed(task, name, session, static and name == "train") for name in task.used()}
         if static:
             tpu.check_batch(task.config["batch_size"], feeds["train"].rows, distribution.num_replicas_in_sync)

@@ -56,13 +56,13 @@ def once(way: str, kind: str, steps: str) -> None:
     steps, name, _, execution = int(steps), *way.partition(" ")
     with contextlib.ExitStack() as stack:
         if name == "raytf":
-            from raytf import ring, strategy
+            from raytf import context, ring
             from raytf.backend import TensorflowConfig
 
             ring.keep_token(bytes(ring.TOKEN_BYTES))  # processes of this benchmark alone
             wire = execution if execution.startswith("bf") else None
             way = "ring" if execution == "grpc" else "auto"
-            stack.enter_context(strategy.prepared(TensorflowConfig(communication=way, gradient_dtype=wire)))
+            stack.enter_context(context.prepared(TensorflowConfig(communication=way, gradient_dtype=wire)))
         many = "TF_CONFIG" in os.environ
         strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
         common.give(_rate(strategy, name, kind, int(steps), execution))

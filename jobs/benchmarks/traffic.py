@@ -37,13 +37,13 @@ def once(way: str, steps: str) -> None:
     import keras
     import numpy as np
 
-    from raytf import gradient_ring, strategy, worker_part
+    from raytf import context, gradient_ring, worker_part
     from raytf import ring as sockets
     from raytf.backend import TensorflowConfig
 
     steps = int(steps)
     sockets.keep_token(bytes(sockets.TOKEN_BYTES))  # processes of this benchmark alone
-    with strategy.prepared(TensorflowConfig(**WAYS[way])):
+    with context.prepared(TensorflowConfig(**WAYS[way])):
         distribution = tf.distribute.MultiWorkerMirroredStrategy()
         keras.utils.set_random_seed(0)
         with distribution.scope():

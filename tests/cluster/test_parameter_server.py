@@ -85,13 +85,13 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
     def callbacks(config):
         import keras
 
-        from raytf import strategy
+        from raytf import context
         from raytf.roles import Task
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
                 if epoch in (1, 2):
-                    strategy.servers().kill(Task("worker", epoch - 1))
+                    context.servers().kill(Task("worker", epoch - 1))
 
         return [Kill()]
 
@@ -110,14 +110,14 @@ def test_a_dead_server_ends_in_a_restore(tmp_path, alone):
     def callbacks(config):
         import keras
 
-        from raytf import strategy
+        from raytf import context
         from raytf.roles import Task
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
                 if epoch == 2 and not os.path.exists(marker):
                     open(marker, "w").close()
-                    strategy.servers().kill(Task("ps", 0))
+                    context.servers().kill(Task("ps", 0))
 
         return [Kill()]
 

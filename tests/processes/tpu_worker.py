@@ -73,7 +73,7 @@ def train(config) -> dict:
     import pyarrow as pa
 
     import raytf
-    from raytf import columns, strategy, worker
+    from raytf import columns, context, entry, worker
     from raytf.backend import TensorflowConfig
     from raytf.blocks import Blocks
     from raytf.errors import ConfigError
@@ -105,9 +105,9 @@ def train(config) -> dict:
         steps_per_execution="auto",
         board=None,
     )
-    with strategy.prepared(TensorflowConfig(strategy="tpu", tpu=True)):
+    with context.prepared(TensorflowConfig(strategy="tpu", tpu=True)):
         try:
-            worker.train(task, session)
+            entry.train(task, session)
         except ConfigError as error:
             found["error"] = str(error)
     return found | {"reports": len(session.reports)}

@@ -34,13 +34,13 @@ def main():
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     import keras
 
-    from raytf import ring, strategy
+    from raytf import context, ring
     from raytf.backend import TensorflowConfig
     from tests.processes.optimizer_scenarios import SCENARIOS
     from tests.processes.scenarios import Place
 
     ring.keep_token(bytes(ring.TOKEN_BYTES))  # what starts processes gives them one; here nobody is to be kept out
-    with strategy.prepared(TensorflowConfig(communication=options.communication)):
+    with context.prepared(TensorflowConfig(communication=options.communication)):
         distribution = tf.distribute.get_strategy()
         if world > 1:
             distribution = tf.distribute.MultiWorkerMirroredStrategy()
