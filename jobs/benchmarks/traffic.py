@@ -37,9 +37,11 @@ def once(way: str, steps: str) -> None:
     import keras
     import numpy as np
 
-    from raytf import context, gradient_ring, worker_part
-    from raytf import ring as sockets
-    from raytf.backend import TensorflowConfig
+    from raytf.collectives import gradient_ring
+    from raytf.collectives import ring as sockets
+    from raytf.data import worker_part
+    from raytf.train.backend import TensorflowConfig
+    from raytf.worker import context
 
     steps = int(steps)
     sockets.keep_token(bytes(sockets.TOKEN_BYTES))  # processes of this benchmark alone
@@ -71,8 +73,8 @@ def once(way: str, steps: str) -> None:
 
 def measure(hosts, way: str, steps: int) -> dict:
     """What the first of two processes on two hosts gives."""
-    from raytf.allocator import allocator
-    from raytf.topology import tf_config
+    from raytf.runtime.allocator import allocator
+    from raytf.runtime.topology import tf_config
 
     addresses = [f"{host.address}:25000" for host in hosts]
     commands = [host.command([sys.executable, __file__, "--once", way, str(steps)]) for host in hosts]

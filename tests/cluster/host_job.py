@@ -21,7 +21,7 @@ from tests.cluster import models
 def callbacks(config):
     import keras
 
-    from raytf import context
+    from raytf.worker import context
 
     folder = pathlib.Path(config["folder"])
 

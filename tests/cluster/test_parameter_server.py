@@ -85,8 +85,8 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
     def callbacks(config):
         import keras
 
-        from raytf import context
-        from raytf.roles import Task
+        from raytf.runtime.roles import Task
+        from raytf.worker import context
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
@@ -110,8 +110,8 @@ def test_a_dead_server_ends_in_a_restore(tmp_path, alone):
     def callbacks(config):
         import keras
 
-        from raytf import context
-        from raytf.roles import Task
+        from raytf.runtime.roles import Task
+        from raytf.worker import context
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
@@ -135,7 +135,7 @@ def _where(config):
     """A loop of a TensorflowTrainer, on the coordinator."""
     import tensorflow as tf
 
-    from raytf.remote_model import RemoteModel
+    from raytf.parameter_server.remote_model import RemoteModel
 
     strategy = raytf.get_strategy()
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=4 << 10, max_shards=3)

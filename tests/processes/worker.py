@@ -22,7 +22,7 @@ def main():
     rank = task.get("task", {}).get("index", 0)
     world = len(task.get("cluster", {}).get("worker", [None]))
 
-    from raytf.keras_import import import_keras
+    from raytf.compat.fast_import import import_keras
 
     import_keras()
     import tensorflow as tf
@@ -34,8 +34,9 @@ def main():
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     import keras
 
-    from raytf import context, ring
-    from raytf.backend import TensorflowConfig
+    from raytf.collectives import ring
+    from raytf.train.backend import TensorflowConfig
+    from raytf.worker import context
     from tests.processes.optimizer_scenarios import SCENARIOS
     from tests.processes.scenarios import Place
 

@@ -8,10 +8,11 @@ import pyarrow.fs
 import pytest
 
 import raytf
-from raytf import lock_file, report, stored_json
 from raytf.errors import ConfigError
-from raytf.lock_file import StoredFile, _owner_in
-from raytf.run_lock import RunLock
+from raytf.storage import lock_file, stored_json
+from raytf.storage.lock_file import StoredFile, _owner_in
+from raytf.storage.run_lock import RunLock
+from raytf.tune import report
 
 # They read what a user typed, what Ray's store or TF_CONFIG holds, or what this process has just written.
 OTHERS = {"chief_callbacks", "cli", "progress", "reads", "run", "script", "strategy", "trainer"}
