@@ -14,15 +14,17 @@ import cloudpickle
 import pandas as pd
 import ray
 import ray.train
-from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
+from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.console import progress
 from raytf.data import columns, ingest, sampling
 from raytf.data import streamed as streamed_module
+from raytf.data.columns import ColumnSpecs
 from raytf.errors import ConfigError
 from raytf.identity import fingerprint, same_run
+from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.connection import connect
 from raytf.runtime.processes import Process, WarmPool, with_variables, worker_environment
@@ -105,9 +107,9 @@ class KerasTrainer:
         *,
         config: Mapping[str, Any] | None = None,
         datasets: Mapping[str, Any],
-        features,
-        labels=None,
-        sample_weights=None,
+        features: ColumnSpecs,
+        labels: ColumnSpecs | None = None,
+        sample_weights: ColumnSpecs | None = None,
         map: Callable | None = None,
         callbacks: Callable | None = None,
         strategy: str = "auto",
@@ -340,7 +342,7 @@ class KerasTrainer:
         """The parsed columns by role."""
         return {"features": self.features, "labels": self.labels, "sample_weights": self.sample_weights}
 
-    def servers(self):
+    def servers(self) -> tuple[ScalingConfig, ServerSpec | None]:
         """(the ScalingConfig of what Ray Train runs, the `servers.ServerSpec` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
         return arguments.servers(self.num_ps, self.scaling_config, environment)
@@ -468,9 +470,9 @@ class TensorflowTrainer(EarlyStartTrainer):
         dataset_config: DataConfig | None = None,
         run_config: RunConfig | None = None,
         datasets: dict[str, Any] | None = None,
-        validation_config=None,
+        validation_config: ValidationConfig | None = None,
         metadata: dict[str, Any] | None = None,
-        resume_from_checkpoint=None,
+        resume_from_checkpoint: Checkpoint | None = None,
         strategy: str = "auto",
         num_ps: int = 0,
     ):
