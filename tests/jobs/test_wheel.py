@@ -29,7 +29,7 @@ def run(*command, cwd, **variables):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -79,6 +79,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.timeout(600)
 def test_the_wheel_runs_without_the_checkout(environment, tmp_path):
     place = run(environment / "python", "-c", "import raytf; print(raytf.__file__)", cwd=tmp_path)
     assert pathlib.Path(place.strip()).is_relative_to(environment.parent)
