@@ -196,7 +196,7 @@ def test_the_command_needs_neither_ray_nor_matplotlib(tmp_path):
     (tmp_path / "experiment_state-1.json").write_text('{"trial_data": []}')
     code = f"""
 import sys
-from raytf import report
+from raytf.tune import report
 assert not {{"pandas", "plotly", "ray", "tensorflow"}} & set(sys.modules)
 report.write({str(tmp_path)!r}, {str(tmp_path / "page.html")!r})
 assert not {{"matplotlib", "ray", "tensorflow"}} & set(sys.modules)
