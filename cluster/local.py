@@ -246,8 +246,8 @@ def members(cluster: Cluster) -> set[psutil.Process]:
     session of its own.
     """
     table = {p.pid: p for p in psutil.process_iter(["environ", "ppid", "status"]) if p.info["status"] not in _ENDED}
-    pids = {pid for pid, process in table.items() if (process.info["environ"] or {}).get(MARK) == cluster.mark}
-    heads = pids.intersection(cluster.nodes)
+    heads = {node for node in cluster.nodes if node in table and _is_up(node, cluster)}
+    pids = {pid for pid, process in table.items() if (process.info["environ"] or {}).get(MARK) == cluster.mark} | heads
     pids |= {pid for pid in table if _session(pid) in heads}
     while found := {pid for pid, process in table.items() if process.info["ppid"] in pids} - pids:
         pids |= found
@@ -263,6 +263,8 @@ def lives(process: psutil.Process) -> bool:
 
 
 def _is_up(node: int, cluster: Cluster) -> bool:
+    if child := _children.get(node):  # its environment cannot be read yet when it has just been started
+        return child.poll() is None
     try:
         process = psutil.Process(node)
         return process.environ().get(MARK) == cluster.mark and lives(process)

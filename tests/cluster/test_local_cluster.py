@@ -42,10 +42,13 @@ print(json.dumps({"nodes": nodes, "visits": ray.get([task.remote() for task in p
 @pytest.fixture
 def sleeper():
     """A process that bears the mark of the cluster "its own", and is no part of any other."""
-    process = subprocess.Popen(["sleep", "1000"], env={**os.environ, local.MARK: "its own"})
-    yield process
-    process.kill()
-    process.wait()
+    environment = {**os.environ, local.MARK: "its own"}
+    with subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(b"started\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"started\n"  # only now its environment can be read for sure
+        yield process
+        process.kill()
 
 
 def processes_of(cluster):
