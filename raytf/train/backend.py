@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,11 @@ class TensorflowBackendConfig(WorkerSetup, BackendConfig):
     """A `settings.WorkerSetup` as Ray Train takes it."""
 
     @property
-    def backend_cls(self):
+    def backend_cls(self) -> type[TensorflowBackend]:
         return TensorflowBackend
 
     @property
-    def train_func_context(self):
+    def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager]:
         return functools.partial(_worker_context, self)
 
     @property

@@ -20,9 +20,11 @@ from raytf.console import progress
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
 from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
 from raytf.errors import ConfigError
 from raytf.identity import fingerprint, same_run
+from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.connection import connect
 from raytf.runtime.processes import Process, WarmPool, worker_environment
@@ -106,9 +108,9 @@ class KerasTrainer:
         *,
         config: Mapping[str, Any] | None = None,
         datasets: Mapping[str, Any],
-        features,
-        labels=None,
-        sample_weights=None,
+        features: ColumnSpecs,
+        labels: ColumnSpecs | None = None,
+        sample_weights: ColumnSpecs | None = None,
         map: Callable | None = None,
         callbacks: Callable | None = None,
         strategy: str = "auto",
@@ -331,7 +333,7 @@ class KerasTrainer:
         streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
 
-    def servers(self):
+    def servers(self) -> tuple[ScalingConfig, ServerSpec | None]:
         """(the ScalingConfig of what Ray Train runs, the `servers.ServerSpec` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
         return arguments.servers(self.num_ps, self.scaling_config, environment)

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import DataConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf.compat import legacy_keras
 from raytf.console import progress
@@ -56,9 +56,9 @@ class TensorflowTrainer(EarlyStartTrainer):
         dataset_config: DataConfig | None = None,
         run_config: RunConfig | None = None,
         datasets: dict[str, Any] | None = None,
-        validation_config=None,
+        validation_config: ValidationConfig | None = None,
         metadata: dict[str, Any] | None = None,
-        resume_from_checkpoint=None,
+        resume_from_checkpoint: Checkpoint | None = None,
         strategy: str = "auto",
         num_ps: int = 0,
     ):

@@ -25,7 +25,8 @@ import ray
 import ray.train
 from ray import tune
 from ray.train._internal.storage import get_fs_and_path
-from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
+from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -59,16 +60,16 @@ _CLEAN_SECONDS = 10.0
 
 
 def sweep(
-    trainer,
+    trainer: KerasTrainer | TensorflowTrainer,
     param_space: Mapping[str, Any] | None = None,
     *,
     num_samples: int = 1,
     metric: str = "loss",
     mode: str = "min",
-    scheduler=None,
-    search_alg=None,
+    scheduler: str | TrialScheduler | None = None,
+    search_alg: str | Searcher | SearchAlgorithm | None = None,
     max_concurrent_trials: int | None = None,
-    run_config=None,
+    run_config: tune.RunConfig | None = None,
     warm: bool = True,
     report_every_steps: int | None = None,
     scale_learning_rate: str | None = None,

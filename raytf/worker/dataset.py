@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from raytf.data import columns as columns_module
 from raytf.data import stored, streamed
 from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import ColumnSpecs
 from raytf.data.feed import Feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
@@ -44,14 +47,14 @@ def get_dataset(
     name: str,
     *,
     batch_size: int,
-    features,
-    labels=None,
-    sample_weights=None,
+    features: ColumnSpecs,
+    labels: ColumnSpecs | None = None,
+    sample_weights: ColumnSpecs | None = None,
     shuffle: str | None = None,
     seed: int = 0,
     window: int = 65_536,
     drop_remainder: bool = False,
-    map=None,
+    map: Callable | None = None,
 ) -> tf.data.Dataset:
     """Inside a train loop: this worker's part of one of the trainer's datasets. Each new iterator is the next epoch.
 
