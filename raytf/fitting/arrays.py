@@ -17,10 +17,10 @@ import pandas as pd
 import pyarrow as pa
 import ray
 import tensorflow as tf
-from keras.src import tree
-from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras import tree
 from ray.data.extensions import ArrowTensorArray
 
+from raytf.compat.keras import array_slicing, data_adapter_utils
 from raytf.data import columns
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import Column, Columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -13,9 +14,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import backend, tree
+from keras import tree
 from ray.train import RunConfig, ScalingConfig
 
+from raytf.compat import keras_objects
+from raytf.compat.keras import compute_output_spec
 from raytf.console import progress
 from raytf.console.output import Output
 from raytf.data import ingest, streamed
@@ -240,7 +243,7 @@ class Call:
 
 def _build_rest(model, spec) -> None:
     """Layers that only a `train_step` of the user's uses are built by tracing it; nothing runs."""
-    layers = [layer for layer in model._flatten_layers(include_self=False) if not layer.built]
+    layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
     if layers and not model.run_eagerly and type(model).train_step is not keras.Model.train_step:
         tf.function(model.train_step).get_concrete_function(spec)
 
@@ -254,13 +257,16 @@ def _check_shapes(model, spec, with_loss: bool) -> float:
         return 0.0
 
     def example(one):
-        return backend.KerasTensor((2, *(size or 1 for size in one.shape[1:])), backend.standardize_dtype(one.dtype))
+        return keras.KerasTensor(
+            (2, *(size or 1 for size in one.shape[1:])), keras.backend.standardize_dtype(one.dtype)
+        )
 
     data = tf.nest.map_structure(example, spec)
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-    outputs = backend.compute_output_spec(model, x, training=False)
-    if with_loss and y is not None and model._compile_loss is not None:
-        backend.compute_output_spec(model._compute_loss, x, y, outputs, sample_weight=weights, training=False)
+    outputs = compute_output_spec(model, x, training=False)
+    if with_loss and y is not None and keras_objects.compiled_parts(model)[0] is not None:
+        loss = functools.partial(keras_objects.step_loss, model)
+        compute_output_spec(loss, x, y, outputs, sample_weight=weights, training=False)
     return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytf.compat import keras_objects
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
@@ -139,7 +140,7 @@ def _dataset(rows: Rows, session):
 
 def structured(dataset, structure: tuple | None):
     """A feed's dataset in the user's structure."""
-    from keras.src import tree
+    from keras import tree
 
     if structure is None:
         return dataset
@@ -215,7 +216,7 @@ def _built(model, everything) -> dict[str, tuple[list[int], list]]:
     for name, optimizer in model_optimizers.of(model).items():
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
-            trained = [everything.numbers.get(id(v)) for v in optimizer._trainable_variables]
+            trained = [everything.numbers.get(id(v)) for v in keras_objects.trained_by(optimizer)]
             found[name] = trained, [transport.value_of(v) for v in optimizer.variables]
     return found
 
@@ -254,7 +255,7 @@ def _plain(value):
 def _predict(session, work: Work, model, sent, distribution) -> None:
     """Each worker its rows of each step, alone; the driver puts them in order."""
     import numpy as np
-    from keras.src import tree
+    from keras import tree
 
     _, dataset = _dataset(work.rows["train"], session)
     step = _predict_function(model, distribution)

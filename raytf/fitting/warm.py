@@ -17,6 +17,8 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.placement_group import placement_group_table
 
+from raytf.compat import ray_core
+from raytf.compat.ray_train import label_selectors
 from raytf.console.progress import Entries
 from raytf.fitting.fit_worker import FitWorker
 from raytf.runtime import connection
@@ -52,7 +54,7 @@ class Group:
         self._warned = Entries("warned")
         self._reservation = Reservation({})
         workers, each = scaling_config.num_workers, per_worker(scaling_config)
-        selectors = scaling_config._label_selector_per_worker(workers)
+        selectors = label_selectors(scaling_config, workers)
         self._reservation.take(workers, each, scaling_config.placement_strategy, selectors)
         try:
             environment = worker_environment(run_config, scaling_config)
@@ -148,7 +150,7 @@ class _Shelf:
 
 def wanted() -> bool:
     """Whether anything in the cluster waits for resources."""
-    state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
+    state = get_cluster_resource_state(ray_core.gcs_client())
     return bool(state.pending_resource_requests or state.pending_gang_resource_requests)
 
 

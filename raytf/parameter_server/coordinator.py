@@ -14,8 +14,8 @@ import warnings
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.utils.python_utils import pythonify_logs
 
+from raytf.compat.keras import pythonify_logs
 from raytf.data.feed import SUPERBATCH, Feed
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows

@@ -35,7 +35,6 @@ class TensorflowConfig:
         intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
         inter_op_threads: operations that run at the same time; None takes as many, and at least two.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
-        allow_untested_keras: go on with a version of Keras that raytf is not tested with.
         ports: the first and the last port on which workers listen, for TensorFlow and for raytf's ring: at least two a
             worker of a host. None of them is for anybody else; see `cluster/README.md`.
         legacy_keras: for a TensorflowTrainer: Keras 2 (the package tf_keras) as `tf.keras` of the workers, and nothing
@@ -55,7 +54,6 @@ class TensorflowConfig:
     intra_op_threads: int | None = None
     inter_op_threads: int | None = None
     memory_growth: bool = True
-    allow_untested_keras: bool = False
     ports: tuple[int, int] = PORTS
     seed: int | None = None
     legacy_keras: bool = False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import cloudpickle
 import ray
+from ray import cloudpickle
 from ray.train import RunConfig, ScalingConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
+from raytf.compat.ray_train import resources_per_worker
 from raytf.errors import ConfigError
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime.resources import fewest_workers
@@ -32,7 +33,7 @@ def check_pickles(function, name: str, of: str = "config") -> None:
 def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if the strategy does not fit the workers."""
     workers = check_workers(scaling_config)
-    devices = int(scaling_config._resources_per_worker_not_none.get("GPU", 0))
+    devices = int(resources_per_worker(scaling_config).get("GPU", 0))
     pick_strategy(name, workers=workers, devices=devices, tpu=bool(scaling_config.use_tpu))
 
 
@@ -69,7 +70,7 @@ def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tu
     """What Ray Train runs, and the servers beside it: with parameter servers, Ray Train has the coordinator alone."""
     if not num_ps:
         return scaling_config, None
-    each = dict(scaling_config._resources_per_worker_not_none)
+    each = dict(resources_per_worker(scaling_config))
     plan = ServerSpec(
         num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=each, environment=environment
     )

@@ -13,18 +13,17 @@ from typing import Any
 
 import ray.train
 from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.context import TrainContext
-from ray.train.v2._internal.util import TrainingFramework
 
 from raytf.collectives import ring
-from raytf.compat import autograph_files, legacy_keras, legacy_names
+from raytf.compat import legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
+from raytf.compat.ray_train import TrainContext, TrainingFramework, WorkerGroupStartupFailedError
 from raytf.console import once, output
 from raytf.runtime import ports, settings
 from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
+from raytf.storage import autograph_files
 
 # The workers' processes are there; this is for one that stands still.
 _ANSWER_SECONDS = 300.0

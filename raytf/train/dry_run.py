@@ -10,9 +10,10 @@ import sys
 import time
 import traceback
 
-import cloudpickle
+from ray import cloudpickle
 
-from raytf.compat import autograph_files, legacy_names
+from raytf.compat import keras_objects, legacy_names
+from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
@@ -20,6 +21,7 @@ from raytf.errors import ConfigError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
+from raytf.storage import autograph_files
 
 # Keys of the config that the trainer reads, and compares where they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))
@@ -138,12 +140,13 @@ def _gradients(model, batch) -> list:
     """The gradients of a step; of all calls of optimizers in a `train_step` of the model's own."""
     import keras
     import tensorflow as tf
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    from raytf.compat.keras import BaseOptimizer
 
     if type(model).train_step is keras.Model.train_step:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:
-            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            y_pred = model(x, training=True) if keras_objects.takes_training(model) else model(x)
             loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
     found, original = [], BaseOptimizer.apply
@@ -152,11 +155,8 @@ def _gradients(model, batch) -> list:
         found.extend(grads)
         return original(self, grads, trainable_variables)
 
-    BaseOptimizer.apply = noted
-    try:
+    with patched(BaseOptimizer, "apply", noted):
         model.train_step(batch)
-    finally:
-        BaseOptimizer.apply = original
     return found
 
 
@@ -292,7 +292,7 @@ def _check_numeric(model, dataset) -> None:
     features = dataset.element_spec[0] if isinstance(dataset.element_spec, tuple) else dataset.element_spec
     strings = any(spec.dtype == tf.string for spec in tf.nest.flatten(features))
     takes = any(t.dtype == "string" for t in tf.nest.flatten(getattr(model, "inputs", None) or []))
-    takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in model._flatten_layers())
+    takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in keras_objects.layers_of(model))
     if strings and not takes:
         raise ConfigError(
             "Features must be numbers unless the model takes strings",

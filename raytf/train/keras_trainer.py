@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import cloudpickle
 import pandas as pd
 import ray
 import ray.train
+from ray import cloudpickle
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
+from raytf.compat.ray_train import resources_per_worker
 from raytf.console import progress
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
@@ -161,7 +162,7 @@ class KerasTrainer:
         validation.check_config(self.config)
         workers = arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)
-        devices = max(1, int(self.scaling_config._resources_per_worker_not_none.get("GPU", 0)))
+        devices = max(1, int(resources_per_worker(self.scaling_config).get("GPU", 0)))
         per_replica_batch(self.config["batch_size"], 1 if self.num_ps else workers * devices)
         if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:
             raise ConfigError(

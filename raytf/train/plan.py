@@ -17,7 +17,7 @@ from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.train import arguments
 from raytf.train.dry_run import ModelFacts
 from raytf.train.entry import import_raytf
-from raytf.train.trainer import KerasTrainer
+from raytf.train.keras_trainer import KerasTrainer
 
 # At the start of `fit` workers take the chief's variables, a group of about so many bytes or one variable at a time: as
 # they were, as they come, and as TensorFlow takes them; beside seven copies of a piece that travels

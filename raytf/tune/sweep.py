@@ -24,12 +24,12 @@ import numpy as np
 import ray
 import ray.train
 from ray import tune
-from ray.train._internal.storage import get_fs_and_path
 from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.data import ingest, stored, streamed
 from raytf.errors import ConfigError, ResourceError, TrainingError
 from raytf.identity import config_keys
@@ -481,7 +481,7 @@ def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
         restart_errored=False,
     )
     # Tune takes callbacks from the interrupted sweep; what is shown belongs to this process
-    restored = tuner._local_tuner._run_config
+    restored = restored_run_config(tuner)
     users = [c for c in restored.callbacks or [] if not isinstance(c, Table)]
     restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0
     restored.progress_reporter = run_config.progress_reporter

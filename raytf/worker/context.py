@@ -45,7 +45,7 @@ def prepared(setup: WorkerSetup):
     if not legacy_keras.is_on():
         from raytf.parallel import trainer
 
-        trainer.install(allow_untested=setup.config.allow_untested_keras)
+        trainer.install()
     if setup.config.seed is not None:
         tf.random.set_seed(setup.config.seed)
     context = Context(setup)
