@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import importlib
 
-from raytf import quiet, quiet_import
+from raytf.console import quiet, quiet_import
 
 # What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
 _PLACES = {
-    "Column": "columns",
-    "KerasTrainer": "trainer",
-    "TensorflowTrainer": "trainer",
-    "TensorflowConfig": "backend",
-    "ReportCallback": "callbacks",
+    "Column": "raytf.data.columns",
+    "KerasTrainer": "raytf.train.trainer",
+    "TensorflowTrainer": "raytf.train.trainer",
+    "TensorflowConfig": "raytf.train.backend",
+    "ReportCallback": "raytf.worker.callbacks",
     "ReportCheckpointCallback": "ray.train.tensorflow.keras",
     "TensorflowCheckpoint": "ray.train.tensorflow",
-    "evaluate": "fitting",
-    "fit": "fitting",
-    "predict": "fitting",
-    "get_dataset": "feed",
-    "get_strategy": "strategy",
-    "load_model": "checkpoint",
-    "on_chief": "chief_callbacks",
-    "plan": "planning",
+    "evaluate": "raytf.fitting.calls",
+    "fit": "raytf.fitting.calls",
+    "predict": "raytf.fitting.calls",
+    "get_dataset": "raytf.worker.dataset",
+    "keep_token": "raytf.collectives.ring",
+    "get_strategy": "raytf.worker.context",
+    "load_model": "raytf.worker.checkpoint",
+    "on_chief": "raytf.parallel.chief_callbacks",
+    "plan": "raytf.train.plan",
     "prepare_dataset_shard": "ray.train.tensorflow",
-    "show_result": "summary",
-    "sweep": "sweeping",
-    "ConfigError": "errors",
-    "RaytfError": "errors",
-    "TrainingError": "errors",
+    "show_result": "raytf.train.results",
+    "sweep": "raytf.tune.sweep",
+    "ConfigError": "raytf.errors",
+    "RaytfError": "raytf.errors",
+    "TrainingError": "raytf.errors",
 }
 __all__ = sorted(_PLACES)
 __version__ = "0.1.0"
@@ -42,10 +43,10 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'raytf' has no attribute {name!r}")
     place = _PLACES[name]
     if name == "ReportCallback":
-        from raytf import legacy_keras
+        from raytf.compat import legacy_keras
 
-        place = "legacy_callbacks" if legacy_keras.is_on() else place
-    return getattr(importlib.import_module(place if "." in place else f"raytf.{place}"), name)
+        place = "raytf.worker.legacy_callbacks" if legacy_keras.is_on() else place
+    return getattr(importlib.import_module(place), name)
 
 
 def __dir__():

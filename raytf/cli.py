@@ -79,7 +79,7 @@ def train(model, **options):
     learning_rate and what --set gives, and returns a compiled keras.Model.
     """
     trainer = _trainer(model, options, resume={"true": True, "false": False}.get(options["resume"], "auto"))
-    from raytf.summary import show_result
+    from raytf.train.results import show_result
 
     show_result(trainer.fit())
 
@@ -92,7 +92,7 @@ def plan(model, **options):
 
     The model is built, and a few steps on the data's first rows are timed on one core; nothing is trained.
     """
-    from raytf.planning import plan as make
+    from raytf.train.plan import plan as make
 
     lines = make(_trainer(model, options)).lines()
     width = max(len(name) for name, _ in lines)
@@ -125,7 +125,7 @@ def sweep(model, domains, **options):
 
     raytf sweep mymodels:build_model 'learning_rate=loguniform(1e-4,1e-1)' 'batch_size=[64,128]' --data DIR ...
     """
-    from raytf.options import check_sweep
+    from raytf.cli_options import check_sweep
 
     check_sweep(options, domains)
     written = {}
@@ -143,14 +143,14 @@ def sweep(model, domains, **options):
         written[name] = value
 
     def largest():
-        from raytf import space
+        from raytf.tune import space
 
-        known = space.values(space.parse(written).get("num_workers", 1), "num_workers")
+        known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
         return max((n for n in known if isinstance(n, int)), default=1)
 
     trainer = _trainer(model, options, largest=largest)
-    from raytf import space
-    from raytf.sweeping import sweep as run
+    from raytf.tune import space
+    from raytf.tune.sweep import sweep as run
 
     run(
         trainer,
@@ -201,12 +201,12 @@ def run(script, arguments, address, env, ports, **options):
     The exit code is that of the process that failed first. Processes run in the current folder where their node sees
     it, else in a copy.
     """
-    from raytf.launch_spec import Script
+    from raytf.launch.spec import LaunchSpec
 
-    made = Script(
+    made = LaunchSpec(
         script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
     )
-    from raytf.run import run as run_script
+    from raytf.launch.launcher import run as run_script
 
     raise SystemExit(run_script(made, address))
 
@@ -219,7 +219,7 @@ def report(path, output):
 
     The page needs no network.
     """
-    from raytf.report import write
+    from raytf.tune.report import write
 
     write(path, output)
     click.echo(output)
@@ -227,7 +227,7 @@ def report(path, output):
 
 def _trainer(model: str, options: dict, resume: str | bool = "auto", largest=lambda: 1):
     """A KerasTrainer from the options of a command; starts or finds Ray, with room for `largest()` workers, too."""
-    from raytf import options as options_module
+    from raytf import cli_options as options_module
 
     module, function = options_module.split_function(model)
     config = {"batch_size": options["batch_size"], "epochs": options["epochs"]}
@@ -241,8 +241,8 @@ def _trainer(model: str, options: dict, resume: str | bool = "auto", largest=lam
 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    from raytf.connection import connect
-    from raytf.trainer import KerasTrainer
+    from raytf.runtime.connection import connect
+    from raytf.train.trainer import KerasTrainer
 
     # the workers import the model function from where the command runs
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}

@@ -10,8 +10,12 @@ import threading
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
+import hypothesis
 import pytest
 
+# A machine that is shared takes its time: no test asserts an absolute one.
+hypothesis.settings.register_profile("raytf", deadline=None)
+hypothesis.settings.load_profile("raytf")
 # What Ray, TensorFlow and pytest set in this process by design.
 _FREE_VARIABLES = (
     *("PYTEST_", "RAY_", "TF2_BEHAVIOR", "TF_", "KMP_", "GRPC_", "PYTHON", "COLUMNS", "TPU_", "OMP_"),

@@ -117,7 +117,7 @@ def measure(script: str, *arguments: str, environment: Mapping[str, str] | None 
 
 def measure_group(script: str, *arguments: str, workers: int, environment: Mapping[str, str] | None = None) -> Any:
     """`measure` in `workers` processes that know each other by a hand-set TF_CONFIG; what the first gives."""
-    from raytf.topology import tf_config
+    from raytf.runtime.topology import tf_config
 
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
     addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]

@@ -125,14 +125,14 @@ def _to_tf(dataset, kind: str, batch: int, shuffled: bool):
 
 
 def _raytf(blocks, kind: str, batch: int, shuffle: str):
-    from raytf.feed import Feed
+    from raytf.data.feed import Feed
 
     feed = Feed(blocks, **_specs(kind), global_batch=batch, shuffle=shuffle)
     return feed.dataset
 
 
 def _specs(kind: str) -> dict:
-    from raytf import columns
+    from raytf.data import columns
 
     return {"features": columns.parse(_features(kind), "features"), "labels": columns.parse("label", "labels")}
 
@@ -144,7 +144,7 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: st
 
     import ray
 
-    from raytf import blocks as blocks_module
+    from raytf.data import stored
 
     batch, repeats = int(batch), int(repeats)
     common.connect(address)
@@ -156,7 +156,7 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: st
     path = os.path.join(folder.name, "rows.parquet")
     _write(path, made, kind)
     del made
-    blocks = blocks_module.read(whole, _specs(kind))
+    blocks = stored.read(whole, _specs(kind))
     ready = {
         way: _raytf(blocks, kind, batch, shuffle) for way, shuffle in (("raytf unshuffled", "none"), ("raytf", "full"))
     }
@@ -186,7 +186,7 @@ def _ratio(middle: dict, way: str, other: str) -> str:
 
 
 def main(arguments=None):
-    from raytf.allocator import allocator
+    from raytf.runtime.allocator import allocator
 
     parser = common.parser(__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)

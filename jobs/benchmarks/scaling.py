@@ -36,13 +36,14 @@ def _loop(config):
     import ray.train
 
     import raytf
-    from raytf import gradient_ring, waiting
+    from raytf.collectives import gradient_ring
+    from raytf.worker import input_wait
 
     cores = sorted(os.sched_getaffinity(0))
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {cores[ray.train.get_context().get_world_rank() % len(cores)]})
     strategy = raytf.get_strategy()
-    with waiting.measured() as waited:
+    with input_wait.measure_input_wait() as waited:
         dataset = raytf.get_dataset("train", batch_size=config["batch"], features="image", labels="label")
         with strategy.scope():
             model = keras.Sequential(common.small_cnn(keras))

@@ -56,13 +56,14 @@ def once(way: str, kind: str, steps: str) -> None:
     steps, name, _, execution = int(steps), *way.partition(" ")
     with contextlib.ExitStack() as stack:
         if name == "raytf":
-            from raytf import ring, strategy
-            from raytf.backend import TensorflowConfig
+            from raytf.collectives import ring
+            from raytf.train.backend import TensorflowConfig
+            from raytf.worker import context
 
             ring.keep_token(bytes(ring.TOKEN_BYTES))  # processes of this benchmark alone
             wire = execution if execution.startswith("bf") else None
             way = "ring" if execution == "grpc" else "auto"
-            stack.enter_context(strategy.prepared(TensorflowConfig(communication=way, gradient_dtype=wire)))
+            stack.enter_context(context.prepared(TensorflowConfig(communication=way, gradient_dtype=wire)))
         many = "TF_CONFIG" in os.environ
         strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
         common.give(_rate(strategy, name, kind, int(steps), execution))
@@ -87,7 +88,7 @@ def _fit(name: str, strategy, kind: str, batch, execution: int):
     else:
         import keras
     if name == "raytf":
-        from raytf import worker_part
+        from raytf.data import worker_part
 
         batch = worker_part.mark_worker_part(batch)
     with strategy.scope():
@@ -130,7 +131,7 @@ def _by_hand(strategy, kind: str, batch):
 
 
 def main(arguments=None):
-    from raytf.allocator import allocator
+    from raytf.runtime.allocator import allocator
 
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)

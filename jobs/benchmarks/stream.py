@@ -74,10 +74,10 @@ def once(way: str, folder: str, address: str) -> None:
     dataset, names = ray.data.read_parquet(files), [f"x{j}" for j in range(COLUMNS)]
     kind = "to_tf"
     if way == "raytf":
-        from raytf import columns, storage
-        from raytf.feed import Feed
+        from raytf.data import columns, ingest
+        from raytf.data.feed import Feed
 
-        found = storage.read_all({"train": dataset}, "auto", ScalingConfig(num_workers=1))["train"]
+        found = ingest.read_all({"train": dataset}, "auto", ScalingConfig(num_workers=1))["train"]
         kind = type(found).__name__
         spec = {"features": columns.parse(names, "features"), "labels": columns.parse("y", "labels")}
         batches = Feed(found, **spec, global_batch=BATCH, shuffle="window").dataset()
@@ -91,7 +91,7 @@ def once(way: str, folder: str, address: str) -> None:
 
 
 def main(arguments=None):
-    from raytf.allocator import allocator
+    from raytf.runtime.allocator import allocator
 
     options = common.parser(__doc__).parse_args(arguments)
     repeats, rows = (1, ROWS // 20) if options.smoke else (options.repeats, ROWS)

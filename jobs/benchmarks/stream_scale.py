@@ -36,11 +36,11 @@ def pieces_of(count: int):
     import pyarrow as pa
     import ray
 
-    from raytf import pieces
+    from raytf.data import partitions
 
     rng = np.random.default_rng(0)
     table = pa.table({f"x{i}": rng.normal(size=ROWS).astype("float32") for i in range(COLUMNS)})
-    found = pieces.cut(ray.data.from_arrow(table).map_batches(lambda batch: batch, udf_modifying_row_count=False))
+    found = partitions.cut(ray.data.from_arrow(table).map_batches(lambda batch: batch, udf_modifying_row_count=False))
     return dataclasses.replace(found, rows=found.rows * count, numbers=np.zeros(count, int)), table
 
 
@@ -48,13 +48,13 @@ def requests(count: int, repeats: int) -> dict:
     """Costs that may depend on the number of pieces; seconds."""
     import ray
 
-    from raytf import streams
-    from raytf.order import Order
+    from raytf.data import streamed
+    from raytf.data.sampling import Sampler
 
     found, table = pieces_of(count)
-    whole = Order(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
-    order = streams.without_rows(whole)
-    server = streams.Server(found)
+    whole = Sampler(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
+    order = streamed.without_rows(whole)
+    server = streamed.StreamServer(found)
     stop = whole.chunk_steps * BATCH
     server.rows(0, 2, order, 0, 0, 1)  # Ray's processes are there
     server.rest()
@@ -65,12 +65,12 @@ def requests(count: int, repeats: int) -> dict:
         pass
     inside = seconds(lambda: server.rows(0, 2, order, 1, 0, stop), repeats)
     server.rest()
-    stream = streams.open_stream(found, table.column_names, table, 2, "benchmark")
+    stream = streamed.open_stream(found, table.column_names, table, 2, "benchmark")
     stream.request(0, 2, order, 0, 0, stop)
     before = ray.get(stream.server.__ray_call__.remote(lambda self: time.process_time()))
     call = seconds(lambda: stream.request(0, 2, order, 0, 0, stop), repeats)
     after = ray.get(stream.server.__ray_call__.remote(lambda self: time.process_time()))
-    streams.close({"train": stream})
+    streamed.close({"train": stream})
     return {
         "pieces": count,
         "start": start,
@@ -83,29 +83,29 @@ def requests(count: int, repeats: int) -> dict:
 
 def share(workers: int) -> dict:
     """Bytes that the workers fetch of a chunk whose blocks lie elsewhere, the most against a worker's part."""
-    from raytf import columns, order, readers, streams
+    from raytf.data import columns, reader, sampling, streamed
 
     found, table = pieces_of(2 * WINDOW // ROWS)
-    place = order.Order(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
+    place = sampling.Sampler(rows=found.rows, global_batch=BATCH, shuffle="window", window=WINDOW)
     epoch, steps = place.epoch(0), slice(0, place.chunk_steps)
     start, stop = epoch.bounds(0)
     names = columns.parse(table.column_names, "features")
-    stream = streams.open_stream(found, table.column_names, table, workers, "benchmark") if workers <= 3 else None
+    stream = streamed.open_stream(found, table.column_names, table, workers, "benchmark") if workers <= 3 else None
     fetched = []
     for worker in range(workers):
-        mine = order.worker_part(epoch.positions(0), BATCH, worker, workers, steps)
+        mine = sampling.worker_part(epoch.positions(0), BATCH, worker, workers, steps)
         if stream is None:
             blocks = np.sort(mine) // ROWS
             parts = [np.sort(mine)[blocks == b] % ROWS for b in np.unique(blocks)]
-            taken = readers._take(parts, table.column_names, *[table] * len(parts))
+            taken = reader._take(parts, table.column_names, *[table] * len(parts))
             fetched.append(sum(one.nbytes for one in taken))
             continue
-        rows = readers.StreamReader(stream, [names], place, worker, workers).rows(epoch, 0, 0)
+        rows = reader.StreamReader(stream, [names], place, worker, workers).rows(epoch, 0, 0)
         rows._here = "elsewhere"
         rows.fetch(mine)
         fetched.append(rows.fetched_bytes)
     if stream is not None:
-        streams.close({"train": stream})
+        streamed.close({"train": stream})
     part = (stop - start) * table.nbytes / ROWS / workers
     return {"workers": workers, "fetched": max(fetched), "share": max(fetched) / part}
 
@@ -115,11 +115,11 @@ def near_data(repeats: int) -> float:
     import pyarrow as pa
     import ray
 
-    from raytf import readers
+    from raytf.data import reader
 
     block = ray.put(pa.table({"x": np.zeros(100_000)}))
     rows = np.arange(0, 100_000, 100)
-    return seconds(lambda: ray.get(readers._near.remote(readers._take, [rows], (["x"],), block)), repeats)
+    return seconds(lambda: ray.get(reader._near.remote(reader._take, [rows], (["x"],), block)), repeats)
 
 
 def main(arguments=None):
@@ -127,9 +127,9 @@ def main(arguments=None):
     counts, workers, repeats = ((64, 4096), (2, 100), 20) if options.smoke else (PIECES, WORKERS, 200)
     with contextlib.ExitStack() as stack:
         stack.enter_context(common.ray_cluster())
-        from raytf import blocks
+        from raytf.data import stored
 
-        stack.enter_context(blocks.quiet())
+        stack.enter_context(stored.quiet())
         costs = [requests(count, repeats) for count in counts]
         shares = [share(count) for count in workers]
         task = near_data(repeats)

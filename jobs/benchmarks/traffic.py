@@ -37,13 +37,15 @@ def once(way: str, steps: str) -> None:
     import keras
     import numpy as np
 
-    from raytf import gradient_ring, strategy, worker_part
-    from raytf import ring as sockets
-    from raytf.backend import TensorflowConfig
+    from raytf.collectives import gradient_ring
+    from raytf.collectives import ring as sockets
+    from raytf.data import worker_part
+    from raytf.train.backend import TensorflowConfig
+    from raytf.worker import context
 
     steps = int(steps)
     sockets.keep_token(bytes(sockets.TOKEN_BYTES))  # processes of this benchmark alone
-    with strategy.prepared(TensorflowConfig(**WAYS[way])):
+    with context.prepared(TensorflowConfig(**WAYS[way])):
         distribution = tf.distribute.MultiWorkerMirroredStrategy()
         keras.utils.set_random_seed(0)
         with distribution.scope():
@@ -71,8 +73,8 @@ def once(way: str, steps: str) -> None:
 
 def measure(hosts, way: str, steps: int) -> dict:
     """What the first of two processes on two hosts gives."""
-    from raytf.allocator import allocator
-    from raytf.topology import tf_config
+    from raytf.runtime.allocator import allocator
+    from raytf.runtime.topology import tf_config
 
     addresses = [f"{host.address}:25000" for host in hosts]
     commands = [host.command([sys.executable, __file__, "--once", way, str(steps)]) for host in hosts]

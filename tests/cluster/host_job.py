@@ -21,7 +21,7 @@ from tests.cluster import models
 def callbacks(config):
     import keras
 
-    from raytf import strategy
+    from raytf.worker import context
 
     folder = pathlib.Path(config["folder"])
 
@@ -29,7 +29,7 @@ def callbacks(config):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch != 1:
                 return
-            cluster = strategy.servers().cluster
+            cluster = context.servers().cluster
             hosts = {role: [address.split(":")[0] for address in cluster[role]] for role in cluster}
             alone = [host for host in hosts["worker"] if host not in hosts["chief"] + hosts["ps"]]
             assert alone, hosts
@@ -41,7 +41,7 @@ def callbacks(config):
                 time.sleep(0.05)
 
         def on_train_end(self, logs=None):
-            (folder / "workers").write_text(json.dumps(strategy.servers().cluster["worker"]))
+            (folder / "workers").write_text(json.dumps(context.servers().cluster["worker"]))
 
     return [Cut()]
 

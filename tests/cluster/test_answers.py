@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from raytf.answers import NoAnswerError, collect
+from raytf.runtime.answers import NoAnswerError, collect
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

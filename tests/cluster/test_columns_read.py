@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from ray.train import ScalingConfig
 
-from raytf import blocks, storage, streams
-from raytf.columns import Column, parse
+from raytf.data import ingest, stored
+from raytf.data import streamed as streamed_module
+from raytf.data.columns import Column, parse
 from raytf.errors import ConfigError
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -26,25 +27,25 @@ def dataset(tmp_path):
     return ray.data.read_parquet(str(tmp_path))
 
 
-def read(dataset, specs=SPECS, how="object_store"):
-    return storage.read_all({"train": dataset}, how, ScalingConfig(num_workers=1), specs)["train"]
+def read(dataset, specs=SPECS, how=True):
+    return ingest.read_all({"train": dataset}, how, ScalingConfig(num_workers=1), specs)["train"]
 
 
 def test_parquet_files_are_read_by_column(dataset):
     from ray.data._internal.logical.optimizers import LogicalOptimizer
 
-    plan = LogicalOptimizer().optimize(blocks.projected(dataset, SPECS)._logical_plan)
+    plan = LogicalOptimizer().optimize(stored.projected(dataset, SPECS)._logical_plan)
     assert [op.name.split("(")[0] for op in plan.dag.post_order_iter()] == ["ListFiles", "ReadFilesParquetV2"]
     found = read(dataset)
     (table,) = found.get()
     assert table.column_names == ["label", SPECS["features"].stored]
     assert table.column(1).type == pa.list_(pa.float32(), 2) and table.column(1).num_chunks == 1
     assert table.column(1).to_pylist()[7] == [7, 7]
-    streamed = read(dataset, how="stream")
+    streamed = read(dataset, how=False)
     try:
         assert streamed.sample.column_names == ["a", "b.c", "label"] and sum(streamed.rows) == 300
     finally:
-        streams.close({"train": streamed})
+        streamed_module.close({"train": streamed})
 
 
 def test_what_comes_before_sees_all_columns(dataset):

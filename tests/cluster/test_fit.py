@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 import raytf
-from raytf import warm
 from raytf.errors import ConfigError, TrainingError
+from raytf.fitting import warm
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS, BATCH = 37, 10

@@ -12,7 +12,7 @@ import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
-from raytf import planning
+from raytf.train import plan as plan_module
 from tests.cluster import models
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -110,7 +110,7 @@ def test_a_gan_trains_as_on_one_worker_and_goes_on_after_a_kill(tmp_path):
 
 
 def test_a_plan_counts_all_optimizers(tmp_path):
-    plan = planning.plan(trainer(tmp_path, "plan", 2))
+    plan = plan_module.plan(trainer(tmp_path, "plan", 2))
     floats = 2 * 8 * (3 * 8 + 8 + 8 + 1 + 3 * 8 + 8 + 8 * 3 + 3)  # Adam's two slots, in float64
     assert plan.optimizer_bytes > floats
     assert plan.gradient_bytes == floats // 2

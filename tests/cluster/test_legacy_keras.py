@@ -8,11 +8,13 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 
 import raytf
-from raytf import ReportCallback, legacy_keras
+from raytf import ReportCallback
+from raytf.compat import legacy_keras
 from tests.cluster import models
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 ROWS, BATCH, EPOCHS = 97, 30, 2
+PATCHES = {f"raytf.parallel.{name}" for name in ("trainer", "optimizers", "losses", "metrics", "callbacks", "step")}
 
 
 def build(tf):
@@ -48,7 +50,7 @@ def loop(config):
     model.fit(shards, verbose=0, callbacks=[raytf.ReportCheckpointCallback()])
     return {
         "keras": tf.keras.Model.__module__,
-        "patches": sorted(name for name in sys.modules if name.startswith(("raytf.multiworker", "raytf.keras_multi"))),
+        "patches": sorted(PATCHES & set(sys.modules)),
         "replicas": strategy.num_replicas_in_sync,
         "kind": type(strategy).__name__,
         "rows": rows,

@@ -85,13 +85,13 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
     def callbacks(config):
         import keras
 
-        from raytf import strategy
-        from raytf.roles import Task
+        from raytf.runtime.roles import Task
+        from raytf.worker import context
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
                 if epoch in (1, 2):
-                    strategy.servers().kill(Task("worker", epoch - 1))
+                    context.servers().kill(Task("worker", epoch - 1))
 
         return [Kill()]
 
@@ -111,15 +111,15 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
     def callbacks(config):
         import keras
 
-        from raytf import strategy
-        from raytf.roles import Task
+        from raytf.runtime.roles import Task
+        from raytf.worker import context
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
                 marker = os.path.join(folder, f"killed_{epoch}")
                 if epoch >= 2 and not os.path.exists(marker):
                     open(marker, "w").close()
-                    strategy.servers().kill(Task("ps", 0))
+                    context.servers().kill(Task("ps", 0))
 
             def on_epoch_end(self, epoch, logs=None):
                 if epoch == 2:
@@ -141,7 +141,7 @@ def _where(config):
     """A loop of a TensorflowTrainer, on the coordinator."""
     import tensorflow as tf
 
-    from raytf.remote_model import RemoteModel
+    from raytf.parameter_server.remote_model import RemoteModel
 
     strategy = raytf.get_strategy()
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=4 << 10, max_shards=3)

@@ -46,7 +46,7 @@ def test_a_plan_is_what_a_run_does(tmp_path):
     def callbacks(config):
         import keras
 
-        from raytf import gradient_ring
+        from raytf.collectives import gradient_ring
 
         class Measure(keras.callbacks.Callback):
             raytf_local_batches = True

@@ -107,9 +107,13 @@ CASES = {
     "nulls": (lambda: {"datasets": nulls(), "features": "x"}, r"must hold no nulls, .* received: 1 null\(s\) of 'x'"),
     "seed": (lambda: {"seed": -1}, "seed must be an integer from 0"),
     "shuffle": (lambda: {"shuffle": "some"}, "shuffle must be one of auto, full, window, none"),
-    "storage": (
-        lambda: {"storage": {"train": "disk"}},
-        "storage must be one of auto, object_store, stream; received: 'disk'",
+    "materialize": (
+        lambda: {"materialize": {"train": "disk"}},
+        "materialize must be True, False or \"auto\"; received: 'disk'",
+    ),
+    "materialize of another dataset": (
+        lambda: {"materialize": {"trian": False}},
+        "materialize must name the run's datasets .*train.*; received: {'trian': False}",
     ),
     "window": (lambda: {"window": 0}, "window must be a number of rows, at least 1"),
     "map": (lambda: {"map": 3}, "map must be a function of batches"),

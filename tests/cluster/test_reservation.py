@@ -11,9 +11,10 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import guard, reservation, watch, watchdog
+from raytf import liveness
 from raytf.errors import ResourceError
-from raytf.reservation import Reservation
+from raytf.runtime import guard, reservation, watchdog
+from raytf.runtime.reservation import Reservation
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -86,7 +87,7 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
         watching.close()
         assert list(watching.ended) == ["stopped"]
         assert f"its process {stopped.pid} on 10.0.0.2 is stopped by a signal" in watching.ended["stopped"]
-        assert watch.look(busy.pid).state in "RS"
+        assert liveness.look(busy.pid).state in "RS"
     finally:
         for process in (busy, stopped):
             process.kill()
@@ -101,7 +102,7 @@ def test_who_answers_is_not_looked_at():
         with watchdog.Watchdog(seconds=0.0) as watching:
             watching.watch("it", guard.Place(node, "here", process.pid, None))
             process.send_signal(19)
-            until = time.monotonic() + 2.5 * watch.LOOK_SECONDS
+            until = time.monotonic() + 2.5 * liveness.LOOK_SECONDS
             while time.monotonic() < until:
                 watching.heard("it")
                 time.sleep(0.2)

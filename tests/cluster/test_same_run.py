@@ -15,8 +15,8 @@ import ray
 from ray.train import RunConfig
 
 import raytf
-from raytf import fingerprint
-from raytf.run_lock import LOCK, RunLock
+from raytf.identity import fingerprint
+from raytf.storage.run_lock import LOCK, RunLock
 from tests.cluster import models
 from tests.cluster.test_trainer import trainer, weights
 
@@ -71,7 +71,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     # asked for again
     capsys.readouterr()
     with monkeypatch.context() as without_workers:
-        without_workers.setattr("raytf.trainer.Launch", None)
+        without_workers.setattr("raytf.train.trainer.Startup", None)
         again = run(tmp_path).fit()
     assert "run: has trained after 1 epoch(s); finished, nothing to do" in capsys.readouterr().out
     assert again.metrics == first.metrics and again.path == folder

@@ -15,9 +15,11 @@ import pytest
 import ray
 from ray.train import ScalingConfig
 
-from raytf import columns, pieces, readers, resources, storage, streams
-from raytf.blocks import Blocks
-from raytf.order import Order
+from raytf.data import columns, ingest, partitions, streamed
+from raytf.data import reader as reader_module
+from raytf.data.sampling import Sampler
+from raytf.data.stored import StoredDataset
+from raytf.runtime import resources
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS = 240
@@ -25,7 +27,7 @@ ROWS = 240
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1500)
+    monkeypatch.setattr(partitions, "_PIECE_BYTES", 1500)
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +41,18 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def stream(folder):
-    found = storage.read_all({"train": ray.data.read_parquet(folder)}, "stream", ScalingConfig(num_workers=2))
+    found = ingest.read_all({"train": ray.data.read_parquet(folder)}, False, ScalingConfig(num_workers=2))
     yield found["train"]
-    streams.close(found)
+    streamed.close(found)
 
 
 def an_order(stream):
-    return Order(rows=stream.rows, global_batch=20, shuffle="window", window=60)
+    return Sampler(rows=stream.rows, global_batch=20, shuffle="window", window=60)
 
 
 def ids(stream, order, worker, epoch, start, stop):
     """What a worker gets, by the reader that a feed has."""
-    reader = readers.StreamReader(stream, [columns.parse("id", "features")], order, worker, 2)
+    reader = reader_module.StreamReader(stream, [columns.parse("id", "features")], order, worker, 2)
     chunk = start // (order.chunk_steps * order.global_batch)
     return reader.rows(order.epoch(epoch), epoch, chunk).gather(np.arange(start, stop))[0].tolist()
 
@@ -71,31 +73,31 @@ def test_other_sources_than_parquet_are_cut_and_counted_at_once(tmp_path, monkey
     for i in range(4):
         pa.csv.write_csv(pa.table({"id": np.arange(60 * i, 60 * i + 60)}), tmp_path / f"{i}.csv")
     executed = []
-    monkeypatch.setattr(pieces, "_dataset", lambda *a, made=pieces._dataset: executed.append(a) or made(*a))
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 150)
+    monkeypatch.setattr(partitions, "_dataset", lambda *a, made=partitions._dataset: executed.append(a) or made(*a))
+    monkeypatch.setattr(partitions, "_PIECE_BYTES", 150)
     csv = ray.data.read_csv(str(tmp_path))
     for dataset in (csv, csv.map_batches(Even, udf_modifying_row_count=True, concurrency=1).map_batches(lambda b: b)):
         executed.clear()
-        found = pieces.cut(dataset)
+        found = partitions.cut(dataset)
         assert len(found.rows) == 4 and len(executed) == 1, "one execution counts all"
         step = 60 // found.rows[0]
         assert found.rows == (60 // step,) * 4
         if step == 1:
             rows = [row["id"] for row in found.dataset([2, 0]).iter_rows()]
             assert rows == [*range(120, 180), *range(60)]
-    numbers = pieces.cut(ray.data.range(1000))
+    numbers = partitions.cut(ray.data.range(1000))
     assert sum(numbers.rows) == 1000 and len(numbers.rows) > 4
 
 
 def test_what_is_large_streams_whatever_it_is_read_from(monkeypatch, capsys):
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 16 << 20)
+    monkeypatch.setattr(partitions, "_PIECE_BYTES", 16 << 20)
     huge = ray.data.range(10**9)
-    found = storage.read_all({"train": huge}, "auto", ScalingConfig(num_workers=1))
-    assert isinstance(found["train"], streams.Stream) and sum(found["train"].rows) == 10**9
-    streams.close(found)
-    monkeypatch.setattr(storage, "_SHARE", 1e-9)
-    found = storage.read_all({"train": ray.data.range(50).sort("id")}, "auto", ScalingConfig(num_workers=1))
-    assert isinstance(found["train"], Blocks)
+    found = ingest.read_all({"train": huge}, "auto", ScalingConfig(num_workers=1))
+    assert isinstance(found["train"], streamed.StreamedDataset) and sum(found["train"].rows) == 10**9
+    streamed.close(found)
+    monkeypatch.setattr(ingest, "_SHARE", 1e-9)
+    found = ingest.read_all({"train": ray.data.range(50).sort("id")}, "auto", ScalingConfig(num_workers=1))
+    assert isinstance(found["train"], StoredDataset)
     said = capsys.readouterr().err
     assert "'train', of 0.0 GiB or more, is kept in the object store" in said and "Sort" in said
 
@@ -115,17 +117,17 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
         assert time.monotonic() < end, said
         time.sleep(0.05)
     dataset = ray.data.read_parquet(folder).map_batches(lambda batch: batch, batch_size=32)
-    found = storage.read_all({"a": dataset, "b": dataset}, {"a": "stream", "b": "object_store"}, ScalingConfig())
-    order = Order(rows=found["a"].rows, global_batch=20, shuffle="none")
+    found = ingest.read_all({"a": dataset, "b": dataset}, {"a": False, "b": True}, ScalingConfig())
+    order = Sampler(rows=found["a"].rows, global_batch=20, shuffle="none")
     assert ids(found["a"], order, 0, 0, 0, ROWS) == list(range(ROWS))
     assert sum(found["b"].rows) == ROWS
-    streams.close(found)
+    streamed.close(found)
     ray.kill(holder)
 
 
 def test_what_waits_says_for_what(monkeypatch, capsys):
-    monkeypatch.setattr(streams, "_REPORT_SECONDS", 0.01)
-    with streams.watched("train"):
+    monkeypatch.setattr(streamed, "_REPORT_SECONDS", 0.01)
+    with streamed.watched("train"):
         signal.sigtimedwait([], 0.1)
     assert "'train' is not read after 0 s, reading goes on; " in capsys.readouterr().err
 
@@ -138,7 +140,7 @@ def test_a_server_that_is_killed_comes_back_to_the_same_rows(stream):
 
     places = [(0, 0, 60), (0, 60, 120), (0, 120, 180), (0, 180, 240), (1, 0, 60), (1, 120, 180)]
     for epoch, start, stop in places:
-        reader = readers.StreamReader(stream, [columns.parse("id", "features")], order, 0, 2)
+        reader = reader_module.StreamReader(stream, [columns.parse("id", "features")], order, 0, 2)
         chunk = reader.rows(order.epoch(epoch), epoch, start // 60)
         if (epoch, start) in ((0, 60), (1, 0)):  # what it gave is lost with it, before it was fetched
             kill()
@@ -150,7 +152,7 @@ def test_a_server_that_is_killed_comes_back_to_the_same_rows(stream):
 
 def test_a_server_that_cannot_come_back_is_told_in_a_sentence(stream):
     ray.kill(stream.server)
-    with pytest.raises(streams.StreamError, match="^What reads 'train' has ended and cannot come back: [^\n]*$"):
+    with pytest.raises(streamed.StreamError, match="^What reads 'train' has ended and cannot come back: [^\n]*$"):
         ids(stream, an_order(stream), 0, 0, 0, 60)
 
 
@@ -168,8 +170,8 @@ def test_a_server_of_its_own_lets_go_of_what_it_read_ahead(stream):
 
 
 def test_a_request_does_not_grow_with_the_number_of_pieces():
-    order = Order(rows=(100,) * 65_536, global_batch=20, shuffle="window")
-    assert len(pickle.dumps(streams.without_rows(order))) < 1000
+    order = Sampler(rows=(100,) * 65_536, global_batch=20, shuffle="window")
+    assert len(pickle.dumps(streamed.without_rows(order))) < 1000
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -179,7 +181,7 @@ def test_of_other_nodes_blocks_only_a_workers_rows_are_fetched(stream, workers):
     words = columns.parse(columns.Column("words", ragged=True, bucket=True), "features")
     seen = []
     for worker in range(workers):
-        reader = readers.StreamReader(stream, [columns.parse("id", "labels"), words], order, worker, workers)
+        reader = reader_module.StreamReader(stream, [columns.parse("id", "labels"), words], order, worker, workers)
         rows, near = (reader.rows(order.epoch(0), 0, 1) for _ in range(2))
         rows._here = "elsewhere"
         positions = np.random.default_rng(0).permutation(np.arange(60, 120))

@@ -1,4 +1,4 @@
-"""Sweeps on a real Ray: trials in warm lanes equal trials alone, fail alone, stop, go on, and share the data."""
+"""Sweeps on a real Ray: trials in warm groups equal trials alone, fail alone, stop, go on, and share the data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
         return models.mlp({"learning_rate": config["point"]["learning_rate"], "dropout": 0.2})
 
     grid = sweep(trainer(tmp_path, build=build), {"point": table}, max_concurrent_trials=1, progress=True)
-    assert not grid.errors and len({r.metrics["pid"] for r in grid}) == 1, "one lane runs all trials"
+    assert not grid.errors and len({r.metrics["pid"] for r in grid}) == 1, "one worker group runs all trials"
     results = {r.config["point"]["place"]: r for r in grid}
     alone = trainer(tmp_path / "alone", build=build, config={"point": {"learning_rate": 0.01}}).fit()
     for place in (0, 2):
@@ -170,7 +170,7 @@ def _loop(config):
     import ray.train.collective
     import tensorflow as tf
 
-    # what a lane built before must not be in the way of a loop that builds its own, each time anew
+    # what a group built before must not be in the way of a loop that builds its own, each time anew
     own = config["again"] and config["num_workers"] > 1
     strategy = tf.distribute.MultiWorkerMirroredStrategy() if own else raytf.get_strategy()
     context = ray.train.get_context()
@@ -205,7 +205,7 @@ def test_a_train_loop_and_numbers_of_workers(tmp_path):
 
 
 def test_memory_is_bounded_over_many_trials(tmp_path):
-    """50 trials in one lane; what a worker holds grows at first, and then no more."""
+    """50 trials in one worker group; what a worker holds grows at first, and then no more."""
     folder = str(tmp_path)
 
     def callbacks(config):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from ray import tune
 
-from raytf import sweep_table
 from raytf.errors import ResourceError
+from raytf.tune import table as table_module
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -17,8 +17,8 @@ def waiting(cpus):
 
 @pytest.fixture
 def table(monkeypatch):
-    monkeypatch.setattr(sweep_table, "_PATIENCE_SECONDS", 0.0)
-    return sweep_table.Table("loss", "min", 2, show=False)
+    monkeypatch.setattr(table_module, "_PATIENCE_SECONDS", 0.0)
+    return table_module.Table("loss", "min", 2, show=False)
 
 
 def test_it_says_so_once_and_again_later(table, capsys):

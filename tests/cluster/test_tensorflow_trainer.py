@@ -11,7 +11,8 @@ import ray
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 
 import raytf
-from raytf import TensorflowTrainer, order
+from raytf import TensorflowTrainer
+from raytf.data import sampling
 from tests.cluster import models
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -151,7 +152,7 @@ def loop_with_raytf(config):
 
 
 def test_the_part_of_a_worker(tmp_path):
-    """`raytf.get_dataset` gives the chief its part of each global batch, in the order that `raytf.order` says."""
+    """`raytf.get_dataset` gives the chief its part of each global batch, in the order of `raytf.data.sampling`."""
     trainer = TensorflowTrainer(
         loop_with_raytf,
         scaling_config=ScalingConfig(num_workers=2),
@@ -163,7 +164,9 @@ def test_the_part_of_a_worker(tmp_path):
     returned = result.return_value
     values = models.rows()["x0"]
     for epoch, seen in enumerate(returned["seen"]):
-        expected = values[order.worker_part(order.shuffled(97, 3, epoch).at(np.arange(97)), 30, 0, 2, slice(0, 4))]
+        expected = values[
+            sampling.worker_part(sampling.shuffled(97, 3, epoch).at(np.arange(97)), 30, 0, 2, slice(0, 4))
+        ]
         np.testing.assert_array_equal(np.float32(seen), expected)
     assert returned["threads"] == ["1", "2"]
     ports = [int(address.rsplit(":", 1)[1]) for address in returned["workers"]]

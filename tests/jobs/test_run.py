@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from raytf import run as launcher
+from raytf.launch import launcher
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
@@ -43,7 +43,7 @@ def run(*arguments, code=0, cwd=SCRIPTS):
 
 def left():
     """Processes of scripts that still run."""
-    return [p for p in psutil.process_iter(["cmdline"]) if "raytf.script" in (p.info["cmdline"] or [])]
+    return [p for p in psutil.process_iter(["cmdline"]) if "raytf.launch.bootstrap" in (p.info["cmdline"] or [])]
 
 
 def test_mirrored_devices():
@@ -133,7 +133,7 @@ def test_a_worker_that_ends_while_others_wait(tmp_path):
 def test_an_interrupt_ends_every_process(tmp_path):
     (tmp_path / "forever.py").write_text(
         "import subprocess, sys, threading\n"
-        "subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()', 'raytf.script'])\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e6)', 'raytf.launch.bootstrap'])\n"
         "print('waiting')\nthreading.Event().wait()\n"
     )
     process = start("--num-workers", 2, "forever.py", cwd=tmp_path)

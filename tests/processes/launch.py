@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 
-from raytf.topology import tf_config
+from raytf.runtime.topology import tf_config
 
 # Above the ports of raytf's own workers, below those that Linux hands out by itself.
 _PORTS = range(32_000, 32_700)

@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
+from raytf.collectives.ring import TOKEN_BYTES, Listener
 from raytf.errors import PeerLostError
-from raytf.ring import TOKEN_BYTES, Listener
 
 
 def main(host: str, rank: str, host_gone: str) -> None:

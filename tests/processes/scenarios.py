@@ -36,8 +36,8 @@ class Place:
 
     def data(self, arrays, batch=BATCH, drop=False):
         """This worker's part of the arrays in global batches of `batch` rows."""
-        from raytf import worker_part
-        from raytf.topology import share
+        from raytf.data import worker_part
+        from raytf.runtime.topology import share
 
         rows = len(tf.nest.flatten(arrays)[0])
 
@@ -354,11 +354,11 @@ def dropout(p):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(first[0], first[1])
     if p.world > 1:
-        from raytf import collectives
+        from raytf.collectives import communicator
 
         mine = np.zeros((p.world, *first[0].shape))
         mine[p.rank] = first[0]
-        (everyone,) = collectives.sum_over_workers(p.strategy, [mine])
+        (everyone,) = communicator.sum_over_workers(p.strategy, [mine])
         assert not any(np.array_equal(everyone[0], other) for other in everyone[1:]), "the same mask on two workers"
 
     def trained():
@@ -416,7 +416,7 @@ class _Busy(keras.callbacks.Callback):
 
 
 def _fit_with_chosen_execution(p, build):
-    from raytf.execution import ExecutionCallback
+    from raytf.worker.steps_per_execution import ExecutionCallback
 
     busy = _Busy(p)
     # many epochs are ahead, so that a new trace seems to pay
@@ -476,13 +476,13 @@ def accumulation_in_long_executions(p):
 
 @contextlib.contextmanager
 def _averaging(p, every):
-    from raytf import multiworker_averaging
+    from raytf.parallel import local_sgd
 
-    multiworker_averaging.attach(p.strategy, every)
+    local_sgd.attach(p.strategy, every)
     try:
         yield
     finally:
-        multiworker_averaging._every.clear()
+        local_sgd._every.clear()
 
 
 @scenario

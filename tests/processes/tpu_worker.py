@@ -73,10 +73,12 @@ def train(config) -> dict:
     import pyarrow as pa
 
     import raytf
-    from raytf import columns, strategy, worker
-    from raytf.backend import TensorflowConfig
-    from raytf.blocks import Blocks
+    from raytf.data import columns
+    from raytf.data.stored import StoredDataset
     from raytf.errors import ConfigError
+    from raytf.train import entry
+    from raytf.train.backend import TensorflowConfig
+    from raytf.worker import context, job
 
     class Seen(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -90,14 +92,14 @@ def train(config) -> dict:
     )
     pad = {"pad": 6} if config["padded"] else {"pad": "batch"}
     seen, found, session = Seen(), {}, Session()
-    task = worker.Task(
+    task = job.TrainJob(
         build_model=build_model,
         callbacks=lambda c: [seen],
         config={"batch_size": config["batch_size"], "epochs": 2},
         features=columns.parse({"x": ["a", "b", "a", "b"], "ids": raytf.Column("ids", **pad)}, "features"),
         labels=columns.parse("y", "labels"),
         sample_weights=None,
-        datasets={"train": Blocks([table], [rows], list(table.column_names))},
+        datasets={"train": StoredDataset([table], [rows], list(table.column_names))},
         seed=0,
         shuffle="full",
         window=65_536,
@@ -105,9 +107,9 @@ def train(config) -> dict:
         steps_per_execution="auto",
         board=None,
     )
-    with strategy.prepared(TensorflowConfig(strategy="tpu", tpu=True)):
+    with context.prepared(TensorflowConfig(strategy="tpu", tpu=True)):
         try:
-            worker.train(task, session)
+            entry.train(task, session)
         except ConfigError as error:
             found["error"] = str(error)
     return found | {"reports": len(session.reports)}
@@ -115,7 +117,7 @@ def train(config) -> dict:
 
 def main(configs):
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": ["10.0.0.1:20000"]}, "task": {"index": 0}})
-    from raytf.keras_import import import_keras
+    from raytf.compat.fast_import import import_keras
 
     import_keras()
     calls = replace_tpus()

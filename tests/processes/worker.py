@@ -22,7 +22,7 @@ def main():
     rank = task.get("task", {}).get("index", 0)
     world = len(task.get("cluster", {}).get("worker", [None]))
 
-    from raytf.keras_import import import_keras
+    from raytf.compat.fast_import import import_keras
 
     import_keras()
     import tensorflow as tf
@@ -34,13 +34,14 @@ def main():
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     import keras
 
-    from raytf import ring, strategy
-    from raytf.backend import TensorflowConfig
+    from raytf.collectives import ring
+    from raytf.train.backend import TensorflowConfig
+    from raytf.worker import context
     from tests.processes.optimizer_scenarios import SCENARIOS
     from tests.processes.scenarios import Place
 
     ring.keep_token(bytes(ring.TOKEN_BYTES))  # what starts processes gives them one; here nobody is to be kept out
-    with strategy.prepared(TensorflowConfig(communication=options.communication)):
+    with context.prepared(TensorflowConfig(communication=options.communication)):
         distribution = tf.distribute.get_strategy()
         if world > 1:
             distribution = tf.distribute.MultiWorkerMirroredStrategy()

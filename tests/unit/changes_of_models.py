@@ -432,7 +432,8 @@ def told(source: str, part: str, name: str = "__main__", file: str = "cell.py"):
     import numpy as np
     import tensorflow as tf
 
-    from raytf import fingerprint, worker
+    from raytf.identity import fingerprint
+    from raytf.worker import fit
 
     place = "~" if "~" in source else "@"
     space = {"__name__": name}
@@ -441,7 +442,7 @@ def told(source: str, part: str, name: str = "__main__", file: str = "cell.py"):
 
     def build():
         model = space["build"]()
-        worker.build_from_data(model, rows)
+        fit.build_from_data(model, rows)
         return model
 
     return json.loads(json.dumps(fingerprint.of_model(build(), space["build"])))

@@ -180,7 +180,7 @@ def told(build, **arguments):
 
     import keras
 
-    from raytf import fingerprint
+    from raytf.identity import fingerprint
 
     model = build(**arguments)
     if not model.built:

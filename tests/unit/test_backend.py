@@ -7,15 +7,16 @@ import sys
 
 import pytest
 
-from raytf import backend, ring
-from raytf.backend import TensorflowConfig
+from raytf.collectives import ring
 from raytf.errors import ConfigError
+from raytf.train import backend
+from raytf.train.backend import TensorflowConfig
 
 # Reserves a port, prints it, frees it at a word as TensorFlow's bind needs, and lives on until it is told to end.
 CHILD = """
 import ray.util
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
-from raytf import ports
+from raytf.runtime import ports
 import sys
 try:
     print(ports.reserve_address((int(sys.argv[1]), int(sys.argv[2]))), flush=True)
@@ -72,7 +73,7 @@ def test_the_environment(monkeypatch):
 
 
 def test_communication_options():
-    from raytf.strategy import communication_options
+    from raytf.worker.strategy import communication_options
 
     options = communication_options(TensorflowConfig(communication="ring", timeout_s=3.5, bytes_per_pack=1 << 20))
     assert options.implementation.value == "RING"
@@ -97,12 +98,12 @@ def test_wrong_options_are_refused(arguments, rule):
 
 
 def test_versions_that_are_not_tested_are_refused(monkeypatch):
-    from raytf import keras_multiworker
     from raytf.errors import UnsupportedVersionError
+    from raytf.parallel import trainer
 
-    keras_multiworker.check_versions()
-    monkeypatch.setattr(keras_multiworker, "TESTED", {"keras": ("3.14",), "tensorflow": ("2.21",)})
+    trainer.check_versions()
+    monkeypatch.setattr(trainer, "TESTED", {"keras": ("3.14",), "tensorflow": ("2.21",)})
     with pytest.raises(
         UnsupportedVersionError, match=r"tested with keras 3.14.\*.*received: keras 3.15.*at your own risk"
     ):
-        keras_multiworker.check_versions()
+        trainer.check_versions()

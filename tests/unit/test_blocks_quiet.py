@@ -4,7 +4,7 @@ import logging
 
 from ray.util.debug import log_once, reset_log_once
 
-from raytf import blocks
+from raytf.data import stored
 
 SAID = "Warning: The Ray cluster currently does not have any available CPUs. The Dataset job will hang"
 
@@ -12,7 +12,7 @@ SAID = "Warning: The Ray cluster currently does not have any available CPUs. The
 def test_what_asks_for_no_cpu_is_not_said_to_hang(caplog):
     logger = logging.getLogger("ray.data.dataset")
     with caplog.at_level(logging.WARNING, logger="ray.data.dataset"):
-        with blocks.quiet():
+        with stored.quiet():
             assert log_once("cpu_warning")
             logger.warning(SAID)
             logger.warning("something else")

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 
-from raytf import checkpoint_files, plain_values
-from raytf.callback_state import CallbackStates
 from raytf.errors import ConfigError
+from raytf.storage import checkpoint_files, plain_values
+from raytf.worker.callback_state import CallbackStates
 
 
 def carried(tmp_path, before, after, during=lambda *callbacks: None, chief=True):

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from raytf.errors import ConfigError, in_a_line
-from raytf.failures import is_consequence
+from raytf.runtime.failures import is_consequence
 
 RULE = ConfigError("A column must hold no nulls", "1 null(s) of 'y', double", "Use raytf.Column('y', fill=...)")
 

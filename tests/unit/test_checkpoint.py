@@ -7,10 +7,11 @@ import pickle
 import numpy as np
 import pytest
 
-from raytf import checkpoint, checkpoint_files
-from raytf.callback_state import CallbackStates
-from raytf.checkpoint_files import DamagedCheckpointError
 from raytf.errors import ConfigError
+from raytf.storage import checkpoint_files
+from raytf.storage.checkpoint_files import DamagedCheckpointError
+from raytf.worker import checkpoint
+from raytf.worker.callback_state import CallbackStates
 
 
 def functional(config):

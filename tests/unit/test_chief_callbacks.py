@@ -11,8 +11,8 @@ import keras
 import pytest
 
 import raytf
-from raytf import chief_callbacks, double_writes
-from raytf.multiworker_callbacks import _redirected, looks_at_batches
+from raytf.parallel import chief_callbacks, double_writes
+from raytf.parallel.callbacks import _redirected, looks_at_batches
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raytf import contents
+from raytf.identity import contents
 
 ROWS = 1500
 

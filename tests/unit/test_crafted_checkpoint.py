@@ -13,10 +13,11 @@ import pytest
 from keras.src.saving import serialization_lib
 from ray.train import Checkpoint
 
-from raytf import checkpoint, checkpoint_files
-from raytf.callback_state import CallbackStates
 from raytf.errors import ConfigError
-from raytf.evaluator import Evaluator, Record
+from raytf.storage import checkpoint_files
+from raytf.train.evaluator import Evaluator, Record
+from raytf.worker import checkpoint
+from raytf.worker.callback_state import CallbackStates
 from tests.unit.test_checkpoint import Bomb, functional, saved
 from tests.unit.test_evaluator import Memory
 

@@ -4,9 +4,9 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from ray.train import Checkpoint
 
-from raytf import evaluator
-from raytf.checkpoint_files import State
-from raytf.evaluator import Record
+from raytf.storage.checkpoint_files import State
+from raytf.train import evaluator
+from raytf.train.evaluator import Record
 
 
 class Memory(dict):

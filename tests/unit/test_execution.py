@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.execution import choose
+from raytf.worker.steps_per_execution import choose
 
 seconds = st.floats(1e-6, 10)
 

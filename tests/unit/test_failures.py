@@ -3,8 +3,8 @@ import pickle
 import pytest
 from ray.train import TrainingFailedError, WorkerGroupError
 
-from raytf import failures
 from raytf.errors import PeerLostError
+from raytf.runtime import failures
 
 
 def tensorflow_error(name, message):

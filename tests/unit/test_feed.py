@@ -7,18 +7,18 @@ import pyarrow as pa
 import pytest
 import tensorflow as tf
 
-from raytf import feed as feed_module
-from raytf.blocks import Blocks
-from raytf.columns import Column, parse
+from raytf.data import feed as feed_module
+from raytf.data.columns import Column, parse
+from raytf.data.feed import Feed
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
-from raytf.feed import Feed
 
 ROWS = 103
 
 
 def blocks(table, cuts=(10, 60)):
     tables = [table.slice(a, b - a) for a, b in zip((0, *cuts), (*cuts, len(table)), strict=True)]
-    return Blocks(tables, [len(t) for t in tables], table.column_names)
+    return StoredDataset(tables, [len(t) for t in tables], table.column_names)
 
 
 def feed(table, features, labels=None, weights=None, **options):

@@ -7,17 +7,17 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from raytf import fit_data
-from raytf.blocks import Blocks
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
+from raytf.fitting import arrays
 
 
 def batches(data, batch=4):
     """All batches of one worker, as its model gets them."""
-    from raytf.feed import Feed
-    from raytf.fit_worker import structured
+    from raytf.data.feed import Feed
+    from raytf.fitting.fit_worker import structured
 
-    blocks = Blocks([data.table], [data.table.num_rows], data.table.column_names)
+    blocks = StoredDataset([data.table], [data.table.num_rows], data.table.column_names)
     feed = Feed(blocks, **data.specs, global_batch=batch, shuffle="none")
     return list(structured(feed.dataset(), data.structure))
 
@@ -49,7 +49,7 @@ def test_batches_are_those_of_keras(name):
         tree.map_structure(lambda part: np.asarray(part), batch)
         for batch in ArrayDataAdapter(_texts(x), _texts(y), w, batch_size=4).get_tf_dataset()
     ]
-    mine = batches(fit_data.of(x, y, w, None, None, None))
+    mine = batches(arrays.of(x, y, w, None, None, None))
     assert len(mine) == len(theirs)
     for one, other in zip(mine, theirs, strict=True):
         other = _as_given(other, y, w)
@@ -78,21 +78,21 @@ def _as_given(batch, y, w):
 def test_class_weights_and_an_arrow_table_and_ragged_rows():
     import tensorflow as tf
 
-    ((_, _, weights), _) = batches(fit_data.of(X, Y % 2, None, {0: 1.0, 1: 3.0}, None, None))
+    ((_, _, weights), _) = batches(arrays.of(X, Y % 2, None, {0: 1.0, 1: 3.0}, None, None))
     np.testing.assert_array_equal(weights, [1, 3, 1, 3])
-    ((x, _), _) = batches(fit_data.of(pa.table({"a": Y, "b": Y}), Y, None, None, None, None))
+    ((x, _), _) = batches(arrays.of(pa.table({"a": Y, "b": Y}), Y, None, None, None, None))
     np.testing.assert_array_equal(x, np.stack([Y, Y], 1)[:4])
     mixed = pd.DataFrame({"a": [1, 2], "b": [True, False], "c": np.array([0.5, 2], "float32")})
-    ((x,),) = batches(fit_data.of([mixed], None, None, None, None, None))[0]
+    ((x,),) = batches(arrays.of([mixed], None, None, None, None, None))[0]
     np.testing.assert_array_equal(x, [[1, 1, 0.5], [2, 0, 2]])
     ragged = tf.ragged.constant([[1], [2, 3], [], [4], [5], [6], [7, 8]])
-    ((x, _), _) = batches(fit_data.of(ragged, Y, None, None, None, None))
+    ((x, _), _) = batches(arrays.of(ragged, Y, None, None, None, None))
     assert x.to_list() == [[1], [2, 3], [], [4]]
 
 
 def test_columns_of_a_frame():
     frame = pd.DataFrame({"word": list("abc"), "age": [1, 2, 3], "y": [0.5, 1, 2]})
-    data = fit_data.of(frame, None, None, None, {"words": "word", "numbers": ["age"]}, "y")
+    data = arrays.of(frame, None, None, None, {"words": "word", "numbers": ["age"]}, "y")
     (((x, y)),) = batches(data)
     assert x["words"].numpy().tolist() == [b"a", b"b", b"c"] and x["numbers"].shape == (3, 1) and y.shape == (3,)
 
@@ -119,7 +119,7 @@ def test_what_is_refused(name):
     (x, y), more, text = REFUSED[name]
     arguments = {"sample_weight": None, "class_weight": None, "features": None, "labels": None} | more
     with pytest.raises(ConfigError) as error:
-        fit_data.of(x, y, **arguments)
+        arrays.of(x, y, **arguments)
     assert text in str(error.value)
 
 
@@ -140,12 +140,12 @@ def _tf(kind):
 
 
 def test_a_tf_data_dataset_is_rows():
-    from raytf import fit_tf_data
+    from raytf.fitting import tf_data
 
-    (x, y, w), batch, shuffles = fit_tf_data.rows_of(_tf("plain"), "x", {"y": None})
+    (x, y, w), batch, shuffles = tf_data.rows_of(_tf("plain"), "x", {"y": None})
     np.testing.assert_array_equal(x, X * 2)
     assert (batch, shuffles, w) == (3, False, None) and y.tolist() == Y.tolist()
-    assert fit_tf_data.rows_of(_tf("shuffled"), "x", {})[2]
+    assert tf_data.rows_of(_tf("shuffled"), "x", {})[2]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_a_tf_data_dataset_is_rows():
     ],
 )
 def test_a_tf_data_dataset_that_is_refused(kind, text):
-    from raytf import fit_tf_data
+    from raytf.fitting import tf_data
 
     with pytest.raises(ConfigError) as error:
-        fit_tf_data.rows_of(_tf(kind), "x", {"y": Y if kind == "plain" else None})
+        tf_data.rows_of(_tf(kind), "x", {"y": Y if kind == "plain" else None})
     assert text in str(error.value)

@@ -3,34 +3,37 @@
 import dataclasses
 import os
 
-from raytf import folders
+from raytf.storage import shared_folders
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 30 22 0:52 / /home rw,relatime shared:30 - nfs4 server:/export/home rw,vers=4.2
 31 22 0:53 /sub /data rw - overlay overlay rw,lowerdir=/a
 """
-HERE = folders.Folder("/home/a", os.makedev(0, 52), 77, "boot-a", ("nfs4", "server:/export/home"))
+HERE = shared_folders.Folder("/home/a", os.makedev(0, 52), 77, "boot-a", ("nfs4", "server:/export/home"))
 
 
 def test_files_come_and_go(tmp_path):
-    before = folders.folder(tmp_path)
+    before = shared_folders.folder(tmp_path)
     (tmp_path / "result").write_text("1")
-    assert folders.is_seen(before) and folders.folder(tmp_path) == before
+    assert shared_folders.is_seen(before) and shared_folders.folder(tmp_path) == before
 
 
 def test_another_folder_of_the_same_path(tmp_path):
-    before = folders.folder(tmp_path)
+    before = shared_folders.folder(tmp_path)
     tmp_path.rename(tmp_path.parent / "moved")
-    assert not folders.is_seen(before)
+    assert not shared_folders.is_seen(before)
     tmp_path.mkdir()
-    assert not folders.is_seen(before)
+    assert not shared_folders.is_seen(before)
 
 
 def test_what_hosts_share():
-    assert folders.shared(MOUNTS, os.makedev(0, 52)) == ("nfs4", "server:/export/home")
-    assert folders.shared(MOUNTS, os.makedev(8, 1)) is None and folders.shared(MOUNTS, os.makedev(0, 53)) is None
-    assert folders.shared("", 1) is None
+    assert shared_folders.shared(MOUNTS, os.makedev(0, 52)) == ("nfs4", "server:/export/home")
+    assert (
+        shared_folders.shared(MOUNTS, os.makedev(8, 1)) is None
+        and shared_folders.shared(MOUNTS, os.makedev(0, 53)) is None
+    )
+    assert shared_folders.shared("", 1) is None
 
 
 def test_numbers_of_devices_belong_to_a_kernel():

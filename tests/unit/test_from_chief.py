@@ -5,20 +5,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from raytf import collectives, multiworker_callbacks
+from raytf.collectives import communicator
+from raytf.parallel import callbacks
 
 
 @pytest.fixture
 def sent(monkeypatch):
     """Arrays that went through TensorFlow."""
-    made, original = [], collectives.sum_over_workers
+    made, original = [], communicator.sum_over_workers
 
     def recorded(strategy, values):
         made.append([np.asarray(v) for v in values])
         return original(strategy, values)
 
-    monkeypatch.setattr(collectives, "sum_over_workers", recorded)
-    monkeypatch.setattr(collectives, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(communicator, "sum_over_workers", recorded)
+    monkeypatch.setattr(communicator, "PIECE_BYTES", 1024)
     return made
 
 
@@ -26,7 +27,7 @@ def test_values_come_whole_in_small_pieces(sent):
     rng = np.random.default_rng(0)
     values = [rng.normal(size=shape).astype("float32") for shape in [(40, 13), (), (0, 3), (7,), (301,)]]
     values[2:2] = [np.arange(500), np.int32(-7), rng.normal(size=3).astype(np.float16)]
-    found = collectives.from_chief(tf.distribute.OneDeviceStrategy("cpu:0"), values)
+    found = communicator.from_chief(tf.distribute.OneDeviceStrategy("cpu:0"), values)
     for one, value in zip(found, values, strict=True):
         assert one.dtype == np.asarray(value).dtype and np.array_equal(one, value) and one.shape == np.shape(value)
     assert all(len(arrays) == 1 and arrays[0].nbytes <= 1024 for arrays in sent)
@@ -35,19 +36,19 @@ def test_values_come_whole_in_small_pieces(sent):
 
 
 def test_a_training_starts_variable_by_variable(sent, monkeypatch):
-    most, original = [], collectives.from_chief
+    most, original = [], communicator.from_chief
 
     def recorded(strategy, values):
         most.append(sum(np.asarray(v).nbytes for v in values))
         return original(strategy, values)
 
-    monkeypatch.setattr(collectives, "from_chief", recorded)
+    monkeypatch.setattr(communicator, "from_chief", recorded)
     with tf.distribute.OneDeviceStrategy("cpu:0").scope():
         model = keras.Sequential([keras.Input((16,)), *[keras.layers.Dense(16) for _ in range(20)]])
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
     before = [np.asarray(v) for v in model.variables]
-    agreement = multiworker_callbacks._Agreement()
+    agreement = callbacks._Agreement()
     agreement.set_model(model)
     model._initial_epoch = 3
     agreement.on_train_begin()
@@ -57,11 +58,11 @@ def test_a_training_starts_variable_by_variable(sent, monkeypatch):
 
 
 def test_a_plan_counts_what_the_start_takes():
-    from raytf.inspection import Facts
-    from raytf.planning import start_bytes
+    from raytf.train.dry_run import ModelFacts
+    from raytf.train.plan import start_bytes
 
     def facts(weights, largest):
-        return Facts(
+        return ModelFacts(
             parameters=weights // 4,
             weight_bytes=weights,
             largest_bytes=largest,
@@ -81,5 +82,5 @@ def test_a_plan_counts_what_the_start_takes():
 
 def test_groups_are_bounded():
     variables = [np.zeros(n, np.float32) for n in (10, 90, 200, 1, 1)]
-    assert [len(group) for group in collectives.groups(variables, 400)] == [2, 1, 2]
-    assert collectives.groups([], 400) == []
+    assert [len(group) for group in communicator.groups(variables, 400)] == [2, 1, 2]
+    assert communicator.groups([], 400) == []

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from raytf.collectives.ring import TOKEN_BYTES, Listener
 from raytf.errors import ConfigError
-from raytf.ring import TOKEN_BYTES, Listener
 
 # Enough to fill blocks of numbers with a scale each; fewer travel in float32.
 COPIES = 4000
@@ -17,7 +17,7 @@ def sums():
     """sums(gradients of each worker, rows of each or None, wire dtype): what each worker gets."""
     import tensorflow as tf
 
-    from raytf.gradient_ring import GradientRing
+    from raytf.collectives.gradient_ring import GradientRing
 
     listeners = [Listener("127.0.0.1") for _ in range(3)]
     addresses = [(one.host, one.port) for one in listeners]
@@ -79,7 +79,7 @@ def test_float16_gradients_whose_sum_passes_its_end_on_the_way(sums, copies):
 
 
 def test_workers_without_a_token_are_told():
-    from raytf.gradient_ring import _check_without
+    from raytf.collectives.gradient_ring import _check_without
 
     with pytest.warns(UserWarning, match="no token for raytf's ring"):
         _check_without(np.array([0, 0]), None)

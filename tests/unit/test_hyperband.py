@@ -7,7 +7,7 @@ from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import HyperBandScheduler, TrialScheduler
 
-from raytf import space
+from raytf.tune import space
 
 
 class Controller:

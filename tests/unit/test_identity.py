@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from raytf import identity
 from raytf.errors import ConfigError
+from raytf.identity import same_run
 from tests.unit import kinds_of_models as kinds
 from tests.unit.kinds_of_models import told
 
@@ -39,7 +39,7 @@ def test_a_model_is_the_same_in_every_process(elsewhere, build):
 def run_of(model, **changes):
     """The identity of a run of a model."""
     whole = {
-        "version": identity.VERSION,
+        "version": same_run.VERSION,
         **model,
         "columns": {"features": ["x"], "labels": "y", "sample_weights": None, "types": {"x": "float", "y": "int64"}},
         "map": None,
@@ -52,7 +52,7 @@ def run_of(model, **changes):
 
 
 def texts(was, now):
-    return [(d.text, d.refused) for d in identity.compare(was, now)]
+    return [(d.text, d.refused) for d in same_run.compare(was, now)]
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def test_slots_and_schedules_of_one_class_of_optimizer():
     assert found[1] and found[0].startswith("learning_rate ExponentialDecay(") and found[0].endswith("was 0.001")
     before, after = (run_of(told(kinds.known_schedule, rate=rate)) for rate in (0.1, 0.2))
     assert texts(before, after) == [("learning_rate initial_learning_rate 0.2, was 0.1", False)]
-    assert identity.rates_differ(before, after) and not identity.rates_differ(before, before)
-    assert not identity.rates_differ({}, after)
+    assert same_run.rates_differ(before, after) and not same_run.rates_differ(before, before)
+    assert not same_run.rates_differ({}, after)
 
 
 def test_a_subclassed_model_is_known_by_its_layers_and_its_code():
@@ -166,11 +166,11 @@ def test_another_python_and_another_keras_are_not_differences(base):
 def test_what_is_refused_and_what_is_said(base):
     was, rate = run_of(base), run_of(told(kinds.functional, rate=0.1))
     with pytest.raises(ConfigError, match=r"if it is the same run; received: 'it' with learning_rate 0\.1, was 0\.01"):
-        identity.check(was, rate, "auto", "it")
+        same_run.check(was, rate, "auto", "it")
     with pytest.warns(UserWarning, match=r"^it: goes on with learning_rate 0\.1, was 0\.01$"):
-        identity.check(was, rate, True, "it")
+        same_run.check(was, rate, True, "it")
     for resume in ("auto", True):
         with pytest.raises(ConfigError, match="with the model and the optimizer .* optimizer SGD, was Adam"):
-            identity.check(was, run_of(told(kinds.functional, optimizer="sgd")), resume, "it")
+            same_run.check(was, run_of(told(kinds.functional, optimizer="sgd")), resume, "it")
     with pytest.warns(UserWarning, match="cannot be compared"):
-        identity.check({}, rate, "auto", "it")
+        same_run.check({}, rate, "auto", "it")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from raytf import identity
+from raytf.identity import same_run
 from tests.unit import changes_of_models as changes
 from tests.unit.test_identity import run_of, texts
 
@@ -81,6 +81,6 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_both_have():
     now["optimizers"]["optimizer"]["config"]["learning_rate"] = 0.5
     with (
         pytest.warns(UserWarning, match="of an earlier version of raytf"),
-        pytest.raises(identity.ConfigError, match=r"learning_rate 0\.5, was 0\.01"),
+        pytest.raises(same_run.ConfigError, match=r"learning_rate 0\.5, was 0\.01"),
     ):
-        identity.check(was, now, "auto", "it")
+        same_run.check(was, now, "auto", "it")

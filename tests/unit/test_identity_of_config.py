@@ -12,8 +12,9 @@ import pytest
 PROGRAM = """
 import json, sys
 import cloudpickle, numpy as np, pyarrow as pa
-from raytf import columns, inspection
-from raytf.blocks import Blocks
+from raytf.data import columns
+from raytf.data.stored import StoredDataset
+from raytf.train import dry_run
 
 def keras_model(loss="mse"):
     import keras
@@ -59,8 +60,8 @@ table = pa.table({"x": np.arange(4.0), "y": np.arange(4.0)})
 specs = columns.parse(["x"], "features"), columns.parse("y", "labels"), None
 told = {}
 for build in (by_key, later, in_step, whole, spread, default, unread):
-    tried = inspection.inspect(cloudpickle.dumps((build, config, *specs, None)), Blocks([table], [4], ["x", "y"]))
-    told[build.__name__] = tried.identity["config"] if isinstance(tried, inspection.Tried) else str(tried)
+    tried = dry_run.inspect(cloudpickle.dumps((build, config, *specs, None)), StoredDataset([table], [4], ["x", "y"]))
+    told[build.__name__] = tried.identity["config"] if isinstance(tried, dry_run.Tried) else str(tried)
 print(json.dumps(told))
 """
 ALL = {"alpha": 2.5, "patience": 5}

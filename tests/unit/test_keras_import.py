@@ -5,7 +5,7 @@ import sys
 
 LATER = """
 import sys
-from raytf.keras_import import import_keras
+from raytf.compat.fast_import import import_keras
 
 import_keras()
 assert not {"sklearn", "matplotlib"} & set(sys.modules)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from raytf import legacy_keras, legacy_names
+from raytf.compat import legacy_keras, legacy_names
 
 OLD = {
     "tf.keras.losses.mean_absolute_error": "tf.keras.losses.mean_absolute_error is Keras 2's",

@@ -4,11 +4,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raytf import sources
-from raytf.blocks import Blocks
-from raytf.columns import Column, Columns, parse
+from raytf.data import gather
+from raytf.data.columns import Column, Columns, parse
+from raytf.data.reader import sources as sources_of
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
-from raytf.readers import sources as sources_of
 
 PAIRS, I32 = pa.list_(pa.int32(), 2), pa.int32()
 
@@ -22,10 +22,10 @@ def dictionary(indices):
 
 
 def gathered(tables, spec):
-    source = sources.source(tables, Columns.of(spec, "x"))
+    source = gather.source(tables, Columns.of(spec, "x"))
     table = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
     row = np.concatenate([np.arange(len(t)) for t in tables])
-    return source.gather(sources.Places(table, row))
+    return source.gather(gather.Places(table, row))
 
 
 # (column with nulls, options, what stands for them, what comes then)
@@ -64,7 +64,7 @@ def test_nulls_are_refused_or_filled(case):
     whole = pa.table({"x": around}).slice(len(array), len(array))
     for tables in ([pa.table({"x": array})], [whole]):
         with pytest.raises(ConfigError, match=r"\d null\(s\).* of 'x'.*Column\('x', fill=\.\.\.\)"):
-            sources.source(tables, Columns.of(Column("x", **options), "x"))
+            gather.source(tables, Columns.of(Column("x", **options), "x"))
         filled = gathered(tables, Column("x", **options, fill=fill))
         assert [one.tolist() for one in filled] == expected
         assert not any(one.dtype.kind == "f" for one in filled), "integers stay integers"
@@ -117,19 +117,19 @@ def test_stacked_columns(copied_bytes):
         sources_of([table], [Columns.of(["a", "b"], "x")], copied_bytes)
     columns = parse([Column("a", fill=2), "b"], "x")
     (source,) = sources_of([table], [columns], copied_bytes)
-    places = sources.Places(np.zeros(3, int), np.array([2, 1, 0]))
+    places = gather.Places(np.zeros(3, int), np.array([2, 1, 0]))
     assert source.gather(places)[0].tolist() == [[3, 6], [2, 5], [1, 4]]
-    stacked = table.append_column(columns.stored, sources.stack(table, columns))
+    stacked = table.append_column(columns.stored, gather.stack(table, columns))
     (source,) = sources_of([stacked], [columns], copied_bytes)
     assert source.gather(places)[0].tolist() == [[3, 6], [2, 5], [1, 4]]
 
 
 def test_blocks_are_as_safe_as_streams():
     """Both go through the same sources; the first block alone is seen before workers start."""
-    from raytf.readers import StoredReader
+    from raytf.data.reader import StoredReader
 
     good, bad = pa.table({"x": [[1, 2], [3, 4]]}), pa.table({"x": [[1, None]]})
-    blocks = Blocks([good, bad], [2, 1], ["x"])
+    blocks = StoredDataset([good, bad], [2, 1], ["x"])
     assert StoredReader(blocks.first(), [Columns.of("x", "x")])
     with pytest.raises(ConfigError, match=r"1 null\(s\) inside"):
         StoredReader(blocks, [Columns.of("x", "x")])

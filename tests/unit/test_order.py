@@ -4,18 +4,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytf import order
-from raytf.order import Order
+from raytf.data import sampling
+from raytf.data.sampling import Sampler
 
 seeds = st.integers(0, 2**63 - 1)
 orders = st.builds(
-    lambda rows, batch, seed, shuffle, window: Order(
+    lambda rows, batch, seed, shuffle, window: Sampler(
         rows=tuple(rows), global_batch=batch, seed=seed, shuffle=shuffle, window=window
     ),
     st.lists(st.integers(0, 90), max_size=8),
     st.integers(1, 60),
     seeds,
-    st.sampled_from(order.SHUFFLES),
+    st.sampled_from(sampling.SHUFFLES),
     st.integers(1, 300),
 )
 
@@ -23,12 +23,12 @@ orders = st.builds(
 def parts(order_, epoch, worker, workers, first=0, lengths=None):
     """Stream positions of each step of one worker, from step `first` on."""
     made, batch = [], order_.global_batch
-    steps = order.steps_per_epoch(order_.total, batch)
+    steps = sampling.steps_per_epoch(order_.total, batch)
     plan = order_.epoch(epoch)
     for step in range(first, steps):
         chunk, within = divmod(step, order_.chunk_steps)
         positions = plan.positions(chunk, lengths)
-        made.append(order.worker_part(positions, batch, worker, workers, slice(within, within + 1)))
+        made.append(sampling.worker_part(positions, batch, worker, workers, slice(within, within + 1)))
     return made
 
 
@@ -38,7 +38,7 @@ def test_the_global_batches_do_not_depend_on_the_number_of_workers(made, epoch, 
     """Workers' parts, put together by rank, are the global batches; every row comes exactly once, wherever a run
     starts again, in whatever chunks and pieces."""
     lengths = (lambda positions: positions * 7919 % 13) if by_length else None
-    steps = order.steps_per_epoch(made.total, made.global_batch)
+    steps = sampling.steps_per_epoch(made.total, made.global_batch)
     first = data.draw(st.integers(0, steps))
     alone = parts(made, epoch, 0, 1, 0, lengths)
     for workers in (2, 3, 5):
@@ -58,13 +58,13 @@ def test_many_steps_are_cut_as_one_by_one(made, epoch, workers, data):
         return
     chunk = data.draw(st.integers(0, plan.chunks - 1))
     positions = plan.positions(chunk)
-    steps = order.steps_per_epoch(len(positions), made.global_batch)
+    steps = sampling.steps_per_epoch(len(positions), made.global_batch)
     start = data.draw(st.integers(0, steps))
     stop = data.draw(st.integers(start, steps))
     for worker in range(workers):
-        at_once = order.worker_part(positions, made.global_batch, worker, workers, slice(start, stop))
+        at_once = sampling.worker_part(positions, made.global_batch, worker, workers, slice(start, stop))
         single = [
-            order.worker_part(positions, made.global_batch, worker, workers, slice(s, s + 1))
+            sampling.worker_part(positions, made.global_batch, worker, workers, slice(s, s + 1))
             for s in range(start, stop)
         ]
         assert np.array_equal(at_once, np.concatenate(single) if single else np.empty(0))
@@ -74,7 +74,7 @@ def test_many_steps_are_cut_as_one_by_one(made, epoch, workers, data):
 @given(st.integers(20, 400), seeds, st.sampled_from(["full", "window"]))
 def test_epochs_are_shuffled_differently_and_repeatably(rows, seed, shuffle):
     def whole(seed, epoch):
-        return np.concatenate(parts(Order(rows=(rows,), global_batch=7, seed=seed, shuffle=shuffle), epoch, 0, 1))
+        return np.concatenate(parts(Sampler(rows=(rows,), global_batch=7, seed=seed, shuffle=shuffle), epoch, 0, 1))
 
     assert np.array_equal(whole(seed, 0), whole(seed, 0))
     assert not np.array_equal(whole(seed, 0), whole(seed, 1))
@@ -82,7 +82,7 @@ def test_epochs_are_shuffled_differently_and_repeatably(rows, seed, shuffle):
 
 
 def test_a_window_holds_neighbours_and_pieces_change_places():
-    made = Order(rows=(50,) * 20, global_batch=10, seed=1, shuffle="window", window=100)
+    made = Sampler(rows=(50,) * 20, global_batch=10, seed=1, shuffle="window", window=100)
     plan = made.epoch(0)
     for chunk in range(plan.chunks):
         assert sorted(plan.positions(chunk)) == list(range(chunk * 100, chunk * 100 + 100))
@@ -91,26 +91,26 @@ def test_a_window_holds_neighbours_and_pieces_change_places():
 
 
 def test_steps():
-    assert order.steps_per_epoch(10, 3) == 4
-    assert order.steps_per_epoch(10, 3, drop_remainder=True) == 3
-    assert order.steps_per_epoch(0, 3) == 0
+    assert sampling.steps_per_epoch(10, 3) == 4
+    assert sampling.steps_per_epoch(10, 3, drop_remainder=True) == 3
+    assert sampling.steps_per_epoch(0, 3) == 0
 
 
 def test_no_shuffle_keeps_the_order():
-    whole = parts(Order(rows=(3, 0, 4), global_batch=2, shuffle="none", window=2), 2, 0, 1)
+    whole = parts(Sampler(rows=(3, 0, 4), global_batch=2, shuffle="none", window=2), 2, 0, 1)
     assert np.concatenate(whole).tolist() == list(range(7))
 
 
 def test_rows_of_similar_length_share_a_batch():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 500, 1003)
-    found = order.bucketed(rng.permutation(1003), lengths[:1003], 10, order.generator(0, 0))
+    found = sampling.bucketed(rng.permutation(1003), lengths[:1003], 10, sampling.generator(0, 0))
     assert sorted(found) == list(range(1003))
     by_row = dict(zip(found, found, strict=True))
     assert len(by_row) == 1003
     spreads = [np.ptp(batch) for batch in np.split(np.sort(lengths)[:1000], 100)]
     positions = np.arange(1003)
-    found = order.bucketed(positions, lengths, 10, order.generator(0, 0))
+    found = sampling.bucketed(positions, lengths, 10, sampling.generator(0, 0))
     mine = [np.ptp(lengths[batch]) for batch in np.split(found[:1000], 100)]
     assert np.mean(mine) < 2 * np.mean(spreads) + 5
     first = [lengths[batch].mean() for batch in np.split(found[:1000], 100)]
@@ -122,7 +122,7 @@ def test_positions_are_uniform():
     rows, epochs = 12, 3000
     counts = np.zeros((rows, rows))
     for epoch in range(epochs):
-        counts[order.shuffled(rows, 1, epoch).at(np.arange(rows)), np.arange(rows)] += 1
+        counts[sampling.shuffled(rows, 1, epoch).at(np.arange(rows)), np.arange(rows)] += 1
     expected = epochs / rows
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = (rows - 1) ** 2
@@ -130,11 +130,11 @@ def test_positions_are_uniform():
 
 
 def test_seeds_are_by_row_and_differ():
-    one = order.row_seeds(3, 1, np.arange(10_000))
+    one = sampling.row_seeds(3, 1, np.arange(10_000))
     assert one.shape == (10_000, 2) and one.dtype == np.int32
     assert len({tuple(row) for row in one}) == 10_000
-    assert np.array_equal(one[[5, 77]], order.row_seeds(3, 1, np.array([5, 77])))
-    for other in (order.row_seeds(3, 2, np.arange(100)), order.row_seeds(4, 1, np.arange(100))):
+    assert np.array_equal(one[[5, 77]], sampling.row_seeds(3, 1, np.array([5, 77])))
+    for other in (sampling.row_seeds(3, 2, np.arange(100)), sampling.row_seeds(4, 1, np.arange(100))):
         assert not np.array_equal(one[:100], other)
     bits = np.unpackbits(one.view(np.uint8)).mean()
     assert abs(bits - 0.5) < 0.01

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from raytf import cli, ports
+from raytf import cli
 from raytf.errors import ConfigError
+from raytf.runtime import ports
 
 
 def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.progress import Board, Rate, Reader, describe
+from raytf.console.progress import Board, Rate, Reader, describe
 
 
 def update(epoch, step, ended=False, at=0.0, writer="a", **logs):

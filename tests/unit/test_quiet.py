@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from raytf import once, quiet
+from raytf.console import once, quiet
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -29,7 +29,7 @@ TOLD = [
 ]
 WRITES = """
 import os, sys
-from raytf import quiet
+from raytf.console import quiet
 with quiet.native():
     os.write(2, sys.argv[1].encode())
     print("from Python", file=sys.stderr)

@@ -14,9 +14,10 @@ from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, ScalingConfi
 from ray.train.v2._internal.execution.context import TrainRunContext
 
 import raytf
-from raytf import checks, local, ray_config, reservation
-from raytf.session import LaneSession
-from raytf.trial_train import Surroundings, TrialTrainFnUtils, place_of, preemption
+from raytf.runtime import reservation
+from raytf.train import arguments, local, ray_config
+from raytf.train.session_functions import Surroundings, TrialTrainFnUtils, place_of, preemption
+from raytf.worker.session import TrialSession
 
 PAGE = pathlib.Path(__file__).parents[2] / "cluster" / "RAY.md"
 COLUMNS = ("TensorflowTrainer", "KerasTrainer", "sweep", "num_workers=0")
@@ -88,7 +89,7 @@ def fails(**given):
 
 def trial(folder, **given):
     """The functions that Ray Train has, in a trial that stops at no report."""
-    session = LaneSession(0, 1, None, "trial")
+    session = TrialSession(0, 1, None, "trial")
     session.commands.put("go")
     return TrialTrainFnUtils(session, Surroundings(nodes=("a",)), lambda value: value, str(folder))
 
@@ -201,7 +202,7 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             "list as ScalingConfig",
         ),
         (
-            lambda: checks.check_servers(
+            lambda: arguments.check_servers(
                 "parameter_server", 1, ScalingConfig(num_workers=1, label_selector=[{"a": "b"}])
             ),
             "one label selector for all",
@@ -235,7 +236,7 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
 def test_what_stands_beside_workers_stands_where_they_do():
     zone, other = {"zone": "a"}, {"zone": "b"}
     scaling = ScalingConfig(num_workers=2, placement_strategy="SPREAD", label_selector=zone)
-    coordinator, _ = checks.servers(1, scaling, {})
+    coordinator, _ = arguments.servers(1, scaling, {})
     assert coordinator.label_selector == zone and coordinator.placement_strategy == "SPREAD"
     assert reservation.for_all([zone, zone], 3) == [zone] * 3
     assert reservation.for_all([zone, other], 3) == [zone, other, {}] and reservation.for_all(None, 3) is None
@@ -285,7 +286,7 @@ def test_where_a_worker_of_a_trial_stands():
 
 def test_a_trials_context_and_report(tmp_path):
     filesystem, folder = ray.train.v2._internal.execution.storage.get_fs_and_path(str(tmp_path / "sweep" / "trial_1"))
-    session = LaneSession(1, 2, None, "trial_1")
+    session = TrialSession(1, 2, None, "trial_1")
     around = Surroundings(nodes=("a", "a"), filesystem=filesystem, folder=folder)
     functions = TrialTrainFnUtils(session, around, lambda value: value, str(tmp_path / "scratch"))
     assert functions.get_context().get_storage().experiment_fs_path == folder
@@ -356,11 +357,11 @@ def test_what_the_dashboard_is_told():
 
 
 def test_fit_takes_of_rays_configs_what_it_can(tmp_path):
-    from raytf import fitting
+    from raytf.fitting import calls
 
     unnamed = ray.train.RunConfig()
     unnamed.name = "ray_train_run-2000-01-01_00-00-00"  # one that was made a while ago
-    assert fitting._workers(None, ScalingConfig(num_workers=2), unnamed)[0].num_workers == 2
+    assert calls._workers(None, ScalingConfig(num_workers=2), unnamed)[0].num_workers == 2
     refused = {
         "name": "mine",
         "storage_path": str(tmp_path),
@@ -371,7 +372,7 @@ def test_fit_takes_of_rays_configs_what_it_can(tmp_path):
     }
     for name, value in refused.items():
         with pytest.raises(raytf.ConfigError, match=rf"RunConfig\({name}="):
-            fitting._workers(2, None, ray.train.RunConfig(**{name: value}))
+            calls._workers(2, None, ray.train.RunConfig(**{name: value}))
     for scaling in (ScalingConfig(num_workers=0), ScalingConfig(num_workers=(1, 2)), ScalingConfig(use_tpu=True)):
         with pytest.raises(raytf.ConfigError):
-            fitting._workers(None, scaling, None)
+            calls._workers(None, scaling, None)

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from raytf import reads
+from raytf.identity import config_keys
 
 CONFIG = {"units": 8, "rate": 0.1}
 
@@ -26,7 +26,7 @@ class Keeps:
 
 
 def of(*functions):
-    return reads.unread(["units", "rate"], CONFIG, functions)[1]
+    return config_keys.unread(["units", "rate"], CONFIG, functions)[1]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_may_read_all(read):
 
 
 def test_values_are_those_of_the_config():
-    noted = reads.Noted(CONFIG)
+    noted = config_keys.Noted(CONFIG)
     assert noted == CONFIG and dict(noted) == {**noted} == CONFIG and isinstance(noted, dict)
     assert pickle.loads(pickle.dumps(noted)) == CONFIG and type(copy.deepcopy(noted)) is dict
     with pytest.raises(KeyError):
@@ -100,6 +100,6 @@ def test_what_a_fork_tells():
         return os.waitpid(child, 0)[1]
 
     names = ("units", "rate", "unit")
-    assert reads.ask(fork, reads.Noting(lambda c: c["units"], None, names)) == (0, ["rate", "unit"])
-    assert reads.ask(fork, reads.Noting(lambda c: c["units"], lambda c: c["nothing"], names)) == (0, [])
-    assert reads.ask(fork, lambda config: None) == (0, [])
+    assert config_keys.ask(fork, config_keys.Noting(lambda c: c["units"], None, names)) == (0, ["rate", "unit"])
+    assert config_keys.ask(fork, config_keys.Noting(lambda c: c["units"], lambda c: c["nothing"], names)) == (0, [])
+    assert config_keys.ask(fork, lambda config: None) == (0, [])

@@ -7,9 +7,9 @@ import pickle
 import pytest
 from ray.tune import Checkpoint
 
-from raytf import report
 from raytf.errors import ConfigError
-from raytf.trial import Trial
+from raytf.tune import report
+from raytf.tune.trial import Trial
 from tests.unit.test_checkpoint import Bomb
 
 

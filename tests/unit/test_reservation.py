@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf import resources
-from raytf.reservation import layout
+from raytf.runtime import resources
+from raytf.runtime.reservation import layout
 
 EVALUATOR = {"evaluator 0": {"CPU": 1.0, "GPU": 1.0}}
 

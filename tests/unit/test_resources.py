@@ -1,12 +1,12 @@
-from raytf.resources import fits, placed
+from raytf.runtime.resources import count_fitting, placed
 
 
 def test_workers_are_counted_by_node():
     nodes = [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 1.0}]
-    assert fits(nodes, {"CPU": 1}) == 4
-    assert fits(nodes, {"CPU": 2}) == 1
-    assert fits(nodes, {"CPU": 1, "GPU": 1}) == 1
-    assert fits(nodes, {"TPU": 4}) == 0
+    assert count_fitting(nodes, {"CPU": 1}) == 4
+    assert count_fitting(nodes, {"CPU": 2}) == 1
+    assert count_fitting(nodes, {"CPU": 1, "GPU": 1}) == 1
+    assert count_fitting(nodes, {"TPU": 4}) == 0
 
 
 def test_workers_are_expected_where_ray_packs_or_spreads_them():

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytf import scaled_float16
+from raytf.collectives import scaled_float16
+from raytf.collectives.ring import TOKEN_BYTES, Listener
 from raytf.errors import PeerLostError, RaytfError
-from raytf.ring import TOKEN_BYTES, Listener
 
 TOKEN = bytes(range(TOKEN_BYTES))
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf import roles
 from raytf.errors import ConfigError
-from raytf.roles import Exit, Task
+from raytf.runtime import roles
+from raytf.runtime.roles import Exit, Task
 
 SURVIVOR = "Traceback (most recent call last):\n  File 'x'\ntensorflow.UnavailableError: Socket closed\nmore of it"
 CULPRIT = "Traceback (most recent call last):\n  File 'x'\nValueError: units must be odd\n{{node x}}"
@@ -60,7 +60,7 @@ def test_a_reason_is_a_line_and_a_code_that_of_a_shell():
 
 def test_who_ends_by_himself():
     plain, servers = roles.tasks(2, evaluator=True), roles.tasks(2, num_ps=1)
-    assert roles.needed(plain) == {Task("worker", 0), Task("worker", 1)}
-    assert roles.needed(servers) == {Task("chief", 0)}
-    assert roles.alone(Task("worker", 1), servers) and not roles.alone(Task("worker", 1), plain)
-    assert not roles.alone(Task("ps", 0), servers) and roles.alone(Task("evaluator", 0), plain)
+    assert roles.decides_end(plain) == {Task("worker", 0), Task("worker", 1)}
+    assert roles.decides_end(servers) == {Task("chief", 0)}
+    assert roles.restarts_alone(Task("worker", 1), servers) and not roles.restarts_alone(Task("worker", 1), plain)
+    assert not roles.restarts_alone(Task("ps", 0), servers) and roles.restarts_alone(Task("evaluator", 0), plain)

@@ -16,9 +16,9 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
     _TrainingResultState,
 )
 
-from raytf import run_folder
 from raytf.errors import ConfigError
-from raytf.run_folder import RunFolder
+from raytf.storage import run_folder
+from raytf.storage.run_folder import RunFolder
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 

@@ -14,9 +14,9 @@ import fsspec
 import pyarrow.fs
 import pytest
 
-from raytf import lock_file, run_lock
 from raytf.errors import ConfigError, TrainingError
-from raytf.run_lock import LOCK, RunLock
+from raytf.storage import lock_file, run_lock
+from raytf.storage.run_lock import LOCK, RunLock
 
 
 @pytest.fixture(params=["mounted", "object store"])
@@ -110,7 +110,7 @@ def test_of_two_that_come_at_once_one_gets_it(place, monkeypatch):
 def killed_driver(folder):
     """The id of a process that held the lock and was killed."""
     program = (
-        "import sys, pyarrow.fs\nfrom raytf.run_lock import RunLock\n"
+        "import sys, pyarrow.fs\nfrom raytf.storage.run_lock import RunLock\n"
         "RunLock(pyarrow.fs.LocalFileSystem(), sys.argv[1]).acquire()\nprint('held', flush=True)\nsys.stdin.read()"
     )
     arguments = [sys.executable, "-c", program, folder]

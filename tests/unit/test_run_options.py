@@ -62,10 +62,10 @@ def test_told_before_ray_is_imported(folder, command):
 
 
 def test_what_is_right_is_taken(folder, monkeypatch):
-    from raytf.launch_spec import Script
+    from raytf.launch.spec import LaunchSpec
 
     monkeypatch.chdir(folder)
     (folder / "package" / "inner.py").write_text("")
-    assert Script(script="package.inner", module=True, num_workers=2, cpus_per_worker=0.5).bundle(
-        Script(script="look.py").tasks()[0]
+    assert LaunchSpec(script="package.inner", module=True, num_workers=2, cpus_per_worker=0.5).bundle(
+        LaunchSpec(script="look.py").tasks()[0]
     ) == {"CPU": 0.5}

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from raytf import scaled_float16
-from raytf.scaled_float16 import BLOCK, ITEMS
+from raytf.collectives import scaled_float16
+from raytf.collectives.scaled_float16 import BLOCK, ITEMS
 
 # Of what a block's largest number keeps: 11 bits; others are at most so far below it.
 _DIGITS, _BELOW = 2.0**-11, 2.0**-38

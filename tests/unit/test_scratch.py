@@ -8,9 +8,9 @@ import tempfile
 
 import pytest
 
-from raytf import scratch
+from raytf.storage import scratch
 
-MAKES = "from raytf import scratch; print(scratch.make(), flush=True); input()"
+MAKES = "from raytf.storage import scratch; print(scratch.make(), flush=True); input()"
 
 
 @pytest.fixture

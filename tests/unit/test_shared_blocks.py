@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytf import blocks, order, readers, sources
-from raytf.blocks import Blocks
-from raytf.columns import Column, Columns, parse
-from raytf.readers import StoredReader
+from raytf.data import gather, sampling, stored
+from raytf.data import reader as reader_module
+from raytf.data.columns import Column, Columns, parse
+from raytf.data.reader import StoredReader
+from raytf.data.stored import StoredDataset
 
 ROWS = 6000
 RNG = np.random.default_rng(0)
@@ -51,19 +52,19 @@ def made(cuts, chunks=1):
     for start, stop in zip((0, *cuts), (*cuts, ROWS), strict=True):
         inner = np.linspace(start, stop, chunks + 1).astype(int)
         tables.append(pa.concat_tables([table(a, b) for a, b in zip(inner[:-1], inner[1:], strict=True)]))
-    return Blocks(tables, [len(t) for t in tables], list(DATA))
+    return StoredDataset(tables, [len(t) for t in tables], list(DATA))
 
 
 @pytest.fixture(params=["small", "large"])
 def size(request, monkeypatch):
     if request.param == "large":
-        monkeypatch.setattr(sources, "COPIED_BYTES", 100)
-        monkeypatch.setattr(readers, "COPIED_BYTES", 100)
+        monkeypatch.setattr(gather, "COPIED_BYTES", 100)
+        monkeypatch.setattr(reader_module, "COPIED_BYTES", 100)
     return request.param
 
 
 def check(gathered, rows):
-    """What a `readers.Rows` gathers, by column, for the dataset's rows."""
+    """What a `reader.Rows` gathers, by column, for the dataset's rows."""
     stacked, image, word, numbers, tokens, lengths, pair = gathered
     assert stacked.dtype == np.float32 and numbers.dtype == np.int32
     np.testing.assert_array_equal(stacked, np.stack([DATA["x"], DATA["y"].astype("float32")], 1)[rows])
@@ -81,12 +82,12 @@ def check(gathered, rows):
 def test_rows_are_the_same_in_whatever_blocks(size, chunks, shuffle, prepared):
     found = made((2500, 2600), chunks)
     if prepared:
-        tables = [blocks._prepared(SPECS, block) for block in found.refs]
+        tables = [stored._prepared(SPECS, block) for block in found.refs]
         assert all(column.num_chunks == 1 for block in tables for column in block.columns)
         assert "x" not in tables[0].column_names, "what is stacked is kept once"
-        found = Blocks(tables, found.rows, found.columns)
+        found = StoredDataset(tables, found.rows, found.columns)
     reader = StoredReader(found, COLUMNS)
-    plan = order.Order(rows=tuple(found.rows), global_batch=100, shuffle=shuffle, window=700, seed=1).epoch(2)
+    plan = sampling.Sampler(rows=tuple(found.rows), global_batch=100, shuffle=shuffle, window=700, seed=1).epoch(2)
     rows = reader.rows(plan, 2, 0)
     for chunk in range(plan.chunks):
         positions = plan.positions(chunk)
@@ -96,17 +97,17 @@ def test_rows_are_the_same_in_whatever_blocks(size, chunks, shuffle, prepared):
 
 
 def test_large_columns_are_not_copied(monkeypatch):
-    monkeypatch.setattr(sources, "COPIED_BYTES", 100)
-    monkeypatch.setattr(readers, "COPIED_BYTES", 100)
+    monkeypatch.setattr(gather, "COPIED_BYTES", 100)
+    monkeypatch.setattr(reader_module, "COPIED_BYTES", 100)
     found = made((3000,), chunks=2)
-    prepared = [blocks._prepared(SPECS, block) for block in found.refs]
+    prepared = [stored._prepared(SPECS, block) for block in found.refs]
     for its, columns in ((found.refs, COLUMNS[1:2] + COLUMNS[3:4]), (prepared, COLUMNS[:2] + COLUMNS[3:4])):
-        reader = StoredReader(Blocks(its, found.rows, found.columns), columns)
+        reader = StoredReader(StoredDataset(its, found.rows, found.columns), columns)
         shared = [buffer for block in its for column in block.columns for buffer in _buffers(column)]
         for source in reader.sources:
             for array in source._arrays._arrays:
                 assert any(start <= array.ctypes.data < start + size for start, size in shared)
-    lists, texts = StoredReader(Blocks(prepared, found.rows, found.columns), [COLUMNS[4], COLUMNS[2]]).sources
+    lists, texts = StoredReader(StoredDataset(prepared, found.rows, found.columns), [COLUMNS[4], COLUMNS[2]]).sources
     for values, offsets in zip(lists._values, lists._offsets, strict=True):
         for array in (values, offsets):
             assert any(start <= array.ctypes.data < start + size for start, size in shared)
@@ -123,12 +124,12 @@ def _buffers(column):
 def test_ranges_are_those_of_searchsorted(sizes, begin, seed):
     starts = begin + np.cumsum([0, *sizes])[:-1]
     numbers = np.random.default_rng(seed).integers(starts[0], starts[-1] + sizes[-1] + 1, 100)
-    assert np.array_equal(order.Ranges(starts).of(numbers), np.searchsorted(starts, numbers, side="right") - 1)
+    assert np.array_equal(sampling.Ranges(starts).of(numbers), np.searchsorted(starts, numbers, side="right") - 1)
 
 
 def test_one_column_in_two_ways_stays_as_it_is():
     specs = {"features": Columns.of(Column("a", fill=1), "f"), "labels": Columns.of(Column("a", fill=2), "l")}
-    kept = blocks._prepared(specs, pa.table({"a": [None, 3], "b": [1, 2]}))
+    kept = stored._prepared(specs, pa.table({"a": [None, 3], "b": [1, 2]}))
     assert kept.to_pydict() == {"a": [None, 3]}
-    one = blocks._prepared({"features": specs["features"]}, pa.table({"a": [None, 3], "b": [1, 2]}))
+    one = stored._prepared({"features": specs["features"]}, pa.table({"a": [None, 3], "b": [1, 2]}))
     assert one.to_pydict() == {"a": [1, 3]}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytf import order
+from raytf.data import sampling
 
 seeds = st.integers(0, 2**63 - 1)
 # not a power of two, so that some numbers are put in again
@@ -15,7 +15,7 @@ ROWS = 70_001
 
 
 def feistel(rows, seed=0, epoch=0):
-    return order.Feistel(rows, order.generator(seed, epoch, order._ROUNDS))
+    return sampling.Feistel(rows, sampling.generator(seed, epoch, sampling._ROUNDS))
 
 
 def test_each_row_comes_once_for_every_small_number_of_rows():
@@ -97,7 +97,7 @@ def test_batches_are_mixed_as_at_random(batch):
 
 
 def test_a_billion_rows_take_no_memory_and_no_time():
-    made = order.Order(rows=(10**6,) * 1000, global_batch=1024)
+    made = sampling.Sampler(rows=(10**6,) * 1000, global_batch=1024)
     began = time.process_time()
     plan = made.epoch(7)
     parts = [plan.part(plan.chunks - 1, slice(0, 2), worker, 3) for worker in range(3)]
@@ -107,14 +107,14 @@ def test_a_billion_rows_take_no_memory_and_no_time():
 
 
 def test_a_worker_works_out_its_own_rows_alone():
-    made = order.Order(rows=(order.EXACT_ROWS, 99), global_batch=1000, seed=3)
+    made = sampling.Sampler(rows=(sampling.EXACT_ROWS, 99), global_batch=1000, seed=3)
     plan = made.epoch(1)
     for chunk in range(plan.chunks):
         whole = plan.positions(chunk)
         for worker in range(3):
             steps = slice(0, 2)
             alone = plan.part(chunk, steps, worker, 3)
-            assert np.array_equal(alone, order.worker_part(whole, 1000, worker, 3, steps))
+            assert np.array_equal(alone, sampling.worker_part(whole, 1000, worker, 3, steps))
             assert np.array_equal(alone, plan.part(chunk, steps, worker, 3, whole))
     together = np.concatenate([plan.positions(chunk) for chunk in range(plan.chunks)])
     assert np.array_equal(np.sort(together), np.arange(made.total))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf import columns, sources
-from raytf.columns import Column, Columns
+from raytf.data import columns, gather
+from raytf.data.columns import Column, Columns
 from raytf.errors import ConfigError
 
 
@@ -23,13 +23,13 @@ def test_gather_takes_rows_from_blocks_in_any_order(sizes, seed, count):
     blocks = [table(a=data[s:e, 0], b=data[s:e, 1], c=data[s:e, 2]) for s, e in itertools.pairwise(starts)]
     rows = rng.integers(0, len(data), count)
     block = np.searchsorted(starts, rows, side="right") - 1
-    stacked = sources.source(blocks, Columns.of(["a", "b", "c"], "x")).gather(
-        sources.Places(block, rows - starts[block])
+    stacked = gather.source(blocks, Columns.of(["a", "b", "c"], "x")).gather(
+        gather.Places(block, rows - starts[block])
     )[0]
     np.testing.assert_array_equal(stacked, data[rows])
     assert stacked.dtype == np.float32
-    assert not count or stacked.ctypes.data % sources.ALIGNMENT == 0
-    single = sources.source(blocks, Columns.of("b", "x")).gather(sources.Places(block, rows - starts[block]))[0]
+    assert not count or stacked.ctypes.data % gather.ALIGNMENT == 0
+    single = gather.source(blocks, Columns.of("b", "x")).gather(gather.Places(block, rows - starts[block]))[0]
     np.testing.assert_array_equal(single, data[rows, 1])
 
 
@@ -37,7 +37,7 @@ def test_gather_takes_rows_from_blocks_in_any_order(sizes, seed, count):
     "dtype", ["int8", "uint8", "int16", "int32", "int64", "uint32", "float16", "float32", "float64"]
 )
 def test_a_number_keeps_its_type(dtype):
-    source = sources.source([table(x=pa.array(np.arange(5).astype(dtype)))], Columns.of("x", "x"))
+    source = gather.source([table(x=pa.array(np.arange(5).astype(dtype)))], Columns.of("x", "x"))
     assert source.dtype == np.dtype(dtype) and source.shape == ()
 
 
@@ -55,7 +55,7 @@ def test_tensors_lists_booleans_and_times():
     )
 
     def column_array(table, name, **options):
-        return sources.column_array(table, Column(name, **options))
+        return gather.column_array(table, Column(name, **options))
 
     np.testing.assert_array_equal(column_array(kinds, "image"), images)
     assert column_array(kinds, "vector").tolist() == [[1, 2], [3, 4]]
@@ -72,8 +72,8 @@ def gathered(array, spec, rows=(1, 0, 1)):
     cut = len(array) // 2
     tables = [table(x=array[:cut]), table(x=array[cut:])]
     rows = np.array(rows, int)
-    return sources.source(tables, Columns.of(spec, "x")).gather(
-        sources.Places((rows >= cut).astype(int), rows - (rows >= cut) * cut)
+    return gather.source(tables, Columns.of(spec, "x")).gather(
+        gather.Places((rows >= cut).astype(int), rows - (rows >= cut) * cut)
     )
 
 
@@ -115,7 +115,7 @@ def test_nulls_are_filled_where_it_is_said_with_what():
 )
 def test_what_has_no_tensor_is_refused(array, spec, rule):
     with pytest.raises(ConfigError, match=rule):
-        sources.source([table(x=array)], Columns.of(spec, "x"))
+        gather.source([table(x=array)], Columns.of(spec, "x"))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_options_that_do_not_go_together(options, rule):
 def test_blocks_are_never_handed_out():
     """What is gathered lies in memory of its own, as TensorFlow may write into what it is given."""
     block = table(x=np.arange(64.0))
-    view = sources.column_array(block, Column("x"))
-    (copied,) = sources.source([block], Columns.of("x", "x")).gather(sources.Places(np.zeros(64, int), np.arange(64)))
+    view = gather.column_array(block, Column("x"))
+    (copied,) = gather.source([block], Columns.of("x", "x")).gather(gather.Places(np.zeros(64, int), np.arange(64)))
     assert not np.shares_memory(view, copied)
 
 

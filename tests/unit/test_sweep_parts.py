@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from ray import tune
 from ray.tune import schedulers
 
-from raytf import rates, space
 from raytf.errors import ConfigError
-from raytf.topology import per_replica_batch
+from raytf.runtime.topology import per_replica_batch
+from raytf.tune import learning_rate, space
 
 
 def test_a_space_as_text():
@@ -42,12 +42,12 @@ def test_no_code_runs_from_a_space(text):
 
 
 def test_numbers_of_a_key():
-    assert space.values(tune.choice([1, 3]), "num_workers") == [1, 3]
-    assert space.values(tune.grid_search([2]), "num_workers") == [2]
-    assert space.values(tune.randint(1, 4), "num_workers") == [1, 3]
-    assert space.values(2, "num_workers") == [2]
+    assert space.bounds(tune.choice([1, 3]), "num_workers") == [1, 3]
+    assert space.bounds(tune.grid_search([2]), "num_workers") == [2]
+    assert space.bounds(tune.randint(1, 4), "num_workers") == [1, 3]
+    assert space.bounds(2, "num_workers") == [2]
     with pytest.raises(ConfigError, match="num_workers must have known bounds"):
-        space.values(tune.uniform(1, 2), "num_workers")
+        space.bounds(tune.uniform(1, 2), "num_workers")
 
 
 def test_names_of_schedulers_and_searches():
@@ -74,16 +74,16 @@ def test_names_of_schedulers_and_searches():
 
 @given(st.floats(1e-6, 1), st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 8))
 def test_scaled_rates(rate, base, batch, workers):
-    linear, root = (rates.Scaling(rule=rule, base_batch_size=base) for rule in ("linear", "sqrt"))
+    linear, root = (learning_rate.Scaling(rule=rule, base_batch_size=base) for rule in ("linear", "sqrt"))
     assert linear.rate(rate, batch) == pytest.approx(rate * batch / base)
     assert root.rate(rate, batch) ** 2 == pytest.approx(rate * linear.rate(rate, batch))
     assert linear.rate(rate, base) == pytest.approx(rate)
     config = {"learning_rate": rate, "batch_size": batch}
     if batch < workers:
         with pytest.raises(ConfigError, match="at least one row for each replica"):
-            rates.derived(config, linear, workers, 1000)
+            learning_rate.derived(config, linear, workers, 1000)
         return
-    found = rates.derived(config, linear, workers, 1000)
+    found = learning_rate.derived(config, linear, workers, 1000)
     assert found["scaled_learning_rate"] == linear.rate(rate, batch)
     assert found["per_replica_batch"] == max(per_replica_batch(batch, workers))
     assert (found["steps_per_epoch"] - 1) * batch < 1000 <= found["steps_per_epoch"] * batch
@@ -101,12 +101,12 @@ def test_scaled_rates(rate, base, batch, workers):
 )
 def test_wrong_scalings(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        rates.Scaling(**arguments)
+        learning_rate.Scaling(**arguments)
 
 
 def test_a_batch_too_large_is_said_to_be():
-    from raytf.lane import TrialError
-    from raytf.trial import _explained
+    from raytf.train.worker_group import TrialError
+    from raytf.tune.trial import _explained
 
     error = _explained(TrialError("ResourceExhaustedError: OOM when allocating tensor", "..."), {"batch_size": 4096})
     assert str(error).startswith("config['batch_size']=4096 does not fit into a worker's memory (ResourceExhausted")
@@ -119,7 +119,7 @@ def test_the_live_table():
 
     from rich.console import Console
 
-    from raytf.sweep_table import Table
+    from raytf.tune.table import Table
 
     def trial(name, status, result, **config):
         return SimpleNamespace(trial_id=name, status=status, last_result=result, config=config)

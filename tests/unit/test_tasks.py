@@ -9,8 +9,10 @@ import time
 import pytest
 
 import raytf
-from raytf import ring, settings, tasks
-from raytf.tasks import Place, Runner
+from raytf.collectives import ring
+from raytf.launch import runner as runner_module
+from raytf.launch.runner import Place, TaskRunner
+from raytf.runtime import settings
 
 LEAVES = """
 import subprocess, sys
@@ -27,8 +29,8 @@ ROOT = str(pathlib.Path(raytf.__file__).parents[1])
 
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks, "LOOK_SECONDS", 0.1)
-    runner = Runner()
+    monkeypatch.setattr(runner_module, "LOOK_SECONDS", 0.1)
+    runner = TaskRunner()
     runner._place, runner._ports = Place("127.0.0.1:1", str(tmp_path)), settings.PORTS
     yield runner
     runner.stop(0.0)

@@ -6,20 +6,20 @@ import pathlib
 import ray.util
 
 import raytf
-from raytf import ring
-from raytf.folders import folder
-from raytf.tasks import Runner
+from raytf.collectives import ring
+from raytf.launch.runner import TaskRunner
+from raytf.storage.shared_folders import folder
 
 SCRIPT = """
 import os, subprocess, sys
-from raytf import ring
+from raytf.collectives import ring
 token = ring.token()
 print(token.hex(), any(token.hex() in text for text in (*os.environ.values(), *sys.argv)))
 for name in ("environ", "cmdline"):
     with open(f"/proc/self/{name}", "rb") as file:
         found = file.read()
     print(token in found or token.hex().encode() in found)
-child = "import raytf.ring; print(raytf.ring.token())"
+child = "import raytf.collectives.ring; print(raytf.collectives.ring.token())"
 print(subprocess.run([sys.executable, "-c", child], capture_output=True).stdout)
 """
 
@@ -27,7 +27,7 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True).stdout)
 def test_a_script_gets_the_token_through_its_pipe(tmp_path, monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     (tmp_path / "script.py").write_text(SCRIPT)
-    runner, token = Runner(), ring.new_token()
+    runner, token = TaskRunner(), ring.new_token()
     try:
         runner.reserve(folder(str(tmp_path)), (31_920, 31_929))
         root = str(pathlib.Path(raytf.__file__).parents[1])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytf.errors import ConfigError
-from raytf.topology import is_chief, per_replica_batch, pick_strategy, share, tf_config
+from raytf.runtime.topology import is_chief, per_replica_batch, pick_strategy, share, tf_config
 
 
 def test_tf_config_is_what_tensorflow_reads():

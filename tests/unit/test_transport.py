@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from raytf import transport
 from raytf.errors import ConfigError
+from raytf.fitting import transport
 
 
 def _functional(keras):

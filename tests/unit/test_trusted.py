@@ -9,9 +9,9 @@ import pwd
 
 import pytest
 
-from raytf import trusted
 from raytf.errors import ConfigError
-from raytf.trusted import check_own
+from raytf.storage import trusted
+from raytf.storage.trusted import check_own
 
 
 @pytest.fixture

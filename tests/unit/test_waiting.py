@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
-from raytf import waiting
+from raytf.worker import input_wait
 
 STEPS, PAUSE = 8, 0.03
 
@@ -26,7 +26,7 @@ def fit(pause, steps_per_execution):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     dataset = tf.data.Dataset.from_generator(rows, output_signature=spec)
-    with waiting.measured() as waited:
+    with input_wait.measure_input_wait() as waited:
         model.fit(dataset.apply(tf.data.experimental.assert_cardinality(STEPS)), verbose=0)
         return waited()
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from raytf import watch
-from raytf.watch import Look, Watch
+from raytf import liveness
+from raytf.liveness import Look, Watch
 
 
 def at(*looks):
@@ -24,7 +24,7 @@ def at(*looks):
 
 def test_a_line_of_proc():
     text = "4242 (a) b (c) T 1 " + " ".join(str(n) for n in range(5, 53))
-    assert watch.parse(text) == Look(state="T", started=22, ticks=14 + 15)
+    assert liveness.parse(text) == Look(state="T", started=22, ticks=14 + 15)
 
 
 @pytest.mark.parametrize("state, word", [("T", "by a signal"), ("t", "by a debugger"), ("Z", "dead")])
@@ -57,13 +57,13 @@ def test_a_real_process_is_stopped_goes_on_and_ends():
     try:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert watch.look(process.pid).state == "T"
+        assert liveness.look(process.pid).state == "T"
         process.send_signal(signal.SIGCONT)
         os.waitid(os.P_PID, process.pid, os.WCONTINUED)
-        assert watch.looks([process.pid])[process.pid].state in "RSD"
+        assert liveness.looks([process.pid])[process.pid].state in "RSD"
     finally:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert watch.look(process.pid).state == "Z"
+        assert liveness.look(process.pid).state == "Z"
         process.communicate()
-    assert watch.look(process.pid) is None
+    assert liveness.look(process.pid) is None

@@ -1,0 +1,517 @@
+"""A ring of sockets that sums arrays over processes: each sends to the next and hears from the one before.
+
+The algorithm is the bandwidth-optimal ring all-reduce (Patarasuk and Yuan, 2009): every process sends 2 (n - 1) / n of
+the array, first partial sums of segments, then the sums. Here the two halves flow as one stream: a piece is passed on
+as soon as it has arrived and been added, so that the sockets work in both directions all the time. A segment is summed
+along one path and then copied, so every process ends with the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from raytf.collectives import scaled_float16
+from raytf.errors import PeerLostError, RaytfError
+
+# Bytes that are received before they are added: small enough for a core's cache.
+_CHUNK = 1 << 18
+_SENT_AT_ONCE = 1 << 20
+# Which sum, of which place in a step, and how long: workers that disagree must not add what does not belong together.
+_HEADER = struct.Struct("<QQQ")
+# Seconds without an answer from the other host's kernel after which it counts as gone.
+HOST_GONE = 35
+TOKEN_BYTES = 32
+
+
+class Ring:
+    """One process's place in the ring.
+
+    Args:
+        rank, size: this process's, 0 <= rank < size, and the number of processes, at least 2.
+        following, previous: `Link` to the next process and from the one before.
+        timeout: seconds that a sum may wait for a neighbour that lives and sends nothing; None waits for ever.
+    """
+
+    def __init__(self, rank: int, size: int, following: Link, previous: Link, timeout: float | None):
+        self.rank, self.size, self._timeout = rank, size, timeout
+        self._links = (following, previous)
+        self._next, self._previous = following.data, previous.data
+        self._sums = 0
+        self.sent = 0  # bytes, since the start
+        self._lock = threading.Lock()
+        self._received = np.empty(_CHUNK, np.uint8)
+        self._wide = np.empty((2, _CHUNK // 2), np.float32)
+
+    def padded(self, items: int) -> int:
+        """The least number of items, at least `items`, that `add` can cut into equal segments."""
+        return -(-items // self.size) * self.size
+
+    def add(self, array: np.ndarray, place: int = 0) -> None:
+        """Sums `array` over all processes, in place; each calls it with the same sizes and in the same order.
+
+        Args:
+            array: contiguous, one dimension, of any number type or `scaled_float16.BLOCK`; its size is a multiple of
+                the number of processes. Types of two bytes are added in float32, and rounded once a process.
+            place: where a step makes this sum, the same number on all processes.
+
+        Raises:
+            PeerLostError: a neighbour left, or `timeout` passed. The ring is of no use afterwards.
+            RaytfError: the neighbour sums something else.
+        """
+        with self._lock:
+            if self._next.fileno() < 0:
+                raise PeerLostError(self.rank, "the ring broke at an earlier sum")
+            try:
+                self._agree(array.nbytes, place)
+                self._sum(array)
+                self._sums += 1
+                self.sent += _HEADER.size + 2 * (self.size - 1) * array.nbytes // self.size
+            except BaseException as error:
+                self.close()  # the neighbours learn it from this
+                if isinstance(error, OSError):
+                    raise PeerLostError(self.rank, _said(error)) from error
+                raise
+
+    def close(self) -> None:
+        """Leaves the ring; the neighbours' sums fail."""
+        for link in self._links:
+            link.close()
+
+    def _agree(self, size: int, place: int) -> None:
+        mine = _HEADER.pack(self._sums, place, size)
+        unsent = mine
+        while unsent:  # the end of an earlier sum may still fill the socket
+            try:
+                unsent = unsent[self._next.send(unsent) :]
+            except BlockingIOError:
+                self._wait(sending=True, receiving=False)
+        theirs = b""
+        while len(theirs) < len(mine):
+            try:
+                theirs += self._read(memoryview(bytearray(len(mine) - len(theirs))))
+            except BlockingIOError:
+                self._wait(sending=False, receiving=True)
+        if theirs != mine:
+            number, other, length = _HEADER.unpack(theirs)
+            raise RaytfError(
+                f"All workers must sum gradients of the same sizes in the same order; worker {self.rank} is at sum "
+                f"{self._sums} with {size} bytes (optimizer call {place} of its step), received: worker "
+                f"{(self.rank - 1) % self.size} at sum {number} with {length} bytes (call {other}). Build the same "
+                "model on all workers, let each make the same steps, and where an optimizer stands in a condition, "
+                "decide it by what all workers know alike, such as a count of steps."
+            )
+
+    def _read(self, into: memoryview) -> memoryview:
+        count = self._previous.recv_into(into)
+        if not count:
+            raise ConnectionResetError("it closed its connection")
+        return into[:count]
+
+    def _sum(self, array: np.ndarray) -> None:
+        size, rank = self.size, self.rank
+        bytes_ = memoryview(array.view(np.uint8))
+        length = array.nbytes // size
+        total = 2 * (size - 1) * length
+        sent = received = waiting = 0  # bytes; `waiting` have arrived and are not added yet
+        while sent < total or received < total:
+            # a segment may be passed on as far as the phase before has brought and summed it
+            may_send = min(total, length + received - waiting)
+            moved = False
+            if sent < may_send:
+                phase, offset = divmod(sent, length)
+                start = (rank - phase) % size * length + offset
+                count = min(may_send - sent, length - offset, _SENT_AT_ONCE)
+                try:
+                    sent += self._next.send(bytes_[start : start + count])
+                    moved = True
+                except BlockingIOError:
+                    pass
+            if received < total:
+                phase, offset = divmod(received, length)
+                start = (rank - 1 - phase) % size * length + offset
+                try:
+                    if phase >= size - 1:  # a finished sum
+                        received += len(self._read(bytes_[start : start + min(length - offset, _SENT_AT_ONCE)]))
+                    else:
+                        start, offset = start - waiting, offset - waiting
+                        wanted = min(_CHUNK, length - offset)
+                        count = len(self._read(memoryview(self._received)[waiting:wanted]))
+                        received, waiting = received + count, waiting + count
+                        if waiting == wanted:
+                            mine = array.view(np.uint8)[start : start + wanted].view(array.dtype)
+                            self._accumulate(mine, self._received[:wanted].view(array.dtype))
+                            waiting = 0
+                    moved = True
+                except BlockingIOError:
+                    pass
+            if not moved:
+                self._wait(sending=sent < may_send, receiving=received < total)
+
+    @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling looks for it afterwards
+    def _accumulate(self, mine: np.ndarray, theirs: np.ndarray) -> None:
+        if mine.dtype == scaled_float16.BLOCK:
+            a, b = self._wide[:, : mine.size * scaled_float16.ITEMS].reshape(2, mine.size, -1)
+            scaled_float16.decode(mine, a)
+            scaled_float16.decode(theirs, b)
+            np.add(a, b, out=a)
+            scaled_float16.encode(a, mine)
+            return
+        if mine.itemsize != 2:
+            np.add(mine, theirs, out=mine)
+            return
+        a, b = self._wide[:, : mine.size]
+        a[...] = mine
+        b[...] = theirs
+        np.add(a, b, out=a)
+        mine[...] = a
+
+    def _wait(self, sending: bool, receiving: bool) -> None:
+        """Until a neighbour takes or gives bytes, as is asked for, or is lost."""
+        poll = select.poll()
+        watches: dict[int, Link] = {}
+        for link, wanted, event in zip(self._links, (sending, receiving), (select.POLLOUT, select.POLLIN), strict=True):
+            if not wanted:
+                continue
+            poll.register(link.data, event)
+            if link.watch is not None:
+                poll.register(link.watch, 0)  # errors alone
+                watches[link.watch.fileno()] = link
+        ready = [number for number, _ in poll.poll(None if self._timeout is None else self._timeout * 1000)]
+        if not ready:
+            raise TimeoutError(f"a neighbour sent nothing for {self._timeout} s")
+        if all(number in watches for number in ready):  # what still arrived counts first
+            code = watches[ready[0]].watch.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ECONNRESET
+            raise OSError(code, os.strerror(code))
+
+
+def _said(error: OSError) -> str:
+    if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return f"its host does not answer any more ({error.strerror})"
+    return f"{type(error).__name__}: {error}"
+
+
+class Link:
+    """A connection between two neighbours.
+
+    Args:
+        data: where the sums travel.
+        watch: for a neighbour of another host, a connection on which nothing is ever sent. Linux asks the other kernel
+            whether it lives only on a connection without unsent data, and a process that is slow to read leaves such:
+            on `data` it could not be told from a host that has vanished.
+        host_gone: seconds after which a host that does not answer is lost, at least 2.
+    """
+
+    def __init__(self, data: socket.socket, watch: socket.socket | None = None, host_gone: int = HOST_GONE):
+        self.data, self.watch = data, watch
+        for one in self._sockets():
+            one.setblocking(False)
+            _notice_lost_hosts(one, host_gone)
+        if watch is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # the last of its hello may be on the way; on `data` it would end a neighbour that is slow to read
+            watch.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, host_gone * 1000)
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self.data] if self.watch is None else [self.data, self.watch]
+
+    def close(self) -> None:
+        for one in self._sockets():
+            one.close()
+
+
+def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
+    """A host that vanished closes nothing: its kernel's silence must end the connection."""
+    if one.family == socket.AF_UNIX:
+        return
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # ten questions in the last 20 of 35 seconds: several may be lost on a line that is full
+    interval = max(1, seconds // 17)
+    count = max(1, min(10, seconds * 4 // 7 // interval))
+    idle = max(1, seconds - count * interval)
+    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPALIVE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": count}
+    for name, value in options.items():
+        if hasattr(socket, name):  # Linux knows the first, macOS the second
+            one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+_token: bytes | None = None
+
+
+def new_token() -> bytes:
+    """A token for one ring; each start of a group of processes takes another."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def keep_token(token: bytes) -> None:
+    """Gives this process the token of its next ring, in memory alone.
+
+    Args:
+        token: `TOKEN_BYTES` random bytes, which the ring's processes get over a channel that no stranger reads.
+    """
+    global _token
+    _token = token
+
+
+def token() -> bytes | None:
+    """What `keep_token` was given, or None."""
+    return _token
+
+
+# What a connection is for.
+_DATA, _WATCH = 0, 1
+# The first bytes of a connection: who comes, what for, and a number that is used once.
+_MAGIC = b"raytf/ring/2"
+_HELLO = struct.Struct(f"<{len(_MAGIC)}sII{TOKEN_BYTES}s")
+_PROOF_BYTES = 32
+_WELCOME = b"\1"
+# What has not proved within so many seconds that it belongs here is a stranger.
+_STRANGER_SECONDS = 5.0
+# Connections that may be at it at once; the oldest of more is turned away, and comes again if it was a neighbour.
+_STRANGERS = 64
+_AGAIN_SECONDS = 0.05
+
+
+class Listener:
+    """Where the process before this one finds it: a port, and on Linux a Unix socket for those of the same host.
+
+    Neighbours prove to each other that they know the ring's token, by an HMAC over numbers that each has just drawn:
+    the token itself does not travel. What else connects is neither believed nor waited for.
+
+    Args:
+        host: the address of this host under which the others know it.
+        bound: a socket on a port there, which does not listen yet; None takes a port that the system chooses.
+    """
+
+    def __init__(self, host: str, bound: socket.socket | None = None):
+        self.host = host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sockets = [socket.create_server((host, 0), family=family) if bound is None else bound]
+        self.port = self._sockets[0].getsockname()[1]
+        if sys.platform == "linux":
+            local = socket.socket(socket.AF_UNIX)
+            local.bind(_local_name(self.port))
+            self._sockets.append(local)
+        for one in self._sockets:
+            one.setblocking(False)
+            one.listen(16 * _STRANGERS)
+
+    def join(
+        self,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        token: bytes,
+        timeout: float,
+        patience: float | None,
+        host_gone: int = HOST_GONE,
+    ) -> Ring:
+        """Connects this process with its neighbours; all processes call it at once.
+
+        Args:
+            rank: this process's.
+            addresses: (host, port) of the listeners of all processes, by rank; at least two.
+            token: `TOKEN_BYTES` bytes that only the processes of this ring know; others are turned away.
+            timeout: seconds within which the neighbours must be there.
+            patience: the `timeout` of the ring's sums.
+            host_gone: seconds after which a neighbour's host that does not answer is lost, at least 2.
+
+        Raises:
+            PeerLostError: a neighbour could not be reached, did not come, or does not know the token.
+        """
+        meeting = _Meeting(rank, addresses, token, self._sockets)
+        try:
+            # in a thread of its own, as the caller's may run an event loop
+            with ThreadPoolExecutor(1) as pool:
+                running = pool.submit(asyncio.run, meeting.hold(timeout))
+                try:
+                    following, previous = running.result()
+                except BaseException:
+                    meeting.cancel()
+                    raise
+        except OSError as error:
+            raise PeerLostError(rank, f"no connection to its neighbours ({type(error).__name__}: {error})") from error
+        finally:
+            self.close()
+        return Ring(
+            rank, len(addresses), Link(*following, host_gone=host_gone), Link(*previous, host_gone=host_gone), patience
+        )
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close()
+
+
+class _Meeting:
+    """The connections of one process with its neighbours, all made at the same time.
+
+    Args:
+        rank, addresses, token: as `Listener.join` has them.
+        listening: this process's sockets, not blocking.
+    """
+
+    def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], token: bytes, listening: list[socket.socket]):
+        size = len(addresses)
+        self._rank, self._addresses, self._token, self._listening = rank, addresses, token, listening
+        self._next, self._previous = (rank + 1) % size, (rank - 1) % size
+        # by purpose
+        self._went: dict[int, socket.socket] = {}
+        self._came: dict[int, socket.socket] = {}
+        self._all_came = asyncio.Event()
+        self._asked: dict[asyncio.Task, None] = {}  # in the order in which they came
+        self._cancel = None
+
+    async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
+        """The connections to the next and from the one before: (data,), or (data, watch) of another host."""
+        self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
+        try:
+            async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
+                doors = [group.create_task(self._open(one)) for one in self._listening]
+                goers = [group.create_task(self._go(purpose)) for purpose in self._purposes(self._next)]
+                await self._all_came.wait()
+                await asyncio.wait(goers)
+                for door in doors:
+                    door.cancel()
+        except BaseException as error:
+            for one in (*self._went.values(), *self._came.values()):
+                one.close()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(self._missing()) from None
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        finally:
+            for task in self._asked:
+                task.cancel()
+            await asyncio.gather(*self._asked, return_exceptions=True)
+        return tuple([found[i] for i in sorted(found)] for found in (self._went, self._came))
+
+    def cancel(self) -> None:
+        """Ends it early; from another thread."""
+        if self._cancel is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._cancel()
+
+    def _purposes(self, other: int) -> tuple[int, ...]:
+        return (_DATA,) if self._is_here(other) else (_DATA, _WATCH)
+
+    def _is_here(self, other: int) -> bool:
+        return sys.platform == "linux" and self._addresses[other][0] == self._addresses[self._rank][0]
+
+    def _missing(self) -> str:
+        if len(self._came) < len(self._purposes(self._previous)):
+            return f"worker {self._previous} did not connect in time"
+        return f"worker {self._next} did not answer in time"
+
+    def _proof(self, sender: int, hello: bytes, drawn: bytes) -> bytes:
+        """What only a process that knows the token can say to just this hello and just this number."""
+        return hmac.digest(self._token, struct.pack("<I", sender) + hello + drawn, "sha256")
+
+    async def _go(self, purpose: int) -> None:
+        """Connects with the next."""
+        loop = asyncio.get_running_loop()
+        host, port = self._addresses[self._next]
+        local = self._is_here(self._next)
+        family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in host else socket.AF_INET
+        while True:
+            one = socket.socket(family)
+            try:
+                one.setblocking(False)
+                await loop.sock_connect(one, _local_name(port) if local else (host, port))
+                if not local:
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    await self._introduce(one, purpose)
+                    self._went[purpose] = one
+                    return
+                except _HungUpError:  # too many came at once
+                    one.close()
+            except BaseException:
+                one.close()
+                raise
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _introduce(self, one: socket.socket, purpose: int) -> None:
+        hello = _HELLO.pack(_MAGIC, self._rank, purpose, secrets.token_bytes(TOKEN_BYTES))
+        await _send(one, hello)
+        drawn, proof = await _receive(one, TOKEN_BYTES), await _receive(one, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, self._proof(self._next, hello, drawn)):
+            host, port = self._addresses[self._next]
+            raise ConnectionAbortedError(f"what answers at {host}:{port} does not know the token of this ring")
+        await _send(one, self._proof(self._rank, hello, drawn))
+        await _receive(one, len(_WELCOME))
+
+    async def _open(self, listening: socket.socket) -> None:
+        """Asks all that connect, at once."""
+        loop = asyncio.get_running_loop()
+        while True:
+            one, _ = await loop.sock_accept(listening)
+            task = loop.create_task(self._ask(one))
+            self._asked[task] = None
+            task.add_done_callback(self._asked.pop)
+            if len(self._asked) > _STRANGERS:
+                next(iter(self._asked)).cancel()
+            await asyncio.sleep(0)  # a flood of connections does not keep those that talk from it
+
+    async def _ask(self, one: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(_STRANGER_SECONDS):
+                hello = await _receive(one, _HELLO.size)
+                magic, rank, purpose, _ = _HELLO.unpack(hello)
+                if magic != _MAGIC or rank != self._previous or purpose not in self._purposes(self._previous):
+                    return
+                drawn = secrets.token_bytes(TOKEN_BYTES)
+                await _send(one, drawn + self._proof(self._rank, hello, drawn))
+                if not hmac.compare_digest(await _receive(one, _PROOF_BYTES), self._proof(rank, hello, drawn)):
+                    return
+                await _send(one, _WELCOME)
+            self._came.setdefault(purpose, one)
+        except OSError:  # a stranger that hung up, or said too little in its time
+            return
+        finally:
+            if one not in self._came.values():
+                one.close()
+        if len(self._came) == len(self._purposes(self._previous)):
+            self._all_came.set()
+
+
+class _HungUpError(OSError):
+    """The other end closed the connection before it was made use of."""
+
+
+async def _send(one: socket.socket, message: bytes) -> None:
+    try:
+        await asyncio.get_running_loop().sock_sendall(one, message)
+    except OSError as error:
+        raise _HungUpError(str(error)) from error
+
+
+async def _receive(one: socket.socket, count: int) -> bytes:
+    """So many bytes, and none more."""
+    found = b""
+    while len(found) < count:
+        try:
+            came = await asyncio.get_running_loop().sock_recv(one, count - len(found))
+        except OSError as error:
+            raise _HungUpError(str(error)) from error
+        if not came:
+            raise _HungUpError("it closed the connection")
+        found += came
+    return found
+
+
+def _local_name(port: int) -> str:
+    """A Unix socket in Linux' abstract namespace: no file, gone with the process; as unique as the port."""
+    return f"\0raytf/ring/{port}"

@@ -1,0 +1,127 @@
+"""Errors that come of a name that only Keras 2 has, told from others. On a worker, after the error."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
+from typing import Any
+
+from raytf.compat import legacy_keras
+from raytf.errors import RaytfError, in_a_line
+
+_TRAINER = "pass tensorflow_config=raytf.TensorflowConfig(legacy_keras=True)"
+# Where Keras 3 keeps what a user calls `keras...`, `tf.keras...` or `tensorflow.keras...`.
+_PLACES = ("keras._tf_keras.keras", "tensorflow.keras", "keras")
+# Arguments of Keras 2 that a message of Keras 3 names in a dict, and nothing of Keras 3 has.
+_ARGUMENTS = ("lr", "weights", "batch_input_shape", "autocast", "implementation", "input_length")
+_UNKNOWN_ARGUMENTS = re.compile(
+    r"(?:Argument\(s\) not recognized|Unrecognized keyword arguments passed to \w+): (\{.*\})"
+)
+_UNKNOWN_ARGUMENT = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+# Keras 3 itself says that it left these behind, or in which formats it does not save any more.
+_LEFT_BEHIND = re.compile(
+    r"TF_USE_LEGACY_KERAS|(?:not supported|deprecated) in Keras 3|Invalid filepath extension for saving"
+    r"|The filename must end in `\.weights\.h5`"
+)
+
+
+class Keras2Error(RaytfError, RuntimeError):
+    """A train loop uses what only Keras 2 has, and `tf.keras` is Keras 3; the cause is Keras' own error."""
+
+
+def explain(error: BaseException, way: str = _TRAINER) -> None:
+    """Raises Keras2Error, in one sentence, where an error comes of a name of Keras 2.
+
+    Args:
+        error: of a user's code.
+        way: how to go on with Keras 2.
+    """
+    sentence = hint(error, way)
+    if sentence is not None:
+        raise Keras2Error(f"{in_a_line(error).rstrip('.')}; {sentence}") from error
+
+
+@contextlib.contextmanager
+def explained():
+    """Within it, an error of a user's train loop is explained, or comes as it is."""
+    try:
+        yield
+    except Exception as error:
+        explain(error)
+        raise
+
+
+def hint(error: BaseException, way: str = _TRAINER) -> str | None:
+    """The sentence without the error, or None; see `explain`."""
+    if legacy_keras.is_on():
+        return None
+    found = _name(error)
+    if found is None:
+        return None
+    name, outside = found
+    installed = importlib.util.find_spec("tf_keras") is not None
+    also = ", and import tf_keras in the place of keras" if outside else ""
+    also += "" if installed else ", for which pip install tf_keras is needed"
+    return (
+        f"{name} {'is' if installed else 'may be'} Keras 2's, and this is Keras 3: use what Keras 3 has for it, or, "
+        f"to go on with Keras 2, {way}{also}"
+    )
+
+
+def _name(error: BaseException) -> tuple[str, bool] | None:
+    """(What only Keras 2 has, whether it was asked of `keras` and not of `tf.keras`); None for another error."""
+    text = str(error)
+    if isinstance(error, AttributeError) and error.name is not None:
+        return _of_attribute(error.obj, error.name)
+    if isinstance(error, ImportError) and error.name is not None:
+        asked = re.match(r"cannot import name '(\w+)'", text)
+        return _of_path(f"{error.name}.{asked[1]}" if asked else error.name)
+    if _LEFT_BEHIND.search(text):
+        return "that", False
+    if isinstance(error, ValueError) and (found := _UNKNOWN_ARGUMENTS.search(text)):
+        old = next((name for name in _ARGUMENTS if f"'{name}':" in found[1]), None)
+        return None if old is None else (f"the argument {old}=", False)
+    if isinstance(error, TypeError) and (found := _UNKNOWN_ARGUMENT.search(text)):
+        method = getattr(_keras_2("Model"), found[1], None)
+        if method is not None and found[2] in inspect.signature(method).parameters:
+            return f"the argument {found[2]}= of {found[1]}", False
+    return None
+
+
+def _of_attribute(owner: Any, name: str) -> tuple[str, bool] | None:
+    if inspect.ismodule(owner):
+        return _of_path(f"{owner.__name__}.{name}")
+    kind = type(owner)
+    if kind.__module__.partition(".")[0] == "keras" or any(k.__module__.startswith("keras.src.") for k in kind.__mro__):
+        from keras.src.api_export import get_name_from_symbol
+
+        for base in kind.__mro__:
+            public = get_name_from_symbol(base)
+            if public and hasattr(_keras_2(public.partition(".")[2]), name):
+                return f"{public.rpartition('.')[2]}.{name}", False
+    return None
+
+
+def _of_path(path: str) -> tuple[str, bool] | None:
+    place = next((place for place in _PLACES if path.startswith(place + ".")), None)
+    if place is None:
+        return None
+    name = path.removeprefix(place + ".")
+    if _keras_2(name) is None and importlib.util.find_spec("tf_keras") is not None:
+        return None
+    outside = place == "keras"
+    return f"{'keras' if outside else 'tf.keras'}.{name}", outside
+
+
+def _keras_2(name: str) -> Any:
+    """What Keras 2 has by this name, below `tf.keras`; None where it has nothing, or is not installed."""
+    try:
+        found = importlib.import_module("tf_keras.api._v2.keras")
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception:  # one that does not import has nothing, and is not the error that is explained
+        return None
+    return found

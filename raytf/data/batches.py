@@ -1,0 +1,220 @@
+"""From gathered arrays to batches of tensors: the part of the feed that runs in TensorFlow's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tensorflow as tf
+
+from raytf.data import columns as columns_module
+from raytf.data.columns import Columns
+from raytf.data.gather import ColumnSource, Lists
+from raytf.errors import ConfigError
+
+
+class BatchSpec:
+    """What a batch consists of.
+
+    Args:
+        structure: (features, labels, weights) as far as there are any; each `Columns`, or a dict of them.
+        map: the user's function of a batch and its seeds, or None.
+    """
+
+    def __init__(self, structure: tuple, map: Callable | None):
+        self._structure, self._map = structure, map
+        self.columns: list[Columns] = [c for spec in structure for c in columns_module.flat(spec)]
+        buckets = [i for i, c in enumerate(self.columns) if not c.stacked and c.parts[0].bucket]
+        if len(buckets) > 1:
+            raise ConfigError(
+                "One column at most can say which rows share a batch",
+                f"bucket=True for {', '.join(self.columns[i].names[0] for i in buckets)}",
+                "Leave it for one",
+            )
+        self.bucket: int | None = buckets[0] if buckets else None
+        self.seeded = map is not None
+
+    def of(self, sources: Sequence[ColumnSource]) -> Batcher:
+        """With the shapes and dtypes of the sources of these columns."""
+        return Batcher(self._structure, self.columns, sources, self._map)
+
+
+@dataclass
+class Batcher:
+    """How superblocks become batches."""
+
+    structure: tuple
+    columns: list[Columns]
+    sources: Sequence[ColumnSource]
+    map: Callable | None
+
+    @property
+    def computes(self) -> bool:
+        """Whether a batch is worked on, with the user's `map` or by decoding images."""
+        return self.map is not None or any(not c.stacked and c.parts[0].image for c in self.columns)
+
+    @property
+    def heavy(self) -> bool:
+        """Whether a batch is more than cut out of a superblock."""
+        return self.computes or any(isinstance(source, Lists) for source in self.sources)
+
+    @property
+    def row_bytes(self) -> float:
+        """About how many bytes a row takes."""
+        return sum(source.row_bytes for source in self.sources)
+
+    @property
+    def signature(self) -> tuple[tf.TensorSpec, ...]:
+        """Of a superblock: an array for each source, two for lists (values and lengths), and seeds."""
+        specs = []
+        for source in self.sources:
+            if isinstance(source, Lists):
+                specs += [tf.TensorSpec((None,), source.dtype), tf.TensorSpec((None,), tf.int64)]
+            else:
+                specs.append(tf.TensorSpec((None, *source.shape), _tf_dtype(source.dtype)))
+        return (*specs, *([tf.TensorSpec((None, 2), tf.int32)] if self.map else []))
+
+    def batches(
+        self, dataset: tf.data.Dataset, rows: int, *, static: bool = False, empty: bool = False
+    ) -> tf.data.Dataset:
+        """Superblocks to what the model takes: images decoded, the user's `map` applied, in the user's structure.
+
+        Args:
+            dataset: of superblocks, as `signature` has them, each of whole batches but for the last.
+            rows: of a batch.
+            static: all batches have as many.
+            empty: one batch without rows at the end.
+        """
+        if self._ragged:
+            dataset = dataset.flat_map(lambda *flat: self._cut(self._split(flat), rows, static))
+        else:
+            if any(isinstance(source, Lists) for source in self.sources):
+                dataset = dataset.map(lambda *flat: tuple(self._split(flat)))
+            dataset = dataset.rebatch(rows, drop_remainder=static)
+        if empty:
+            nothing = tuple(tf.zeros([n or 0 for n in spec.shape], spec.dtype) for spec in self.signature)
+            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(nothing).map(self._nothing))
+        if self.computes:
+            return dataset.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        plain = len(self.structure) > 1 and not any(isinstance(spec, dict) for spec in self.structure)
+        return dataset if self._ragged or plain else dataset.map(self._finish)
+
+    def _nothing(self, *flat):
+        split, zero = self._split(flat), tf.zeros([1], tf.int64)
+        return self._part(split, [cut[0] for cut in self._cuts(split, zero, zero)])
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether a batch's lists are cut out, and filled up, one batch at a time."""
+        lists = zip(self.columns, self.sources, strict=True)
+        return any(isinstance(source, Lists) and not isinstance(c.parts[0].pad, int) for c, source in lists)
+
+    def _split(self, flat) -> list:
+        """For each column a tensor of all rows, or for lists of different lengths (values, row splits)."""
+        flat, out = iter(flat), []
+        for columns, source in zip(self.columns, self.sources, strict=True):
+            if not isinstance(source, Lists):
+                out.append(next(flat))
+                continue
+            values, splits = next(flat), tf.concat([[0], tf.cumsum(next(flat))], 0)
+            (column,) = columns.parts
+            whole = isinstance(column.pad, int)
+            out.append(_pad(_lists(values, splits), column, column.pad) if whole else (values, splits))
+        return [*out, *flat]
+
+    def _cut(self, split, rows: int, static: bool) -> tf.data.Dataset:
+        """Batches of a superblock that holds lists."""
+        first = split[0]
+        total = tf.size(first[1], tf.int64) - 1 if isinstance(first, tuple) else tf.shape(first, tf.int64)[0]
+        begins = tf.range(0, total // rows * rows if static else total, rows, tf.int64)
+        # worked out for all batches at once: an operation on a batch costs more than what it computes here
+        cuts = self._cuts(split, begins, tf.minimum(begins + rows, total))
+
+        def one(*cut):
+            part = self._part(split, cut)
+            return _of_rows(part, rows) if static else part
+
+        return tf.data.Dataset.from_tensor_slices(cuts).map(one)
+
+    def _cuts(self, split, begins, ends) -> tuple:
+        """Where batches lie: (begin, rows, rows + 1) and for each column of lists (begin, number) of the values; each
+        int64, (batches, 1)."""
+        cuts = [begins, ends - begins, ends - begins + 1]
+        for one in split:
+            if isinstance(one, tuple):
+                first = tf.gather(one[1], begins)
+                cuts += [first, tf.gather(one[1], ends) - first]
+        return tuple(cut[:, None] for cut in cuts)
+
+    def _part(self, split, cut):
+        """One batch, also finished where that is only a matter of structure."""
+        begin, rows, more, *lists = cut
+        lists, parts = iter(lists), []
+        for i, one in enumerate(split):
+            if not isinstance(one, tuple):
+                parts.append(tf.slice(one, begin, rows) if one.shape.rank == 1 else one[begin[0] : begin[0] + rows[0]])
+                continue
+            first, size = next(lists), next(lists)
+            ragged = _lists(tf.slice(one[0], first, size), tf.slice(one[1], begin, more) - first)
+            (column,) = self.columns[i].parts
+            parts.append(_pad(ragged, column, None) if column.pad == "batch" else ragged)
+        return tuple(parts) if self.computes or not self._ragged else self._finish(*parts)
+
+    def _finish(self, *flat):
+        flat = list(flat)
+        seeds = flat.pop() if self.map else None
+        for i, columns in enumerate(self.columns):
+            if not columns.stacked and columns.parts[0].image:
+                flat[i] = decode_images(flat[i], columns.parts[0].image)
+        flat = iter(flat)
+        parts = tuple({k: next(flat) for k in s} if isinstance(s, dict) else next(flat) for s in self.structure)
+        if self.map:
+            mapped = self.map(*parts, seeds)
+            parts = mapped if isinstance(mapped, tuple) else (mapped,)
+        return parts if len(parts) > 1 else parts[0]
+
+
+def _of_rows(batch, rows: int):
+    def sized(tensor):
+        return tf.ensure_shape(tensor, [rows, *tensor.shape[1:]]) if isinstance(tensor, tf.Tensor) else tensor
+
+    return tf.nest.map_structure(sized, batch)
+
+
+def _lists(values: tf.Tensor, splits: tf.Tensor) -> tf.RaggedTensor:
+    return tf.RaggedTensor.from_row_splits(values, splits, validate=False)
+
+
+def _pad(ragged: tf.RaggedTensor, column, length: int | None) -> tf.Tensor:
+    value = tf.cast(column.pad_value, ragged.dtype)
+    return ragged.to_tensor(value, shape=[None, length])
+
+
+def decode_images(files: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:
+    """Image files to pixels.
+
+    Args:
+        files: PNG, JPEG, GIF or BMP files: string, (rows,).
+        shape: (height, width, channels); others are resized bilinearly, and rounded.
+
+    Returns:
+        uint8, (rows, height, width, channels).
+    """
+    height, width, channels = shape
+
+    def one(file):
+        image = tf.io.decode_image(file, channels=channels, expand_animations=False)
+        image.set_shape([None, None, channels])
+        fits = tf.reduce_all(tf.shape(image)[:2] == [height, width])
+
+        def resized():
+            return tf.cast(tf.round(tf.image.resize(image, [height, width])), tf.uint8)
+
+        return tf.ensure_shape(tf.cond(fits, lambda: image, resized), shape)
+
+    return tf.map_fn(one, files, fn_output_signature=tf.TensorSpec(shape, tf.uint8))
+
+
+def _tf_dtype(dtype: np.dtype) -> tf.DType:
+    return tf.string if dtype.hasobject else tf.as_dtype(dtype)

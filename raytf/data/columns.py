@@ -1,0 +1,134 @@
+"""What each tensor that a model is fed with is made of: columns of a dataset, and how they become tensors."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+
+from raytf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a dataset, and how it becomes a tensor; wherever a trainer takes a column's name.
+
+    Args:
+        name: the column.
+        ragged: lists of different lengths become a `tf.RaggedTensor`.
+        pad: lists of different lengths are filled up, to this length, or to the longest of each batch with "batch".
+        pad_value: what they are filled up with.
+        bucket: rows whose lists are of similar length share a batch, to save filling up; with `ragged` or `pad`.
+        fill: stands for nulls; without it a column with nulls is refused.
+        image: (height, width, channels) of PNG, JPEG, GIF or BMP files in bytes; decoded, and resized where
+            they differ, to uint8.
+        shape: shape of a row whose values are raw bytes of a fixed size; needs `dtype`.
+        dtype: numbers are converted to this NumPy dtype; by default none is changed.
+
+    Raises:
+        ConfigError: options that do not go together.
+    """
+
+    name: str
+    _: KW_ONLY
+    ragged: bool = False
+    pad: int | str | None = None
+    pad_value: float = 0
+    bucket: bool = False
+    fill: Any = None
+    image: tuple[int, int, int] | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.pad, numbers.Integral) and not isinstance(self.pad, bool) and self.pad > 0
+        wrong = [
+            (self.ragged and self.pad is not None, "ragged and pad exclude each other", "ragged=True and pad"),
+            (self.pad not in (None, "batch") and not whole, 'pad must be a length of at least 1, or "batch"', self.pad),
+            (self.bucket and not self.is_list, "bucket needs ragged or pad", "bucket=True alone"),
+            (self.image is not None and len(self.image) != 3, "image must be (height, width, channels)", self.image),
+            (self.shape is not None and self.dtype is None, "shape needs dtype", self.shape),
+        ]
+        for bad, rule, received in wrong:
+            if bad:
+                raise ConfigError(rule, f"{received!r} for {self.name!r}", "Correct the Column")
+        if self.dtype is not None:
+            try:
+                np.dtype(self.dtype)
+            except TypeError as error:
+                raise ConfigError(
+                    "dtype must be one of NumPy's", repr(self.dtype), 'Use "float32", "int64", ...'
+                ) from error
+
+    @property
+    def is_list(self) -> bool:
+        """Whether rows may differ in length."""
+        return self.ragged or self.pad is not None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What one tensor is made of.
+
+    Args:
+        parts: columns of the dataset.
+        stacked: whether the columns become one float32 vector (a list was given), or there is one as it is.
+    """
+
+    parts: tuple[Column, ...]
+    stacked: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def stored(self) -> str:
+        """Name of the column in which the vectors lie where `gather.stack` has made them; no dataset has such."""
+        return f"raytf: {self.parts!r}"
+
+    @staticmethod
+    def of(spec, role: str) -> Columns:
+        """From "column", Column("column"), or a list of them."""
+        if isinstance(spec, str | Column):
+            return Columns((_column(spec),), False)
+        if isinstance(spec, Sequence) and spec and all(isinstance(part, str | Column) for part in spec):
+            return Columns(tuple(map(_column, spec)), True)
+        raise ConfigError(
+            f"{role} must be a column, a list of columns, or a dict of these by input name",
+            repr(spec),
+            "Name columns of the dataset",
+        )
+
+
+def _column(spec: str | Column) -> Column:
+    return Column(spec) if isinstance(spec, str) else spec
+
+
+def parse(spec, role: str) -> Columns | dict[str, Columns] | None:
+    """The columns of `features`, `labels` or `sample_weights` as the trainers take them."""
+    if spec is None:
+        return None
+    if isinstance(spec, Mapping):
+        return {str(name): Columns.of(part, f"{role}[{name!r}]") for name, part in spec.items()}
+    return Columns.of(spec, role)
+
+
+def flat(spec) -> list[Columns]:
+    """The `Columns` of a parsed spec, in order."""
+    return [] if spec is None else list(spec.values()) if isinstance(spec, dict) else [spec]
+
+
+def check_names(spec, schema_names: Sequence[str], role: str) -> None:
+    """Raises ConfigError for a column that the dataset does not have."""
+    for part in flat(spec):
+        for name in part.names:
+            if name not in schema_names:
+                raise ConfigError(
+                    f"{role} must name columns of the dataset, which has {', '.join(map(repr, schema_names))}",
+                    repr(name),
+                    "Name one of these",
+                )

@@ -1,0 +1,483 @@
+"""A Ray Dataset cut into pieces that can be executed alone and in any order: blocks, row groups of Parquet files, or
+read tasks of any other source.
+
+Ray Data has no such view; this works on its logical plans, whose source is exchanged for a part of it. No task of it
+waits for a free CPU: workers, servers, trials and other drivers may hold all, for as long as the reading lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+from ray.data import DataContext, Dataset
+from ray.data._internal.compute import TaskPoolStrategy
+from ray.data._internal.datasource_v2.common.listing_utils import _build_pruners
+from ray.data._internal.datasource_v2.formats.parquet.parquet_footer_types import ParquetRowGroupChunkMetadata
+from ray.data._internal.datasource_v2.interfaces.file_manifest import FileManifest
+from ray.data._internal.datasource_v2.interfaces.scanner import Scanner
+from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, BlockSlice, RefBundle
+from ray.data._internal.execution.operators.map_operator import MapOperator
+from ray.data._internal.logical.interfaces import LogicalPlan, SourceOperator
+from ray.data._internal.logical.operators import (
+    AbstractFrom,
+    AbstractMap,
+    InputData,
+    ListFiles,
+    MapBatches,
+    Read,
+    ReadFiles,
+)
+from ray.data._internal.logical.optimizers import LogicalOptimizer, get_execution_plan
+from ray.data._internal.stats import DatasetStats
+from ray.data.block import BlockAccessor, BlockMetadataWithSchema
+
+from raytf.errors import ConfigError
+
+# Rows of a file, or files, are read together up to this size, uncompressed: a task each.
+_PIECE_BYTES = 16 << 20
+# Pieces of one execution: Ray Data looks at all inputs of one before it starts, 0.2 s for these and 10 s for 65,536.
+AT_ONCE = 1024
+_FOOTERS_AT_ONCE = 16
+_COUNTED_AT_ONCE = 4
+# Read tasks that travel as one object: an object for each takes a millisecond, and one for all is loaded by each task.
+_TASKS_TOGETHER = 64
+# Where nothing says how large a source is.
+_UNKNOWN_TASKS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Parts that are rows of one table in the object store: what is to be read, for each piece."""
+
+    entry: BlockEntry
+    schema: pa.Schema
+
+    @staticmethod
+    def of(table: pa.Table) -> Table:
+        """Puts a table there; `ray.data.from_arrow` would ask for a CPU to look at it."""
+        metadata = BlockAccessor.for_block(table).get_metadata()
+        described = BlockMetadataWithSchema.from_metadata(metadata, schema=table.schema)
+        return Table(BlockEntry(ray.put(table), described), table.schema)
+
+    def bundle(self, first: int, stop: int) -> RefBundle:
+        """What one task reads: neighbouring rows."""
+        return RefBundle((self.entry,), self.schema, owns_blocks=False, slices=(BlockSlice(first, stop),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundles:
+    """Parts that are blocks in the object store."""
+
+    bundles: list[RefBundle]
+
+    def bundle(self, first: int, stop: int) -> RefBundle:
+        return self.bundles[first]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitions:
+    """Parts of a dataset.
+
+    Args:
+        rows: rows of each piece; None before they are counted.
+        bytes: of all rows as far as the source tells: decoded they may be more.
+        numbers: of each piece among the source's parts.
+        parts: what pieces are made from.
+        dag: the dataset's last operator; its source is exchanged for parts.
+        context: its options.
+    """
+
+    rows: tuple[int | None, ...]
+    bytes: int
+    numbers: np.ndarray = dataclasses.field(repr=False)
+    parts: Table | Bundles = dataclasses.field(repr=False)
+    dag: object = dataclasses.field(repr=False)
+    context: DataContext = dataclasses.field(repr=False)
+
+    def dataset(self, indices: Sequence[int]) -> Dataset:
+        """The dataset of some pieces, in this order. Each is read and mapped by itself, whatever its neighbours.
+
+        No task asks for a CPU; no more run at once than the cluster has CPUs, whoever holds them.
+        """
+        return _dataset(_exchanged(self.dag, InputData(self._bundles(indices)), _tasks(len(indices))), self.context)
+
+    def _bundles(self, indices: Sequence[int]) -> list[RefBundle]:
+        numbers = self.numbers[np.asarray(indices, np.int64)].tolist()
+        return [self.parts.bundle(number, number + 1) for number in numbers]
+
+
+def cut(dataset: Dataset) -> Partitions:
+    """The pieces of a dataset, with their rows; see `divide` and `counted`."""
+    return counted(divide(dataset))
+
+
+def divide(dataset: Dataset) -> Partitions:
+    """The pieces of a dataset.
+
+    Their rows are unknown where the source does not tell them (CSV, JSON, text, ...), or an operator may change their
+    number (filter, flat_map, and map_batches unless it is told `udf_modifying_row_count=False`).
+
+    Args:
+        dataset: any whose operators take rows or batches; the source may be whatever Ray Data reads. A file of another
+            format than Parquet is never cut.
+
+    Raises:
+        ConfigError: an operator that needs all rows at once (sort, shuffle, join, limit, ...).
+    """
+    dag, context = dataset._logical_plan.dag, dataset.context
+    if isinstance(_chain(dag)[-1], Read):  # filters and columns that the source takes itself become part of it
+        dag = LogicalOptimizer().optimize(LogicalPlan(dag, context)).dag
+    operators = _chain(dag)
+    for operator in operators[:-1]:
+        if not isinstance(operator, AbstractMap):
+            raise _not_cut(f"the operator {operator.name}")
+    source = operators[-1]
+    if isinstance(source, ListFiles):
+        table, rows, size = _row_groups(source)
+        parts = Table.of(table)
+        if not all(op.scanner.metadata_row_count_is_exact() for op in operators if isinstance(op, ReadFiles)):
+            rows = [None] * len(rows)
+    elif isinstance(source, InputData | AbstractFrom):
+        parts = Bundles([one for bundle in source.output_data() for one in _single(bundle)])
+        rows = [bundle.num_rows() for bundle in parts.bundles]
+        size = sum(bundle.size_bytes() for bundle in parts.bundles)
+    elif isinstance(source, Read):
+        parts, rows, size, read = _read_tasks(source, context)
+        dag = _exchanged(dag, read)
+    else:
+        raise _not_cut(f"the source {source.name}")
+    if any(op.can_modify_num_rows for op in operators[:-1] if not isinstance(op, ReadFiles)):
+        rows = [None] * len(rows)
+    return Partitions(tuple(rows), size, np.arange(len(rows)), parts, dag, context)
+
+
+def counted(pieces: Partitions, say: Callable[[str], None] = lambda text: None) -> Partitions:
+    """The same pieces without those that hold no row; where rows are unknown, all is executed once, to count.
+
+    Args:
+        pieces: of a dataset.
+        say: is called with a clause that says so.
+    """
+    rows = pieces.rows
+    if None in rows:
+        say(f"are counted once, as {_uncounted(_chain(pieces.dag))} does not tell how many there are")
+        rows = _counted(pieces)
+    kept = np.flatnonzero(rows)
+    return dataclasses.replace(pieces, rows=tuple(rows[i] for i in kept), numbers=pieces.numbers[kept])
+
+
+@contextlib.contextmanager
+def executed(dataset: Dataset) -> Iterator[Iterator[RefBundle]]:
+    """The blocks of a dataset as they come; what is still to be read is not when the context ends."""
+    bundles, _, executor = dataset._execute_to_iterator(capture_executor=False)
+    try:
+        yield bundles
+    finally:
+        if executor is not None:
+            with contextlib.suppress(Exception):  # it may have ended by itself
+                executor.shutdown(force=True)
+
+
+def unbound(dataset: Dataset) -> Dataset:
+    """The same dataset, whose reading and mapping tasks ask for no CPU, for an execution that must not wait for one.
+
+    Operators that need all rows at once (sort, join, ...) ask as before.
+    """
+    tasks = _tasks()
+
+    def changed(operator):
+        if isinstance(operator, ListFiles):  # Ray's own listing takes CPUs
+            table = _row_groups(operator)[0]
+            parts, edges = Table.of(table), _edges(table.num_rows)
+            return InputData([parts.bundle(a, b) for a, b in zip(edges, edges[1:], strict=False)])
+        return _without_cpus(operator, tasks) if isinstance(operator, AbstractMap) else operator
+
+    return _dataset(dataset._logical_plan.dag._apply_transform(changed), dataset.context)
+
+
+def source_bytes(dataset: Dataset) -> int | None:
+    """About how many bytes a dataset's sources hold, files as they lie there; None where one does not tell."""
+    operators = dataset._logical_plan.dag.post_order_iter()
+    sizes = [_source_bytes(operator) for operator in operators if isinstance(operator, SourceOperator)]
+    return None if None in sizes else sum(sizes)
+
+
+def _source_bytes(source) -> int | None:
+    if isinstance(source, ListFiles):
+        return sum(info.size for info in _files(source))
+    if isinstance(source, Read):
+        return _estimate(source)
+    known = source.infer_metadata().size_bytes
+    return None if known is None else int(known)
+
+
+def _estimate(source: Read) -> int | None:
+    """In memory, as the datasource itself guesses."""
+    size = source.datasource_or_legacy_reader.estimate_inmemory_data_size()
+    if size is None and not source.datasource.should_create_reader:
+        size = source.infer_metadata().size_bytes
+    return None if size is None else int(size)
+
+
+def _not_cut(received: str) -> ConfigError:
+    return ConfigError(
+        "A streamed dataset must be a source that Ray Data reads, followed by operators that take rows or batches",
+        received,
+        "Write the result to Parquet once and read that, or use storage='object_store' if it fits",
+    )
+
+
+def _tasks(parts: float = math.inf) -> float:
+    """How many tasks may read so many parts at once: as many as the cluster has CPUs, whoever holds them."""
+    return min(ray.cluster_resources().get("CPU", 1), parts)
+
+
+def _edges(count: int) -> list[int]:
+    """Of up to `AT_ONCE` parts of about equal size."""
+    parts = min(count, AT_ONCE)
+    return [count * i // parts for i in range(parts + 1)] if count else []
+
+
+def _chain(operator) -> list:
+    """The operators from the last to the source."""
+    found = [operator]
+    while not isinstance(found[-1], SourceOperator):
+        inputs = found[-1].input_dependencies
+        if len(inputs) != 1:
+            raise _not_cut(f"the operator {found[-1].name}")
+        found.append(inputs[0])
+    return found
+
+
+def _exchanged(operator, source, tasks: float | None = None):
+    """The same operators on another source; without CPUs where the number of tasks is given."""
+    if isinstance(operator, SourceOperator):
+        return source
+    before = _exchanged(operator.input_dependencies[0], source, tasks)
+    changed = dataclasses.replace(operator, input_dependencies=[before])
+    return changed if tasks is None else _without_cpus(_alone(changed), tasks)
+
+
+def _without_cpus(operator, tasks: float):
+    """An operator whose tasks ask for no CPU; `tasks` of them run at once, fewer if each asked for several."""
+    each = operator.ray_remote_args.get("num_cpus") or 1
+    changes: dict[str, Any] = {"ray_remote_args": {**operator.ray_remote_args, "num_cpus": 0}}
+    if isinstance(operator.compute, TaskPoolStrategy) and operator.compute.size is None:
+        changes["compute"] = TaskPoolStrategy(max(1, int(tasks // each)))
+    return dataclasses.replace(operator, **changes)
+
+
+def _alone(operator):
+    """An operator whose batches end with each block, so that a row does not depend on the order of the pieces."""
+    settable = {field.name for field in dataclasses.fields(operator) if field.init}
+    if "min_rows_per_bundled_input" not in settable:
+        return operator
+    return dataclasses.replace(operator, min_rows_per_bundled_input=None)
+
+
+def _dataset(dag, context: DataContext) -> Dataset:
+    context = context.copy()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    return Dataset(LogicalPlan(dag, context), context, DatasetStats(metadata={}, parent=None))
+
+
+def _single(bundle) -> list:
+    """A bundle of each block."""
+    return [type(bundle)([block], owns_blocks=False, schema=bundle.schema) for block in bundle.blocks]
+
+
+def _files(source: ListFiles) -> list:
+    """The files of a source, in order: Ray's own listing asks for CPUs, and comes in the order of threads."""
+    pruners = _build_pruners(source.file_extensions, source.partition_filter, source.partition_pruner)
+    listed = source.file_indexer.list_file_infos(
+        pa.array(source.paths, pa.string()), filesystem=source.filesystem, pruners=pruners, preserve_order=True
+    )
+    listed = list(listed)
+    given = [info.path for info in listed] == list(source.paths)
+    return listed if given else sorted(listed, key=lambda info: info.path)
+
+
+def _row_groups(source: ListFiles) -> tuple[pa.Table, list[int], int]:
+    """A manifest of neighbouring row groups, its rows' rows, and the bytes of all."""
+    files = _files(source)
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+        footers = pool.map(lambda info: pq.read_metadata(info.path, filesystem=source.filesystem), files)
+        units = [[(i, g.num_rows, g.total_byte_size) for i, g in _groups(footer)] for footer in footers]
+    paths, sizes, chunks, rows, total = [], [], [], [], 0
+    for info, found in zip(files, units, strict=True):
+        for run in _runs(found):
+            ids, counts, lengths = (tuple(column) for column in zip(*run, strict=True))
+            chunks.append(
+                ParquetRowGroupChunkMetadata(
+                    row_group_ids=ids,
+                    num_rows=sum(counts),
+                    uncompressed_size=sum(lengths),
+                    fully_matched=True,
+                    rg_sizes=lengths,
+                    rg_rows=counts,
+                )
+            )
+            paths.append(str(info.path))
+            sizes.append(int(info.size))
+            rows.append(sum(counts))
+            total += sum(lengths)
+    manifest = FileManifest.construct_manifest(paths=paths, sizes=sizes, chunk_metadatas=chunks)
+    return manifest.as_block(), rows, int(total)
+
+
+def _groups(footer) -> Iterator[tuple[int, Any]]:
+    return ((i, footer.row_group(i)) for i in range(footer.num_row_groups))
+
+
+def _runs(units: list) -> list[list]:
+    """Neighbouring units put together up to `_PIECE_BYTES`, at least one each."""
+    runs, size = [], 0
+    for unit in units:
+        if not runs or size + unit[2] > _PIECE_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(unit)
+        size += unit[2]
+    return runs
+
+
+def _read_tasks(source: Read, context: DataContext):
+    """(parts, rows of each where they are known, bytes of all, the operator that reads them) of a datasource."""
+    size = _estimate(source)
+    wanted = _UNKNOWN_TASKS if size is None else math.ceil(size / _PIECE_BYTES)
+    tasks = source.datasource_or_legacy_reader.get_read_tasks(
+        max(1, wanted, source.parallelism), per_task_row_limit=source.per_block_limit, data_context=context
+    )
+    together = range(0, len(tasks), _TASKS_TOGETHER)
+    scanner = _Tasks([ray.put(tasks[i : i + _TASKS_TOGETHER]) for i in together], source.infer_schema())
+    read = ReadFiles(
+        datasource_name=source.datasource.get_name(),
+        scanner=scanner,
+        schema=scanner.read_schema(),
+        parallelism=-1,
+        ray_remote_args=source.ray_remote_args,
+        compute=source.compute,
+        input_dependencies=[InputData([])],
+    )
+    manifest = FileManifest.construct_manifest(
+        paths=["piece"] * len(tasks), sizes=list(range(len(tasks))), chunk_metadatas=[None] * len(tasks)
+    )
+    return Table.of(manifest.as_block()), [task.metadata.num_rows for task in tasks], size or 0, read
+
+
+class _Tasks(Scanner):
+    """Read tasks of a datasource of Ray Data's first kind, read as its second kind does; a file's "size" is a task's
+    number.
+
+    Args:
+        together: lists of `_TASKS_TOGETHER` tasks, in the object store.
+        schema: of the rows where it is known.
+    """
+
+    def __init__(self, together: list, schema):
+        self._together = together
+        self._schema = schema if isinstance(schema, pa.Schema) else pa.schema([])
+
+    def read_schema(self):
+        return self._schema
+
+    def create_reader(self):
+        return self
+
+    def read(self, manifest: FileManifest) -> Iterator:
+        for number in map(int, manifest.file_sizes):
+            yield from ray.get(self._together[number // _TASKS_TOGETHER])[number % _TASKS_TOGETHER]()
+
+
+def _uncounted(operators: list) -> str:
+    """The operator that keeps rows from being known: one that may change their number, or what reads."""
+    changing = [op for op in operators[:-1] if op.can_modify_num_rows]
+    return changing[-2 if len(changing) > 1 and isinstance(changing[-1], ReadFiles) else -1].name
+
+
+def _counted(pieces: Partitions) -> list[int]:
+    """The rows of each piece, by one execution for many: each piece is one task, that says what it counted."""
+    dag = _countable(pieces.dag)
+    rows = [0] * len(pieces.rows)
+    for first in range(0, len(rows), AT_ONCE):
+        indices = range(first, min(len(rows), first + AT_ONCE))
+        source = InputData(pieces._bundles(indices))
+        dataset = _dataset(_exchanged(dag, source, _tasks(len(indices))), pieces.context)
+        if _map_operators(dataset) != 1:  # a task is no piece
+            with ThreadPoolExecutor(_COUNTED_AT_ONCE) as pool:
+                rows[first : indices.stop] = pool.map(lambda i: _count(pieces.dataset([i])), indices)
+            continue
+        blocks = [block for bundle in dataset.iter_internal_ref_bundles() for block in bundle.blocks]
+        tables = ray.get([block.ref for block in blocks])
+        for block, table in zip(blocks, tables, strict=True):
+            if table.num_rows:
+                rows[first + block.metadata.exec_stats.task_idx] += sum(table["rows"].to_pylist())
+    return rows
+
+
+def _count(dataset: Dataset) -> int:
+    return sum(bundle.num_rows() for bundle in dataset.iter_internal_ref_bundles())
+
+
+def _map_operators(dataset: Dataset) -> int:
+    plan, _ = get_execution_plan(dataset._logical_plan)
+    return sum(isinstance(operator, MapOperator) for operator in plan.dag.post_order_iter())
+
+
+def _countable(operator):
+    """The operators up to the last that may change the number of rows, and one that counts: all in one task."""
+    while operator.input_dependencies and not operator.can_modify_num_rows:
+        operator = operator.input_dependencies[0]
+    gpus = max((op.ray_remote_args.get("num_gpus") or 0 for op in _chain(operator)[:-1]), default=0)
+    args = {"num_gpus": gpus} if gpus else {}
+
+    def alike(op):
+        if not op.input_dependencies:
+            return op
+        changes = {"ray_remote_args": args, "compute": TaskPoolStrategy()}
+        settable = {field.name for field in dataclasses.fields(op) if field.init}
+        if isinstance(getattr(op, "fn", None), type):
+            made = _Lazily(op.fn, op.fn_constructor_args, op.fn_constructor_kwargs)
+            changes |= {"fn": made, "fn_constructor_args": None, "fn_constructor_kwargs": None}
+        if "ray_remote_args_fn" in settable:
+            changes["ray_remote_args_fn"] = None
+        return dataclasses.replace(op, **changes)
+
+    return MapBatches(
+        _rows_of,
+        input_dependencies=[operator._apply_transform(alike)],
+        can_modify_num_rows=True,
+        batch_format="pyarrow",
+        compute=TaskPoolStrategy(),
+        ray_remote_args=args,
+    )
+
+
+def _rows_of(batch: pa.Table) -> pa.Table:
+    return pa.table({"rows": [batch.num_rows]})
+
+
+class _Lazily:
+    """A callable class as a function: its object is made at the first call in a process."""
+
+    def __init__(self, kind: type, args, kwargs):
+        self._kind, self._args, self._kwargs = kind, args or (), kwargs or {}
+        self._made = None
+
+    def __call__(self, *args, **kwargs):
+        if self._made is None:
+            self._made = self._kind(*self._args, **self._kwargs)
+        return self._made(*args, **kwargs)
+
+    def __getstate__(self):
+        return {**self.__dict__, "_made": None}

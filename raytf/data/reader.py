@@ -1,0 +1,316 @@
+"""The rows of an epoch, chunk by chunk: out of the object store, wherever they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.data.block import BlockAccessor
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytf.data.columns import Columns
+from raytf.data.gather import COPIED_BYTES, ColumnSource, Lists, Places, source
+from raytf.data.sampling import Epoch, Ranges, Sampler
+from raytf.data.stored import StoredDataset, as_table
+from raytf.data.streamed import Part, StreamedDataset, without_rows
+
+# How often blocks may be lost, one time after the other, before a chunk is given up.
+_TRIES = 10
+
+_PART_ROWS = 1024  # at least, on average, of what is taken for a table of its own
+
+
+class Reader:
+    """Gives the rows of a dataset.
+
+    Attributes:
+        sources: of the columns, for their shapes and dtypes.
+    """
+
+    sources: list[ColumnSource]
+
+    def chunks(self, epoch: Epoch, number: int, first: int) -> Iterator[tuple[int, Rows]]:
+        """Each chunk of an epoch from `first` on, with its rows.
+
+        Args:
+            epoch, number: the epoch, and which it is.
+            first: the chunk to start with.
+        """
+        raise NotImplementedError
+
+    def rows(self, epoch: Epoch, number: int, chunk: int) -> Rows:
+        """The rows of one chunk."""
+        raise NotImplementedError
+
+
+class Rows:
+    """Rows that can be gathered by stream position.
+
+    Args:
+        sources: of the columns, over some tables.
+        starts: stream position of the first row of each table, ascending.
+        tables: index of each table in the sources, in the stream's order.
+    """
+
+    def __init__(self, sources: Sequence[ColumnSource], starts: np.ndarray, tables: np.ndarray):
+        # few tables: of so small a type that NumPy sorts by counting
+        tables = tables.astype(np.int16) if len(tables) < 2**15 else tables
+        self._sources, self._starts, self._tables = sources, starts, tables
+        self._ranges = Ranges(starts) if len(starts) else None  # there may be no rows
+        self.row_bytes = sum(source.row_bytes for source in sources)
+
+    def _places(self, positions: np.ndarray) -> Places:
+        place = self._ranges.of(positions)
+        return Places(self._tables[place], positions - self._starts[place])
+
+    def gather(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The arrays of all columns, in memory of their own."""
+        places = self._places(positions)
+        return tuple(array for source in self._sources for array in source.gather(places))
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        """Lengths of the lists by which rows are put together."""
+        lists = next(s for s in self._sources if isinstance(s, Lists) and s.bucket)
+        return lists.lengths(self._places(positions))
+
+
+class StoredReader(Reader):
+    """Rows of blocks that all lie in the object store."""
+
+    def __init__(self, blocks: StoredDataset, columns: Sequence[Columns]):
+        tables = [as_table(block) for block in blocks.get()]
+        parts = [_in_one_piece(table) for table in tables]
+        if sum(table.nbytes for table in tables) <= COPIED_BYTES:
+            parts = [[table] for table in tables]
+        self._rows = np.array([len(part) for its in parts for part in its], np.int64)
+        self._first = np.cumsum([0, *map(len, parts)])  # part of each block
+        self.sources = sources([part for its in parts for part in its], columns, COPIED_BYTES)
+
+    def chunks(self, epoch, number, first):
+        rows = self.rows(epoch, number, first)
+        for chunk in range(first, epoch.chunks):
+            yield chunk, rows
+
+    def rows(self, epoch, number, chunk):
+        if len(self._rows) == len(epoch.pieces):
+            return Rows(self.sources, epoch.starts, epoch.pieces)
+        tables = np.concatenate([np.arange(*self._first[piece : piece + 2]) for piece in epoch.pieces])
+        return Rows(self.sources, np.cumsum([0, *self._rows[tables]])[:-1], tables)
+
+
+def _in_one_piece(table: pa.Table) -> list[pa.Table]:
+    """Parts of a table whose columns lie in one piece each, and need no copy; itself where they would be too small."""
+    if all(column.num_chunks <= 1 for column in table.columns):
+        return [table]
+    parts = table.to_batches()
+    return [table] if len(table) < _PART_ROWS * len(parts) else [pa.Table.from_batches([part]) for part in parts]
+
+
+class StreamReader(Reader):
+    """Rows of a `streamed.StreamedDataset`: the next chunk is fetched while one is used.
+
+    Attributes:
+        prepare: prepare(epoch, number, chunk, rows), called for each chunk before it is given, to fetch what is needed.
+    """
+
+    def __init__(self, stream: StreamedDataset, columns: Sequence[Columns], order: Sampler, worker: int, workers: int):
+        self._stream, self._columns, self._order = stream, columns, without_rows(order)
+        self._who = (worker, workers)
+        self.prepare: Callable = lambda epoch, number, chunk, rows: None
+        self.sources = sources([stream.sample], columns)
+
+    def chunks(self, epoch, number, first):
+        with ThreadPoolExecutor(1, "raytf_feed") as pool:
+            coming = pool.submit(self._prepared, epoch, number, first) if first < epoch.chunks else None
+            for chunk in range(first, epoch.chunks):
+                rows = coming.result()
+                coming = pool.submit(self._prepared, epoch, number, chunk + 1) if chunk + 1 < epoch.chunks else None
+                yield chunk, rows
+
+    def _prepared(self, epoch, number, chunk) -> StreamRows:
+        rows = self.rows(epoch, number, chunk)
+        self.prepare(epoch, number, chunk, rows)
+        return rows
+
+    def rows(self, epoch, number, chunk):
+        start, stop = epoch.bounds(chunk)
+
+        def ask() -> list[Part]:
+            return self._stream.request(*self._who, self._order, number, start, stop)
+
+        return StreamRows(ask, start, stop - start, self._columns, self.sources)
+
+
+class StreamRows:
+    """Rows of a chunk of a stream, wherever in the cluster they lie: `Rows` that are fetched.
+
+    Of a block on another node only the rows that are needed travel: a task on that node takes them out of it.
+
+    Args:
+        ask: ask() -> where the rows lie, in order; called again when they were lost.
+        start, count: stream position of the first row, and how many.
+        columns: of the tensors.
+        known: their sources over other rows.
+    """
+
+    def __init__(self, ask: Callable[[], list[Part]], start: int, count: int, columns: Sequence[Columns], known: list):
+        self._ask, self._start, self._columns, self._sources = ask, start, columns, known
+        self._names = list(dict.fromkeys(name for c in columns for name in c.names))
+        self._here = ray.get_runtime_context().get_node_id()
+        self._parts = ask()
+        self._tables: list[pa.Table] = []
+        self._table = np.full(count, -1, np.int32)  # of each row: index of its table, and its number there
+        self._row = np.zeros(count, np.int64)
+        self._known_lengths: np.ndarray | None = None
+        self.fetched_bytes = 0  # from other nodes
+
+    @property
+    def row_bytes(self) -> float:
+        """About how many bytes a row takes."""
+        return sum(source.row_bytes for source in self._sources)
+
+    def fetch(self, positions: np.ndarray) -> None:
+        """Makes the rows at these stream positions ready to be gathered; those that are need nothing."""
+        missing = np.zeros(len(self._table), bool)
+        missing[positions - self._start] = True
+        missing &= self._table < 0
+        wanted = np.flatnonzero(missing)
+        if not len(wanted):
+            return
+        for offset, rows, table in self._retried(lambda: self._taken(wanted)):
+            self._table[rows] = len(self._tables)
+            self._row[rows] = np.arange(len(rows)) if offset is None else rows - offset
+            self._tables.append(table)
+        self._sources = sources(self._tables, self._columns)
+
+    def _taken(self, wanted: np.ndarray) -> list[tuple[int | None, np.ndarray, pa.Table]]:
+        """(where the table begins if it holds all rows from there on, the wanted rows in it, a table)."""
+        near, far, offset = [], [], 0
+        for part in self._parts:
+            low, high = np.searchsorted(wanted, [offset, offset + part.rows])
+            if low < high:
+                (near if part.node == self._here else far).append((part, offset, wanted[low:high]))
+            offset += part.rows
+        coming = self._sent(_take, [(part, part.first + rows - offset) for part, offset, rows in far], self._names)
+        found = []
+        for part, offset, _ in near:  # all rows of it, as this costs nothing
+            table = as_table(ray.get(part.block)).slice(part.first, part.rows).select(self._names)
+            found.append((offset, np.arange(offset, offset + part.rows), table))
+        for indices, tables in coming():
+            rows = [far[i][2] for i in indices]
+            rows = rows if len(tables) == len(rows) else [np.concatenate(rows)]
+            found += [(None, some, table) for some, table in zip(rows, tables, strict=True)]
+            self.fetched_bytes += sum(table.nbytes for table in tables)
+        return found
+
+    def _sent(self, function, wanted: list, *arguments) -> Callable[[], list[tuple[list[int], Any]]]:
+        """Runs function(what is wanted of each block, *arguments, *blocks) on each node that has some of the blocks.
+
+        Args:
+            function: one of this module.
+            wanted: (part, what to tell the function about its block).
+            arguments: for all.
+
+        Returns:
+            A call that waits: (indices in `wanted`, what the function gave for these) for each node.
+        """
+        by_node: dict[str, list[int]] = {}
+        for i, (part, _) in enumerate(wanted):
+            by_node.setdefault(part.node, []).append(i)
+        calls = []
+        for node, indices in by_node.items():
+            place = NodeAffinitySchedulingStrategy(node, soft=True)
+            near = _near.options(scheduling_strategy=place)
+            blocks = [wanted[i][0].block for i in indices]
+            calls.append((indices, near.remote(function, [wanted[i][1] for i in indices], arguments, *blocks)))
+        return lambda: [(indices, ray.get(call)) for indices, call in calls]
+
+    def _retried(self, fetch: Callable):
+        """What `fetch` gives; blocks that were lost with the process that read them are asked for again."""
+        for left in reversed(range(_TRIES)):
+            try:
+                return fetch()
+            except (ray.exceptions.ObjectLostError, ray.exceptions.RayTaskError, ray.exceptions.NodeDiedError) as error:
+                cause = getattr(error, "cause", error)
+                lost = isinstance(cause, ray.exceptions.ObjectLostError | ray.exceptions.NodeDiedError)
+                if not lost or not left:
+                    raise
+                self._parts = self._ask()
+
+    def _places(self, positions: np.ndarray) -> Places:
+        index = positions - self._start
+        table = self._table[index]
+        # few tables: of so small a type that NumPy sorts by counting
+        return Places(table.astype(np.int16) if len(self._tables) < 2**15 else table, self._row[index])
+
+    def gather(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The arrays of all columns, in memory of their own."""
+        self.fetch(positions)
+        places = self._places(positions)
+        return tuple(array for source in self._sources for array in source.gather(places))
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        """Lengths of the lists by which rows are put together; of other nodes' rows only the lengths travel."""
+        if self._known_lengths is None:
+            self._known_lengths = np.concatenate(self._retried(self._all_lengths))
+        return self._known_lengths[positions - self._start]
+
+    def _all_lengths(self) -> list[np.ndarray]:
+        column = next(c for c in self._columns if any(part.bucket for part in c.parts))
+        wanted = [(part, (part.first, part.rows)) for part in self._parts]
+        far = [i for i, part in enumerate(self._parts) if part.node != self._here]
+        coming = self._sent(_measure, [wanted[i] for i in far], column)
+        found: list = [
+            None if i in far else _measure([rows], column, ray.get(part.block))[0]
+            for i, (part, rows) in enumerate(wanted)
+        ]
+        for indices, lengths in coming():
+            for i, each in zip(indices, lengths, strict=True):
+                found[far[i]] = each
+        return found
+
+
+def _take(wanted: list[np.ndarray], names: list[str], *blocks) -> list[pa.Table]:
+    """Some rows of each block, in memory of their own, so that no more than these travel; one table for all where
+    their types are the same."""
+    taken = [
+        BlockAccessor.for_block(as_table(block).select(names)).take(rows)
+        for rows, block in zip(wanted, blocks, strict=True)
+    ]
+    alike = all(table.schema.equals(taken[0].schema) for table in taken)
+    return [pa.concat_tables(taken).combine_chunks()] if alike else taken
+
+
+def _measure(wanted: list[tuple[int, int]], column: Columns, *blocks) -> list[np.ndarray]:
+    """The lengths of the lists in some neighbouring rows of each block."""
+    found = []
+    for (first, rows), block in zip(wanted, blocks, strict=True):
+        lists = source([as_table(block).slice(first, rows)], column)
+        found.append(lists.lengths(Places(np.zeros(rows, np.int64), np.arange(rows))))
+    return found
+
+
+@ray.remote(num_cpus=0, max_retries=-1)
+def _near(function, wanted: list, arguments: tuple, *blocks):
+    """Runs where blocks lie."""
+    return function(wanted, *arguments, *blocks)
+
+
+def sources(
+    tables: Sequence[pa.Table], columns: Sequence[Columns], copied_bytes: float = math.inf
+) -> list[ColumnSource]:
+    """One for each of `columns`; a column that is named twice is read once. See `gather.source`."""
+    known = {c: source(tables, c, copied_bytes) for c in dict.fromkeys(columns)}
+    return [known[c] for c in columns]
+
+
+def open_reader(blocks, columns: Sequence[Columns], order: Sampler, worker: int, workers: int) -> Reader:
+    """The reader of what `stored.read` gave."""
+    if isinstance(blocks, StreamedDataset):
+        return StreamReader(blocks, columns, order, worker, workers)
+    return StoredReader(blocks, columns)

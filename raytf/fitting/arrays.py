@@ -1,0 +1,322 @@
+"""What `raytf.fit` is given as x, y and sample weights: to blocks of rows, and to the columns that tensors are made of.
+
+Arrays are treated as Keras treats them: floating types become `keras.config.floatx()`, a DataFrame is a matrix, a
+Series a column. Driver side.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import ray
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from ray.data.extensions import ArrowTensorArray
+
+from raytf.data import columns
+from raytf.data.columns import Column, Columns
+from raytf.data.stored import StoredDataset
+from raytf.errors import ConfigError
+
+# Of a block: many enough that workers share the reading, and few.
+_BLOCK_BYTES = 64 << 20
+_ROLES = ("features", "labels", "sample_weights")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows, and how tensors are made of them.
+
+    Args:
+        dataset: a `ray.data.Dataset` that is still to be read, or None.
+        table: the rows, where they are in memory.
+        specs: parsed columns by role.
+        structure: (x, y, sample weights) as far as there are any, with the name of a column for each tensor, where that
+            is not what `specs` say; else None.
+    """
+
+    dataset: Any
+    table: pa.Table | None
+    specs: dict[str, Any]
+    structure: tuple | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """Their number, where that is known."""
+        return None if self.table is None else self.table.num_rows
+
+    def head(self, rows: int) -> Data:
+        """The first rows alone."""
+        if self.table is None:
+            return Data(self.dataset.limit(rows), None, self.specs, self.structure)
+        return Data(None, self.table.slice(0, rows), self.specs, self.structure)
+
+    def stored(self) -> StoredDataset:
+        """The table in Ray's object store."""
+        each = max(1, int(_BLOCK_BYTES / max(1.0, self.table.nbytes / max(1, self.table.num_rows))))
+        parts = [self.table.slice(start, each) for start in range(0, self.table.num_rows, each)]
+        return StoredDataset(
+            [ray.put(part) for part in parts], [p.num_rows for p in parts], list(self.table.column_names)
+        )
+
+
+def of(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> Data:
+    """What was given, checked.
+
+    Args:
+        x, y, sample_weight: as `raytf.fit` takes them.
+        class_weight: by class, or None.
+        features, labels: columns, where `x` has columns.
+        name: of `x`, for sentences.
+
+    Raises:
+        ConfigError: it is none of what can be sent to workers, or the parts do not fit each other.
+    """
+    _refuse_other(x, name)
+    if features is None and labels is None and not isinstance(x, (str, os.PathLike, ray.data.Dataset)):
+        return _arrays(x, y, sample_weight, class_weight, name)
+    return _columns(x, y, sample_weight, class_weight, features, labels, name)
+
+
+def is_arrays(x) -> bool:
+    """Whether rows can be counted and cut here."""
+    return not isinstance(x, (str, os.PathLike, ray.data.Dataset))
+
+
+def _refuse_other(x, name: str) -> None:
+    if x is None:
+        raise ConfigError(
+            f"{name} must hold rows", None, "Pass arrays, a table, a path of Parquet or a ray.data.Dataset"
+        )
+    kind = type(x)
+    if isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__") or kind.__module__.startswith("torch.utils.data"):
+        raise ConfigError(
+            f"{name} must be rows that can be sent to the workers, and counted",
+            f"a generator of type {kind.__name__}",
+            "Pass arrays, a path of Parquet, or a ray.data.Dataset, such as ray.data.from_items(...).map(...)",
+        )
+
+
+# ------------------------------------------------------------------------------------------ tables with columns
+
+
+def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> Data:
+    if y is not None:
+        raise ConfigError(
+            "Where rows have columns, labels= names those of the labels",
+            "y= beside them",
+            "Use labels=, and leave y out",
+        )
+    if class_weight is not None:
+        raise ConfigError(
+            "class_weight is for arrays",
+            "class_weight= beside columns",
+            "Put a column of weights: sample_weight='column'",
+        )
+    if features is None:
+        raise ConfigError(
+            "Rows with columns need features= (and labels=), which name columns", f"{name}= alone", "Name the columns"
+        )
+    specs = {
+        role: columns.parse(spec, shown)
+        for role, shown, spec in zip(
+            _ROLES, ("features", "labels", "sample_weight"), (features, labels, sample_weight), strict=True
+        )
+    }
+    table = x
+    if isinstance(x, (str, os.PathLike)):
+        return Data(_parquet(x, name), None, specs)
+    if isinstance(x, ray.data.Dataset):
+        return Data(x, None, specs)
+    if isinstance(x, pd.DataFrame):
+        table = pa.Table.from_pandas(x, preserve_index=False)
+    elif isinstance(x, Mapping):
+        table = pa.table({key: _column(np.asarray(value), f"{name}[{key!r}]") for key, value in x.items()})
+    if not isinstance(table, pa.Table):
+        raise ConfigError(
+            "features= and labels= name columns of a table, a path of Parquet or a ray.data.Dataset",
+            f"{name} of type {type(x).__name__}",
+            "Leave them out for arrays",
+        )
+    for role, spec in specs.items():
+        columns.check_names(spec, table.column_names, role)
+    _check_rows(table.num_rows, name)
+    return Data(None, table, specs)
+
+
+def _parquet(path, name: str):
+    path = os.fspath(path)
+    if "://" not in path and not os.path.exists(os.path.expanduser(path)):
+        raise ConfigError(f"{name} must be a path of Parquet that exists", repr(path), "Check the path")
+    return ray.data.read_parquet(os.path.expanduser(path))
+
+
+def _check_rows(rows: int, name: str) -> None:
+    if not rows:
+        raise ConfigError(f"{name} must hold rows", "none", "Check the filter or the file that it comes from")
+
+
+# ------------------------------------------------------------------------------------------ arrays
+
+
+def _arrays(x, y, sample_weight, class_weight, name: str) -> Data:
+    roles = ((name, x), (name.replace("x", "y") if name != "x" else "y", y), ("sample_weight", sample_weight))
+    x, y, sample_weight = (_as_arrays(part, role) for role, part in roles)
+    if sample_weight is not None and y is None:
+        raise ConfigError("sample_weight belongs to labels", "sample_weight= without y=", "Pass y, too")
+    sample_weight = _weights(y, sample_weight, class_weight)
+    found: dict[str, np.ndarray] = {}
+
+    def named(role, structure):
+        def add(array):
+            key = f"{role}{len(found)}"
+            found[key] = array
+            return key
+
+        return tree.map_structure(add, structure)
+
+    parts = [(r, p) for r, p in zip("xyw", (x, y, sample_weight), strict=True) if p is not None]
+    structure = tuple(named(role, part) for role, part in parts)
+    _check_lengths(structure, found, {"x": name, "y": roles[1][0], "w": "sample_weight"})
+    table = pa.table({key: _column(array, key) for key, array in found.items()})
+    specs = dict.fromkeys(_ROLES)
+    plain = True
+    for (_, part), names, role in zip(parts, structure, _ROLES, strict=False):
+        flat = isinstance(names, str) or (type(part) is dict and all(isinstance(n, str) for n in names.values()))
+        plain = plain and flat and (isinstance(names, str) or all(isinstance(key, str) for key in part))
+        specs[role] = names
+    for role, names in specs.items():
+        if names is not None:
+            one = lambda column: Columns((Column(column, ragged=_is_lists(table, column)),), False)
+            flat = names if plain else {column: column for column in tree.flatten(names)}
+            specs[role] = one(flat) if isinstance(flat, str) else {key: one(column) for key, column in flat.items()}
+    return Data(None, table, specs, None if plain else structure)
+
+
+def _is_lists(table: pa.Table, column: str) -> bool:
+    return pa.types.is_large_list(table.schema.field(column).type)
+
+
+def _as_arrays(value, name: str):
+    """The same structure of NumPy arrays, or of ragged tensors."""
+    if value is None:
+        return None
+    if isinstance(value, pa.Table):
+        value = value.to_pandas()
+    if isinstance(value, (pa.Array, pa.ChunkedArray)):
+        value = value.to_numpy(zero_copy_only=False) if isinstance(value, pa.Array) else value.to_numpy()
+    if isinstance(value, (list, tuple)) and not any(hasattr(part, "shape") for part in tree.flatten(value)):
+        raise ConfigError(
+            f"{name} must be an array, a table, or lists and dicts of these",
+            f"a {type(value).__name__} of {type(next(iter(tree.flatten(value)), None)).__name__}",
+            "Make an array of it: np.array(...)",
+        )
+    return tree.map_structure(lambda part: _as_array(part, name), value)
+
+
+def _as_array(value, name: str):
+    if isinstance(value, pa.Table):
+        value = value.to_pandas()
+    if isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1 and value.shape.rank == 2:
+        return value
+    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)) or data_adapter_utils.is_scipy_sparse(value):
+        raise ConfigError(
+            "What is sent to workers must be dense, or lists of numbers of different lengths",
+            f"{name} of type {type(value).__name__}",
+            "Make it dense, for example with tf.sparse.to_dense",
+        )
+    if isinstance(value, pd.DataFrame):
+        _check_frame(value, name)
+        if all(isinstance(kind, np.dtype) for kind in value.dtypes):  # pandas makes objects of numbers and booleans
+            value = value.astype(np.result_type(*value.dtypes))
+    elif isinstance(value, (str, bytes)) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise ConfigError(
+            f"{name} must be an array, a table, or lists and dicts of these",
+            f"a {type(value).__name__}",
+            "Make an array of it: np.array(...)",
+        )
+    if isinstance(value, np.ndarray) and value.dtype.kind in "USO":
+        return value
+    if isinstance(value, pd.Series) and not pd.api.types.is_numeric_dtype(value):
+        return np.expand_dims(value.to_numpy(dtype=object), -1)
+    try:
+        found = np.asarray(array_slicing.convert_to_sliceable(value, target_backend="tensorflow"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} must be an array of numbers or texts", f"a {type(value).__name__}: {error}", "Convert it"
+        ) from error
+    return found
+
+
+def _check_frame(frame: pd.DataFrame, name: str) -> None:
+    if not all(pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes):
+        raise ConfigError(
+            f"{name} is a DataFrame whose columns become one matrix, so all of them must be numbers",
+            ", ".join(f"{column!r} of {kind}" for column, kind in frame.dtypes.items()),
+            "Name columns: features={'input': 'column', ...}, labels='column'; or pass a dict of arrays",
+        )
+
+
+def _weights(y, sample_weight, class_weight):
+    if class_weight is not None:
+        if sample_weight is not None or tree.is_nested(y) or y is None:
+            received = "sample_weight, too" if sample_weight is not None else "no y" if y is None else "several outputs"
+            raise ConfigError(
+                "class_weight is for one output, and without sample_weight", received, "Pass sample_weight alone"
+            )
+        return np.asarray(data_adapter_utils.class_weight_to_sample_weights(y, class_weight), keras.config.floatx())
+    if sample_weight is not None and tree.is_nested(y) and not tree.is_nested(sample_weight):
+        return tree.map_structure(lambda _: sample_weight, y)
+    return sample_weight
+
+
+def _check_lengths(structure, found: dict, names: dict[str, str]) -> None:
+    lengths = {
+        key: (int(a.shape[0]) if a.shape.rank else None)
+        if isinstance(a, tf.RaggedTensor)
+        else (a.shape[0] if a.ndim else None)
+        for key, a in found.items()
+    }
+    if None in lengths.values():
+        raise ConfigError("Arrays must have a row for each sample", "a single number", "Pass an array of rows")
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{names[key[0]]}: {length} rows" for key, length in lengths.items())
+        raise ConfigError("x, y and sample_weight must have as many rows as each other", shown, "Correct the arrays")
+    _check_rows(next(iter(lengths.values())), names["x"])
+
+
+def _column(array, name: str):
+    """A column of a table, without a copy where that is possible."""
+    if isinstance(array, tf.RaggedTensor):
+        return pa.LargeListArray.from_arrays(pa.array(array.row_splits.numpy()), pa.array(array.values.numpy()))
+    if array.dtype.kind in "biuf":
+        if array.ndim == 1:
+            return pa.array(array)
+        if not array[:1].size:
+            raise ConfigError("Rows must hold numbers", f"{name} of shape {array.shape}", "Leave the array out")
+        return ArrowTensorArray.from_numpy(np.ascontiguousarray(array))
+    if array.dtype.kind in "USO" and (array.ndim == 1 or array.shape[1:] == (1,)):
+        texts = array.reshape(len(array)).tolist()
+        if all(isinstance(text, (str, bytes)) for text in texts):
+            return pa.array(texts, pa.large_binary() if isinstance(texts[0], bytes) else pa.large_string())
+    raise ConfigError(
+        "Arrays must hold numbers, or a text in each row",
+        f"{name} of dtype {array.dtype}, shape {array.shape}",
+        "Convert it, or pass a dict with an array for each column",
+    )
+
+
+def split(x, y, sample_weight, part: float):
+    """((x, y, weights) but for the last rows, (x, y, weights) of these), as `validation_split` of Keras."""
+    try:
+        return array_slicing.train_validation_split((x, y, sample_weight), validation_split=part)
+    except ValueError as error:
+        raise ConfigError("validation_split cuts the last rows off arrays", error, "Pass validation_data") from error

@@ -1,0 +1,284 @@
+"""One call of `raytf.fit`, `evaluate` or `predict`: what is sent, to whom, and what comes back. Driver side."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src import backend, tree
+from ray.train import RunConfig, ScalingConfig
+
+from raytf.console import progress
+from raytf.console.output import Output
+from raytf.data import columns, ingest, streamed
+from raytf.data.feed import Feed
+from raytf.data.stored import StoredDataset
+from raytf.errors import ConfigError, TrainingError
+from raytf.fitting import arrays, fit_worker, transport, warm
+from raytf.parallel import model_optimizers
+from raytf.runtime import resources
+from raytf.runtime.connection import connect
+from raytf.runtime.processes import worker_environment
+from raytf.train.backend import TensorflowConfig
+from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
+from raytf.worker import fit
+
+_FIRST_ROWS = 1000
+
+
+class Call:
+    """One call: what is sent, to whom, and what comes back.
+
+    Args:
+        model: the user's.
+        scaling_config, run_config: of the workers.
+        parts: `arrays.Data` by name.
+
+    Attributes:
+        objects: of the model and the callbacks, by number.
+    """
+
+    def __init__(self, model, scaling_config: ScalingConfig, run_config: RunConfig, parts: dict[str, arrays.Data]):
+        self._model, self._scaling, self._run = model, scaling_config, run_config
+        self._parts = parts
+        self._found: dict[str, Any] = {}
+        self._group: warm.Group | None = None
+
+    def _read(self) -> None:
+        """Reads what is no array; raises ConfigError where it has no rows, or not the columns."""
+        datasets = {name: part.dataset for name, part in self._parts.items() if part.table is None}
+        if not datasets:
+            return
+        self._connect()
+        self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].specs)
+        for name, found in self._found.items():
+            if not found.rows:
+                raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
+            for role, spec in self._parts[name].specs.items():
+                columns.check_names(spec, found.columns, role)
+
+    def _connect(self) -> None:
+        bundles = resources.bundles(self._scaling)
+        connect(bundles, keep_idle=True)
+        self._scaling = resources.sharing(self._scaling, bundles)
+        resources.check_cluster(self._scaling)
+
+    def _example(self, name: str) -> tf.data.Dataset:
+        """A dataset of the shapes and types of one of the parts."""
+        part = self._parts[name]
+        if part.table is not None:
+            table = part.table.slice(0, _FIRST_ROWS)
+            blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
+        else:
+            blocks = self._found[name]
+        feed = Feed(blocks, **part.specs, global_batch=2, shuffle="none", shapes_only=True)
+        return fit_worker.structured(feed.dataset(), part.structure)
+
+    def build(self, do: str) -> float:
+        """Makes all variables of the model, and checks that the data fits it.
+
+        Args:
+            do: "fit", "evaluate" or "predict".
+
+        Returns:
+            Bytes of a row of its outputs, where that is known, else 0.
+        """
+        self._read()
+        model, example = self._model, self._example("train")
+        spec = example.element_spec
+        if model.jit_compile and self._scaling.num_workers > 1 and not self._scaling.use_gpu:
+            raise ConfigError(
+                "jit_compile needs GPUs when there are several workers: TensorFlow has no collectives in XLA on CPUs",
+                "a model that was compiled with jit_compile=True",
+                "Compile it with jit_compile=False, or use ScalingConfig(use_gpu=True)",
+            )
+        try:
+            if do != "predict":
+                fit.build_from_data(model, example)
+            if do == "fit":
+                _build_rest(model, spec)
+            row_bytes = _check_shapes(model, spec, do != "predict")
+            if "validation" in self._parts:
+                _check_shapes(model, self._example("validation").element_spec, True)
+            return row_bytes
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "The model must fit the data",
+                f"{_shown(spec)} ({_why(error)})",
+                "Correct the model or the data",
+            ) from error
+
+    def pack(self, users: Sequence) -> None:
+        """Writes the model and the callbacks.
+
+        Raises:
+            ConfigError: one of them does not pickle.
+        """
+        self._data, sent = transport.write_named([(f"the model {self._model.name!r}", self._model)])
+        names = [(f"callback {i}, a {type(c).__name__}", c) for i, c in enumerate(users)]
+        self._callbacks, own = transport.write_named(names, sent)
+        self._values = sent.values()
+        self.objects = sent.joined(own)
+
+    def work(self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, **more) -> fit_worker.Work:
+        """What the workers are told; the rows go into Ray's object store."""
+        self._connect()
+        rows = {}
+        for name, part in self._parts.items():
+            blocks = self._found.get(name) or part.stored()
+            order = shuffle if name == "train" else "none"
+            if order == "full" and isinstance(blocks, streamed.StreamedDataset):
+                order = "window"
+            feed = {"blocks": blocks, **part.specs, "global_batch": batches[name], "seed": seed, "shuffle": order}
+            rows[name] = fit_worker.Rows(feed=feed, structure=part.structure)
+        settings = transport.settings()
+        key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()
+        self._sending = {"key": key, "values": self._values, "settings": settings, "folder": os.getcwd()}
+        steps = self._model.steps_per_execution if self._model.compiled else 1
+        self._work = {"do": do, "callbacks": self._callbacks, "rows": rows, "seed": seed, "arguments": arguments}
+        return self._work | {"steps_per_execution": steps, **more}
+
+    def reports(self, work: dict, board=None):
+        """Sends the work, and gives what each worker reports, until it ends; keeps the workers for the next call.
+
+        Raises:
+            TrainingError: one failed.
+        """
+        config = TensorflowConfig(seed=0)
+        shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
+        well = False
+        try:
+            self._group = warm.take(self._scaling, self._run, config)
+            group, known = self._group, self._sending["key"] == self._group.model
+            sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
+            group.model = self._sending["key"]
+            told = {"work": fit_worker.Work(model=sending, board=board, **work)}
+            group.worker_group.begin(TrialRun(train=fit_worker.run, config=told, name=work["do"]))
+            while (reports := group.worker_group.go_on_all()) is not None:
+                yield reports
+                if reports[0].get("ended"):
+                    break
+            group.worker_group.stop()
+            well = True
+        except TrialError as error:
+            raise TrainingError(error.rank, error.cause, error.details) from None
+        except WorkerGroupLostError as error:
+            raise TrainingError(None, str(error)) from None
+        finally:
+            shown.close(sys.exc_info()[1])
+            if self._group is not None:
+                self._end(well)
+
+    def _end(self, well: bool) -> None:
+        group, self._group = self._group, None
+        warm.give_back(group) if well else group.close()
+
+    def fit(self, work: dict, users: Sequence, verbose):
+        """Trains; whatever happens, the model gets the state of the last epoch that has ended."""
+        model = self._model
+        history = next((c for c in users if isinstance(c, keras.callbacks.History)), None) or keras.callbacks.History()
+        last: dict | None = None
+        board = progress.Board() if verbose else None
+        try:
+            for told in self._shown(work, board):
+                last = told[0]
+        finally:
+            if board is not None:
+                board.clear()
+            if last is not None:
+                self._learn(last, users, history)
+        model.history = history
+        return history
+
+    def _shown(self, work: dict, board):
+        if board is None:
+            yield from self.reports(work)
+            return
+        with progress.Line(board, progress.console()):
+            yield from self.reports(work, board)
+
+    def _learn(self, told: dict, users: Sequence, history) -> None:
+        """Puts a report of the chief into the objects of this process."""
+        self.objects.assign(told["values"])
+        mine = model_optimizers.of(self._model)
+        for name, (trained, values) in told["built"].items():
+            optimizer = mine.get(name)
+            if optimizer is None or None in trained:
+                warnings.warn(
+                    f"The state of {name} stays on the workers: it trains what is not the model's", stacklevel=5
+                )
+                continue
+            if not optimizer.built:
+                optimizer.build([self.objects.objects[i] for i in trained])
+            for variable, value in zip(optimizer.variables, values, strict=True):
+                variable.assign(np.array(value))
+        if "callbacks" in told:
+            transport.read_attributes(users, told["callbacks"], self.objects)
+            if lost := [name for name in told["lost"] if not name.split(".", 1)[1].startswith("_")]:
+                warnings.warn(f"What does not pickle stays on the workers: {', '.join(lost)}", stacklevel=5)
+        for callback in users:
+            vars(callback)["_model"] = self._model
+        vars(history).update(_model=self._model, params=told.get("params"))
+        history.history, history.epoch = told["history"]
+
+    def close(self) -> None:
+        """Ends workers that are still at work, and lets go of what is read ahead."""
+        if self._group is not None:
+            self._end(well=False)
+        streamed.close(self._found)
+
+
+def _build_rest(model, spec) -> None:
+    """Layers that only a `train_step` of the user's uses are built by tracing it; nothing runs."""
+    layers = [layer for layer in model._flatten_layers(include_self=False) if not layer.built]
+    if layers and not model.run_eagerly and type(model).train_step is not keras.Model.train_step:
+        tf.function(model.train_step).get_concrete_function(spec)
+
+
+def _check_shapes(model, spec, with_loss: bool) -> float:
+    """Works out the shapes of outputs and loss; bytes of a row of the outputs, or 0 where the model says nothing."""
+    flat = tf.nest.flatten(spec)
+    if type(model).train_step is not keras.Model.train_step and with_loss:
+        return 0.0  # what it makes of its data is its own
+    if not all(isinstance(one, tf.TensorSpec) for one in flat) or not model_optimizers.has_call(model):
+        return 0.0
+
+    def example(one):
+        return backend.KerasTensor((2, *(size or 1 for size in one.shape[1:])), backend.standardize_dtype(one.dtype))
+
+    data = tf.nest.map_structure(example, spec)
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+    outputs = backend.compute_output_spec(model, x, training=False)
+    if with_loss and y is not None and model._compile_loss is not None:
+        backend.compute_output_spec(model._compute_loss, x, y, outputs, sample_weight=weights, training=False)
+    return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))
+
+
+def _shown(spec) -> str:
+    names = ("x", "y", "sample_weight")
+    parts = spec if isinstance(spec, tuple) else (spec,)
+
+    def shown(part):
+        one = lambda s: f"{tuple(s.shape)} {s.dtype.name}" if isinstance(s, tf.TensorSpec) else "lists"
+        return tf.nest.map_structure(one, part)
+
+    return ", ".join(f"{name} {shown(part)}" for name, part in zip(names, parts, strict=False))
+
+
+def _why(error: Exception) -> str:
+    """What Keras says, which has its cause in bold below a line that names the layer."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines() if line.strip()]
+    cause = (
+        lines[1] if len(lines) > 1 and lines[0].startswith("Exception encountered when calling") else "".join(lines[:1])
+    )
+    return f"{type(error).__name__}: {cause[:500]}"

@@ -1,0 +1,411 @@
+"""`raytf.fit`, `evaluate` and `predict`: several workers for a model that is already there. Driver side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow as pa
+import ray
+import tensorflow as tf
+from keras.src import tree
+from keras.src.random.seed_generator import make_default_seed
+from ray.data.extensions import ArrowTensorArray
+from ray.train import RunConfig, ScalingConfig
+
+from raytf import validation
+from raytf.errors import ConfigError
+from raytf.fitting import arrays as arrays_module
+from raytf.fitting import tf_data
+from raytf.fitting.call import Call
+from raytf.runtime.topology import per_replica_batch
+from raytf.storage import run_folder
+from raytf.train import arguments
+
+_BATCH = 32
+# Of predictions that a worker hands over at once.
+_CHUNK_BYTES = 32 << 20
+
+
+def fit(
+    model,
+    x=None,
+    y=None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = "auto",
+    callbacks=None,
+    validation_split: float = 0.0,
+    validation_data=None,
+    shuffle: bool = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight=None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq=1,
+    *,
+    features=None,
+    labels=None,
+    num_workers: int | None = None,
+    scaling_config: ScalingConfig | None = None,
+    run_config: RunConfig | None = None,
+):
+    """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
+
+    The model travels to the workers as it is, with classes and functions of a notebook, and its weights, optimizers,
+    seeds and metrics come back into the same object, as the callbacks' attributes do, but for what does not pickle.
+    Other attributes of the model that a `train_step` sets stay on the workers, which stay for the next call. An
+    interrupt ends the workers; the model then has the weights of the last epoch that had ended.
+
+    Args:
+        model: a compiled `keras.Model`, made outside of any `tf.distribute` strategy.
+        x: NumPy arrays, tensors, pandas or Arrow tables (as matrices), or lists and dicts of these as the model takes
+            them; a finite `tf.data.Dataset` of batches; or rows with columns that `features` and `labels` name: a
+            table, a path of Parquet, a `ray.data.Dataset`.
+        y: labels of arrays, likewise.
+        batch_size: rows of the **global** batch, at least one for each worker; 32 by default.
+        epochs: the epoch to end with, at least 1.
+        verbose: 0 prints nothing; else a line for each epoch, and a live one in a terminal.
+        callbacks: Keras callbacks; they run on every worker, and write files on the chief alone.
+        validation_split: share of the last rows of arrays to validate on, 0 to 1.
+        validation_data: (x, y), (x, y, sample_weight), or rows with the same columns as `x`.
+        shuffle: whether rows come in another order in each epoch, the same for any number of workers.
+        class_weight: weight of each class, for arrays.
+        sample_weight: weights of rows of arrays, or the name of a column.
+        initial_epoch: the first epoch, counted from 0.
+        steps_per_epoch: refused unless it is the number of batches: every row comes once an epoch.
+        validation_steps: batches of the validation, at least 1; all by default.
+        validation_batch_size: rows of a batch of the validation; `batch_size` by default.
+        validation_freq: validate every so many epochs, or after the epochs of a list.
+        features, labels: columns of `x`, as `KerasTrainer` takes them.
+        num_workers: at least 1; 1 by default.
+        scaling_config: `ray.train.ScalingConfig`, in the place of `num_workers`.
+        run_config: `ray.train.RunConfig`, of which `worker_runtime_env` is used; nothing is stored.
+
+    Returns:
+        A `keras.callbacks.History` with a global value for each metric and epoch.
+
+    Raises:
+        ConfigError: an argument, the model or the data is wrong; no worker has started.
+        TrainingError: a worker failed; the model has the weights of the last epoch that had ended.
+        KeyboardInterrupt: as above.
+    """
+    _check_model(model, "fit")
+    workers, run_config = _workers(num_workers, scaling_config, run_config)
+    if isinstance(x, tf.data.Dataset):
+        others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight, "class_weight": class_weight}
+        (x, y, sample_weight), batch_size, shuffle = tf_data.rows_of(x, "x", others)
+    if isinstance(validation_data, tf.data.Dataset):
+        others = {"validation_batch_size": validation_batch_size}
+        validation_data, validation_batch_size, _ = tf_data.rows_of(validation_data, "validation_data", others)
+    batch = _check_batch(batch_size, workers, "batch_size")
+    validation_batch = (
+        batch
+        if validation_batch_size is None
+        else _check_batch(validation_batch_size, workers, "validation_batch_size")
+    )
+    _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, validation_steps)
+    _check_kinds(class_weight, validation_freq)
+    users = _callbacks(callbacks)
+    if validation_split and validation_data is None:
+        if not arrays_module.is_arrays(x) or features is not None:
+            raise ConfigError("validation_split is for arrays", f"x of type {type(x).__name__}", "Pass validation_data")
+        (x, y, sample_weight), validation_data = arrays_module.split(x, y, sample_weight, validation_split)
+    parts = {"train": arrays_module.of(x, y, sample_weight, class_weight, features, labels)}
+    if validation_data is not None:
+        parts["validation"] = _validation(validation_data, sample_weight, features, labels)
+        if validation_steps is not None:
+            parts["validation"] = parts["validation"].head(validation_steps * validation_batch)
+    _check_steps(steps_per_epoch, parts["train"], batch)
+    call = Call(model, workers, run_config, parts)
+    try:
+        batches = {"train": batch, "validation": validation_batch}
+        call.build("fit")
+        call.pack(users)
+        seed = make_default_seed()
+        work = call.work(
+            "fit",
+            batches,
+            seed,
+            "full" if shuffle else "none",
+            {
+                "epochs": epochs,
+                "initial_epoch": initial_epoch,
+                "validation_freq": validation_freq,
+            },
+        )
+        return call.fit(work, users, verbose)
+    finally:
+        call.close()
+
+
+def evaluate(
+    model,
+    x=None,
+    y=None,
+    batch_size: int | None = None,
+    verbose: str | int = "auto",
+    sample_weight=None,
+    steps: int | None = None,
+    callbacks=None,
+    return_dict: bool = False,
+    *,
+    features=None,
+    labels=None,
+    num_workers: int | None = None,
+    scaling_config: ScalingConfig | None = None,
+    run_config: RunConfig | None = None,
+):
+    """Evaluates a compiled model on several workers, as `model.evaluate` would in this process.
+
+    Args:
+        model, x, y, batch_size, sample_weight, features, labels, num_workers, scaling_config, run_config: see `fit`.
+        verbose: taken and not needed: nothing is printed.
+        steps: batches to evaluate, at least 1; all by default.
+        callbacks: Keras callbacks, on every worker.
+        return_dict: give a dict by name.
+
+    Returns:
+        The loss, or a list of loss and metrics, or a dict; of all rows.
+
+    Raises:
+        ConfigError, TrainingError, KeyboardInterrupt: see `fit`.
+    """
+    _check_model(model, "evaluate")
+    workers, run_config = _workers(num_workers, scaling_config, run_config)
+    if isinstance(x, tf.data.Dataset):
+        others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
+        (x, y, sample_weight), batch_size, _ = tf_data.rows_of(x, "x", others)
+    batch = _check_batch(batch_size, workers, "batch_size")
+    users = _callbacks(callbacks)
+    data = arrays_module.of(x, y, sample_weight, None, features, labels)
+    if steps is not None:
+        validation.check_whole("steps", steps, 1)
+        data = data.head(steps * batch)
+    call = Call(model, workers, run_config, {"train": data})
+    try:
+        call.build("evaluate")
+        call.pack(users)
+        (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
+        call.objects.assign(told[0]["values"])
+        logs = told[0]["logs"]
+        return logs if return_dict else model._flatten_metrics_in_order(logs)
+    finally:
+        call.close()
+
+
+def predict(
+    model,
+    x,
+    batch_size: int | None = None,
+    verbose: str | int = "auto",
+    steps: int | None = None,
+    callbacks=None,
+    *,
+    features=None,
+    num_workers: int | None = None,
+    scaling_config: ScalingConfig | None = None,
+    run_config: RunConfig | None = None,
+):
+    """Predicts on several workers, as `model.predict` would in this process: one row out for each row in, in order.
+
+    Args:
+        model: a `keras.Model`, compiled or not.
+        x, batch_size, features, num_workers, scaling_config, run_config: see `fit`.
+        verbose: taken and not needed: nothing is printed.
+        steps: batches to predict, at least 1; all by default.
+        callbacks: refused: predictions of different workers are made at different times.
+
+    Returns:
+        NumPy arrays in the structure of the model's outputs; for a path or a `ray.data.Dataset` a `ray.data.Dataset`
+        with a column for each output: its key, or "predictions", or "predictions_0", ...
+
+    Raises:
+        ConfigError, TrainingError, KeyboardInterrupt: see `fit`.
+    """
+    if not isinstance(model, keras.Model):
+        _check_model(model, "predict")
+    if callbacks:
+        raise ConfigError("raytf.predict takes no callbacks", repr(callbacks), "Use model.predict for them")
+    workers, run_config = _workers(num_workers, scaling_config, run_config)
+    if isinstance(x, tf.data.Dataset):
+        (x, _, _), batch_size, _ = tf_data.rows_of(x, "x", {"batch_size": batch_size})
+    batch = _check_batch(batch_size, workers, "batch_size")
+    data = arrays_module.of(x, None, None, None, features, None)
+    if steps is not None:
+        validation.check_whole("steps", steps, 1)
+        data = data.head(steps * batch)
+    call = Call(model, workers, run_config, {"train": data})
+    try:
+        row_bytes = call.build("predict")
+        call.pack(())
+        chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
+        work = call.work("predict", {"train": batch}, make_default_seed(), "none", {}, chunk_steps=chunk)
+        chunks = (_in_order(told) for told in call.reports(work))
+        if data.table is None:
+            return _as_dataset(chunks)
+        chunks = [chunk for chunk in chunks if chunk is not None]
+        like = chunks[0][0]
+        whole = [np.concatenate(parts) for parts in zip(*(flat for _, flat in chunks), strict=True)]
+        return tree.map_structure(lambda place: whole[place], like)
+    finally:
+        call.close()
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+def _in_order(told: list[dict]) -> tuple[Any, list[np.ndarray]] | None:
+    """(the outputs' structure of places, an array for each place) of the steps that all workers hand over."""
+    flat: list[list[np.ndarray]] = []
+    for step in zip(*(one["parts"] for one in told), strict=True):
+        flat += [arrays for rows, arrays in step if rows]
+    if not flat:
+        return None
+    like = next(one["like"] for one in told if one["like"] is not None)
+    return like, [np.concatenate(parts) for parts in zip(*flat, strict=True)]
+
+
+def _as_dataset(chunks):
+    """A `ray.data.Dataset` of predictions."""
+    refs = []
+    for chunk in chunks:
+        if chunk is None:
+            continue
+        like, flat = chunk
+        names = [""] * len(flat)
+        for path, place in tree.flatten_with_path(like):
+            names[place] = (
+                "_".join(map(str, path))
+                if path and isinstance(path[0], str)
+                else ("_".join(["predictions", *map(str, path)]))
+            )
+        made = {
+            name: pa.array(array) if array.ndim == 1 else ArrowTensorArray.from_numpy(array)
+            for name, array in zip(names, flat, strict=True)
+        }
+        refs.append(ray.put(pa.table(made)))
+    return ray.data.from_arrow_refs(refs)
+
+
+# ------------------------------------------------------------------------------------------ arguments
+
+
+def _check_model(model, method: str) -> None:
+    if not isinstance(model, keras.Model):
+        raise ConfigError(
+            f"raytf.{method} takes a keras.Model",
+            f"a {type(model).__module__}.{type(model).__name__}",
+            "Pass a Keras 3 model",
+        )
+    if not model.compiled:
+        raise ConfigError(f"raytf.{method} needs a compiled model", f"{model.name!r}", "Call model.compile(...) first")
+    if model._distribute_strategy is not None:
+        raise ConfigError(
+            f"raytf.{method} takes a model of this process, and gives it to the workers' strategy itself",
+            f"one that was made in the scope of a {type(model._distribute_strategy).__name__}",
+            "Make the model outside of the scope",
+        )
+
+
+def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, RunConfig]:
+    if num_workers is not None:
+        validation.check_whole("num_workers", num_workers, 1)
+        if scaling_config is not None and scaling_config.num_workers != num_workers:
+            raise ConfigError(
+                "num_workers is said once",
+                f"num_workers={num_workers} and a ScalingConfig with {scaling_config.num_workers}",
+                "Leave one out",
+            )
+    scaling_config = scaling_config or ScalingConfig(num_workers=num_workers or 1)
+    if not isinstance(scaling_config.num_workers, int) or scaling_config.use_tpu:
+        raise ConfigError(
+            "raytf.fit has a fixed number of workers, on CPUs or GPUs",
+            "use_tpu=True" if scaling_config.use_tpu else f"num_workers={scaling_config.num_workers}",
+            "Use raytf.KerasTrainer for elastic runs and TPUs",
+        )
+    if scaling_config.num_workers == 0:
+        raise ConfigError("raytf.fit trains on workers", "num_workers=0", "Call the model's own method: model.fit(...)")
+    arguments.check_workers(scaling_config)
+    run_config = run_config or RunConfig()
+    empty = RunConfig(name=run_config.name if run_folder.is_unnamed(run_config) else None)
+    for name in ("name", "storage_path", "storage_filesystem", "failure_config", "checkpoint_config", "callbacks"):
+        given = getattr(run_config, name)
+        if given != getattr(empty, name):
+            raise ConfigError(
+                "raytf.fit brings what was learnt back into the model, and stores no run to go on from",
+                f"RunConfig({name}={given!r})",
+                "Use keras.callbacks.ModelCheckpoint for files, or raytf.KerasTrainer for runs that survive failures",
+            )
+    return scaling_config, run_config
+
+
+def _check_batch(batch_size, workers: ScalingConfig, name: str) -> int:
+    batch_size = _BATCH if batch_size is None else batch_size
+    validation.check_whole(name, batch_size, 1)
+    devices = max(1, int(workers._resources_per_worker_not_none.get("GPU", 0)))
+    per_replica_batch(int(batch_size), workers.num_workers * devices)
+    return int(batch_size)
+
+
+def _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, validation_steps) -> None:
+    validation.check_whole("epochs", epochs, 1)
+    validation.check_whole("initial_epoch", initial_epoch, 0)
+    if not isinstance(shuffle, (bool, np.bool_)):
+        raise ConfigError("shuffle must be True or False", repr(shuffle), "Choose one")
+    if verbose not in ("auto", 0, 1, 2):
+        raise ConfigError('verbose must be "auto", 0, 1 or 2', repr(verbose), "Choose one")
+    if not 0 <= validation_split < 1:
+        raise ConfigError("validation_split must be at least 0 and less than 1", validation_split, "Change it")
+    if validation_steps is not None:
+        validation.check_whole("validation_steps", validation_steps, 1)
+
+
+def _check_kinds(class_weight, validation_freq) -> None:
+    if class_weight is not None and not isinstance(class_weight, Mapping):
+        raise ConfigError("class_weight must be a dict of classes to weights", repr(class_weight), "Pass {0: 1.0, ...}")
+    if isinstance(validation_freq, (list, tuple, set, range)):
+        for epoch in validation_freq:
+            validation.check_whole("validation_freq's epochs", epoch, 1)
+    else:
+        validation.check_whole("validation_freq", validation_freq, 1)
+
+
+def _check_steps(steps_per_epoch, data: arrays_module.Data, batch: int) -> None:
+    if steps_per_epoch is None:
+        return
+    validation.check_whole("steps_per_epoch", steps_per_epoch, 1)
+    if data.rows is None or steps_per_epoch != -(-data.rows // batch):
+        has = "an unknown number" if data.rows is None else f"{-(-data.rows // batch)}"
+        raise ConfigError(
+            "Every row comes once an epoch, so steps_per_epoch can only be the number of batches",
+            f"steps_per_epoch={steps_per_epoch} with {has} of them",
+            "Leave it out, or pass as many rows as an epoch is to have",
+        )
+
+
+def _callbacks(callbacks) -> list:
+    found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    for callback in found:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ConfigError(
+                "callbacks must be a list of Keras callbacks",
+                f"a {type(callback).__name__}",
+                "Make objects of their classes",
+            )
+    return found
+
+
+def _validation(given, sample_weight, features, labels) -> arrays_module.Data:
+    if isinstance(given, (tuple, list)) and features is None:
+        if not 1 <= len(given) <= 3:
+            raise ConfigError(
+                "validation_data must be (x, y) or (x, y, sample_weight)", f"{len(given)} parts", "Pass such"
+            )
+        x, y, weights = (*given, None, None)[:3]
+        return arrays_module.of(x, y, weights, None, None, None, "validation_data")
+    return arrays_module.of(given, None, sample_weight, None, features, labels, "validation_data")

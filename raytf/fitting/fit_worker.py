@@ -1,0 +1,282 @@
+"""What a worker does for `raytf.fit`, `evaluate` and `predict`: a model came from the driver, and goes back there.
+
+The model stays in the process between two calls, with the functions that were traced for it, so that a second call
+makes its first step at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytf.parallel import model_optimizers
+from raytf.train.worker_group import GroupWorker
+
+# Of the model that is here: its key, itself, its objects, and the function that predicts.
+_kept: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sending:
+    """A model on its way to the workers.
+
+    Args:
+        key: tells models from each other.
+        data: of `transport.write`, or None where the workers have it.
+        values: of its variables.
+        settings: of Keras in the driver.
+        folder: the driver's current one.
+    """
+
+    key: str
+    data: bytes | None
+    values: dict
+    settings: dict
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A dataset on its way to the workers.
+
+    Args:
+        feed: arguments of a `feed.Feed`, without those that say who reads.
+        structure: see `arrays.Data`.
+    """
+
+    feed: dict[str, Any]
+    structure: tuple | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What workers are to do.
+
+    Args:
+        do: "fit", "evaluate" or "predict".
+        model: see there.
+        callbacks: of `transport.write` with what the model's objects are.
+        rows: by name: "train", "validation".
+        seed: of everything that is random.
+        arguments: of the method of Keras.
+        steps_per_execution: the model's own.
+        board: a `progress.Board`, or None.
+        chunk_steps: steps after which predictions are handed over.
+    """
+
+    do: str
+    model: Sending
+    callbacks: bytes | None
+    rows: dict[str, Rows]
+    seed: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    steps_per_execution: int = 1
+    board: Any = None
+    chunk_steps: int = 1
+
+
+class FitWorker(GroupWorker):
+    """A worker that keeps its model when a call has ended."""
+
+    def _clear(self) -> None:
+        """Nothing; the next model clears what the last one left."""
+
+
+def run(session, config: dict[str, Any]) -> None:
+    """The loop of a `worker_group.TrialRun`; reports what the driver waits for."""
+    import keras
+
+    from raytf.worker import context
+
+    work: Work = config["work"]
+    with contextlib.suppress(OSError):  # another host need not have it
+        os.chdir(work.model.folder)
+    distribution = context.get_strategy()
+    model, sent = _model(work.model, distribution)
+    keras.utils.set_random_seed(work.seed % 2**32)
+    {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[work.do](session, work, model, sent, distribution)
+
+
+def _model(sending: Sending, distribution):
+    import keras
+
+    from raytf.fitting import transport
+
+    if _kept.get("key") == sending.key:
+        transport.apply_settings(sending.settings)  # Keras keeps some for each thread
+        _kept["sent"].assign(sending.values)
+        return _kept["model"], _kept["sent"]
+    if sending.data is None:
+        raise RuntimeError("the workers do not have the model that the driver takes them to have")
+    _kept.clear()
+    keras.backend.clear_session()
+    gc.collect()
+    transport.apply_settings(sending.settings)
+    with distribution.scope():
+        (model,), sent = transport.read(sending.data, sending.values)
+    _kept.update(key=sending.key, model=model, sent=sent)
+    return model, sent
+
+
+def _dataset(rows: Rows, session):
+    """(the feed, its dataset in the structure that the model takes)."""
+    from raytf.data.feed import Feed
+
+    feed = Feed(**rows.feed, worker=session.rank, workers=session.size)
+    return feed, structured(feed.dataset(), rows.structure)
+
+
+def structured(dataset, structure: tuple | None):
+    """A feed's dataset in the user's structure."""
+    from keras.src import tree
+
+    if structure is None:
+        return dataset
+
+    structure = tree.lists_to_tuples(structure)  # as Keras does: tf.data makes one tensor of a list
+
+    def pack(*parts):
+        parts = tuple(
+            tree.map_structure(lambda name, part=part: part[name], names)
+            for names, part in zip(structure, parts, strict=True)
+        )
+        # Keras takes a tuple or list that stands alone for (x, y)
+        return parts if len(parts) > 1 or isinstance(parts[0], tuple) else parts[0]
+
+    return dataset.map(pack)
+
+
+def _fit(session, work: Work, model, sent, distribution) -> None:
+    import keras
+
+    from raytf.fitting import transport
+    from raytf.parallel import callbacks as callbacks_module
+    from raytf.worker import callbacks
+    from raytf.worker import steps_per_execution as steps_per_execution_module
+
+    users, own = transport.read(work.callbacks, known=sent)
+    everything = sent.joined(own)
+    feed, dataset = _dataset(work.rows["train"], session)
+    validation = _dataset(work.rows["validation"], session)[1] if "validation" in work.rows else None
+    looking = any(callbacks_module.looks_at_batches(c) for c in users)
+    if model.steps_per_execution != work.steps_per_execution and looking:  # what an earlier call has chosen
+        model.steps_per_execution = work.steps_per_execution
+        model.make_train_function(force=True)
+    around = [steps_per_execution_module.ExecutionCallback(users), callbacks.FeedCallback(feed), *users]
+    if session.rank == 0 and work.board is not None:
+        around.append(callbacks.ProgressCallback(work.board, work.rows["train"].feed["global_batch"], None))
+
+    class Report(keras.callbacks.Callback):
+        """Hands each epoch's state to the driver, which has it when it interrupts the next one."""
+
+        raytf_local_batches = True
+        raytf_after_agreement = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            values = everything.values() if session.rank == 0 else None
+            history = self.model.history
+            told = {"values": values, "epoch": epoch + 1, "built": _built(model, everything)}
+            told["history"] = (dict(history.history), list(history.epoch))
+            session.report(told, None)
+
+    history = model.fit(
+        dataset,
+        validation_data=validation,
+        callbacks=[*around, Report()],
+        verbose=0,
+        shuffle=False,  # the feed does
+        **work.arguments,
+    )
+    totals = _totals(model, everything)
+    told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
+    told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
+    told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
+    if session.rank == 0:
+        told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
+    session.report(told, None)
+
+
+def _built(model, everything) -> dict[str, tuple[list[int], list]]:
+    """The optimizers that were built here: (numbers of what each trains, the values of its variables), by name."""
+    from raytf.fitting import transport
+
+    found = {}
+    for name, optimizer in model_optimizers.of(model).items():
+        new = [v for v in optimizer.variables if id(v) not in everything.numbers]
+        if new and optimizer.built:
+            trained = [everything.numbers.get(id(v)) for v in optimizer._trainable_variables]
+            found[name] = trained, [transport.value_of(v) for v in optimizer.variables]
+    return found
+
+
+def _evaluate(session, work: Work, model, sent, distribution) -> None:
+    from raytf.fitting import transport
+
+    users, _ = transport.read(work.callbacks, known=sent)
+    logs = model.evaluate(
+        _dataset(work.rows["train"], session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
+    )
+    told = {"logs": {k: _plain(v) for k, v in logs.items()}, "values": _totals(model, sent), "ended": True}
+    session.report(told, None)
+
+
+def _totals(model, sent) -> dict:
+    """The values of the metrics' variables over all workers, by number; every worker calls it."""
+    from raytf.collectives import communicator
+    from raytf.fitting import transport
+    from raytf.parallel import metrics
+
+    if communicator.many_replicas(model.distribute_strategy):
+        found = [(v, total.numpy()) for v, total in metrics.synchronize(model)]
+    else:
+        found = [(v, transport.value_of(v)) for v in model.metrics_variables]
+    return {sent.numbers[id(v)]: value for v, value in found if id(v) in sent.numbers}
+
+
+def _plain(value):
+    import numpy as np
+
+    value = np.asarray(value)
+    return value.item() if value.ndim == 0 else value
+
+
+def _predict(session, work: Work, model, sent, distribution) -> None:
+    """Each worker its rows of each step, alone; the driver puts them in order."""
+    import numpy as np
+    from keras.src import tree
+
+    _, dataset = _dataset(work.rows["train"], session)
+    step = _predict_function(model, distribution)
+    parts: list[list] = []
+    like = None  # the structure of the outputs, with the number of each
+    for done, batch in enumerate(dataset, 1):
+        rows = int(tree.flatten(batch)[0].shape[0])
+        if rows:
+            outputs = step(batch)
+            flat = [np.asarray(output) for output in tree.flatten(outputs)]
+            like = tree.pack_sequence_as(outputs, list(range(len(flat)))) if like is None else like
+            parts.append([rows, flat])
+        else:
+            parts.append([0, None])
+        if done % work.chunk_steps == 0:
+            session.report({"parts": parts, "like": like}, None)
+            parts = []
+    session.report({"parts": parts, "like": like, "ended": True}, None)
+
+
+def _predict_function(model, distribution) -> Callable:
+    import tensorflow as tf
+
+    if "predict" in _kept:
+        return _kept["predict"]
+
+    def step(batch):
+        outputs = distribution.run(lambda data: type(model).predict_step(model, data), args=(batch,))
+        return tf.nest.map_structure(lambda v: distribution.experimental_local_results(v)[0], outputs)
+
+    _kept["predict"] = step if model.run_eagerly else tf.function(step, reduce_retracing=True)
+    return _kept["predict"]

@@ -1,0 +1,189 @@
+"""Workers that stay when a call of `raytf.fit` has ended, for the next one: one group for each driver.
+
+While nothing runs on them they hold their resources only for as long as nobody else wants any: another run of this
+driver, or work of anybody that the cluster has no room for. They end after a while, too, and with the driver.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+
+import ray
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray.util.placement_group import placement_group_table
+
+from raytf.console.progress import Entries
+from raytf.fitting.fit_worker import FitWorker
+from raytf.runtime import connection
+from raytf.runtime.answers import NoAnswerError, collect
+from raytf.runtime.processes import worker_environment
+from raytf.runtime.reservation import Reservation
+from raytf.runtime.resources import per_worker
+from raytf.train.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 600.0
+# Between two looks at whether somebody waits for room.
+_LOOK_SECONDS = 0.5
+_GIVEN_BACK_SECONDS = 5.0
+# An idle worker answers at once, unless it is stopped or has gone.
+_ANSWER_SECONDS = 5.0
+
+
+class Group:
+    """Workers, and what of the cluster is theirs.
+
+    Args:
+        scaling_config, run_config, tensorflow_config: of the workers.
+
+    Attributes:
+        model: key of the model that the workers have, or None.
+    """
+
+    def __init__(self, scaling_config, run_config, tensorflow_config):
+        self.key = _key(scaling_config, run_config, tensorflow_config)
+        self.model: str | None = None
+        self._warned = Entries("warned")
+        self._reservation = Reservation({})
+        workers, each = scaling_config.num_workers, per_worker(scaling_config)
+        selectors = scaling_config._label_selector_per_worker(workers)
+        self._reservation.take(workers, each, scaling_config.placement_strategy, selectors)
+        try:
+            environment = worker_environment(run_config, scaling_config)
+            tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
+            group = self._reservation.group
+            tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
+            self.worker_group = WorkerGroup(tensorflow_config, each, workers, environment, group=group, kind=FitWorker)
+        except BaseException:
+            self._reservation.drop()
+            raise
+
+    def answers(self) -> bool:
+        """Whether all workers live."""
+        try:
+            collect([w.__ray_ready__.remote() for w in self.worker_group.workers], _ANSWER_SECONDS, "idle workers")
+        except (ray.exceptions.RayActorError, NoAnswerError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends the workers and gives back what they held; returns when the cluster has it."""
+        group = self._reservation.group
+        self.worker_group.close(well=False)
+        self._reservation.drop()
+        self._warned.clear()
+        until = time.monotonic() + _GIVEN_BACK_SECONDS
+        while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:
+            time.sleep(0.02)
+        self._warned.clear()
+
+
+def _key(scaling_config, run_config, tensorflow_config) -> str:
+    of = (
+        sorted(vars(scaling_config).items(), key=str),
+        run_config.worker_runtime_env,
+        tensorflow_config.to_dict(),
+        _session(),
+    )
+    return repr(of)
+
+
+def _session() -> str:
+    """This driver, in this cluster."""
+    return f"{ray.get_runtime_context().gcs_address} {ray.get_runtime_context().get_worker_id()}"
+
+
+class _Shelf:
+    """Where the group is while nothing runs on it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+        self._session = ""
+        self._since = 0.0
+        self._watch: threading.Thread | None = None
+
+    def take(self) -> Group | None:
+        """The group, which is no longer here; None where there is none that lives."""
+        with self._lock:
+            group, self._group = self._group, None
+            if group is not None and ray.is_initialized() and self._session == _session():
+                return group
+            return None
+
+    def put(self, group: Group) -> None:
+        with self._lock:
+            self._group, self._session, self._since = group, _session(), time.monotonic()
+            if self._watch is None or not self._watch.is_alive():
+                self._watch = threading.Thread(target=self._look_on, name="raytf-warm", daemon=True)
+                self._watch.start()
+
+    def clear(self) -> None:
+        """Ends what is here."""
+        group = self.take()
+        if group is not None:
+            with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
+                group.close()
+
+    def _look_on(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            with self._lock:
+                if self._group is None:
+                    self._watch = None
+                    return
+                late = time.monotonic() - self._since > _IDLE_SECONDS
+            try:
+                if late or not ray.is_initialized() or wanted():
+                    self.clear()
+            except Exception as error:  # the cluster has gone, and the group with it
+                logger.info("idle workers: %s", error)
+                self.clear()
+
+
+def wanted() -> bool:
+    """Whether anything in the cluster waits for resources."""
+    state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
+    return bool(state.pending_resource_requests or state.pending_gang_resource_requests)
+
+
+_shelf = _Shelf()
+
+
+def take(scaling_config, run_config, tensorflow_config) -> Group:
+    """The workers of the last call, if they are of the same kind, or new ones.
+
+    Args:
+        scaling_config, run_config, tensorflow_config: of the workers.
+    """
+    group = _shelf.take()
+    if group is not None and group.key == _key(scaling_config, run_config, tensorflow_config) and group.answers():
+        return group
+    if group is not None:
+        group.close()
+    return Group(scaling_config, run_config, tensorflow_config)
+
+
+def give_back(group: Group) -> None:
+    """Keeps workers on which nothing runs."""
+    _shelf.put(group)
+
+
+def end() -> None:
+    """Ends workers that are kept."""
+    _shelf.clear()
+
+
+def there() -> bool:
+    """Whether workers of an earlier call are kept."""
+    return _shelf._group is not None
+
+
+atexit.register(end)
+connection.idle.append(end)

@@ -1,0 +1,379 @@
+"""`raytf run`: any TensorFlow script on Ray actors, a process for each task of its cluster. Driver side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import click
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from raytf.collectives import ring
+from raytf.errors import RaytfError, first_line, in_a_line
+from raytf.launch.runner import BEAT_SECONDS, Place, TaskRunner
+from raytf.launch.spec import LaunchSpec
+from raytf.runtime import resources, roles
+from raytf.runtime.answers import NoAnswerError, as_they_come, collect
+from raytf.runtime.connection import connect, located
+from raytf.runtime.roles import Exit, Task
+from raytf.storage import shared_folders
+
+# A task that failed because another had gone often ends before that one.
+_CAUSE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0
+# When the training has ended, an evaluator may still be at its last checkpoint.
+_EVALUATOR_SECONDS = 30.0
+# A runner says every few seconds that it is there; one that does not for so long more has gone with its host.
+_SILENT_SECONDS = 20.0
+# Between two looks at who is silent. A driver that was itself stopped meanwhile counts no more than that.
+_TICK_SECONDS = 1.0
+# Processes start in a minute where no runtime environment has to be set up first.
+_START_SECONDS = 600.0
+_ANSWER_SECONDS = 60.0
+# How long is waited, for resources or for processes, before it is said what for, and then between two times.
+_PATIENCE_SECONDS = 10.0
+_PATIENCE_WITH_PROCESSES_SECONDS = 30.0
+_AGAIN_SECONDS = 60.0
+_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+def run(script: LaunchSpec, address: str | None = None) -> int:
+    """Runs a script on all tasks of its cluster until it has ended.
+
+    Args:
+        script: what to run.
+        address: of the Ray cluster; None takes the one of RAY_ADDRESS or of the job, or starts a Ray here.
+
+    Returns:
+        0, or the exit code of the task that failed first, 128 and its number for a signal.
+
+    Raises:
+        ResourceError: the cluster can never hold the tasks.
+        StartError, NoAnswerError: a task's process does not start.
+    """
+    environment = _runtime_env(address)
+    bundles = [script.bundle(task) for task in script.tasks()]
+    connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
+    with _terminated():
+        cluster = ScriptCluster(script)
+        try:
+            return cluster.run()
+        except KeyboardInterrupt as interrupt:
+            number = interrupt.args[0] if interrupt.args else signal.SIGINT
+            _say(f"stopped by {signal.Signals(number).name}; all processes are ended")
+            return 128 + number
+        finally:
+            cluster.close()
+
+
+def _runtime_env(address: str | None) -> dict:
+    jobs = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
+    if "working_dir" in jobs or located(address) is None:
+        return {}  # the job has sent its folder, or a Ray is started for this machine only
+    return {"working_dir": os.getcwd(), "excludes": [".git", ".venv"]}
+
+
+@contextlib.contextmanager
+def _terminated():
+    """SIGTERM, as `ray job stop` sends it, is an interrupt."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class StartError(RaytfError, RuntimeError):
+    """A task's process did not start."""
+
+
+class ScriptCluster:
+    """The actors of a script's tasks."""
+
+    def __init__(self, script: LaunchSpec):
+        self._script, self._tasks = script, script.tasks()
+        self._group, self._runners = None, {}
+        self._places: dict[Task, Place] = {}
+        self._numbers: dict[Task, int] = {}  # of the script that runs for a task now: `TaskRunner.start`
+        self._asked: dict[object, Task] = {}  # answers of `TaskRunner.follow` that are to come
+        self._silent: dict[Task, float] = {}  # seconds since a task's runner was asked
+        self._heard = 0.0
+        self._lost: set[Task] = set()  # tasks whose runner does not answer
+        self._told: set[str] = set()
+        self._restarts = 0
+        self._width = max(len(str(task)) for task in self._tasks)
+
+    def run(self) -> int:
+        """Starts all tasks, anew where they fail and may be; the exit code."""
+        while True:
+            if not self._runners:
+                self._open()
+            self._start(self._tasks)
+            exits, lost = self._follow()
+            first = roles.first_failure(exits)
+            if first is None:
+                self._end(exits)
+                return 0
+            self._explain(first, exits)
+            if self._restarts == self._script.max_restarts:
+                return exits[first].status
+            self._restarts += 1
+            _say(f"restart {self._restarts} of {self._script.max_restarts}: all tasks")
+            if lost:
+                self.close()
+            else:
+                self._stop(self._tasks)
+
+    def _open(self) -> None:
+        bundles = [self._script.bundle(task) for task in self._tasks]
+        resources.check_bundles(bundles)
+        self._group = placement_group(bundles, strategy="PACK")
+        say = _saying(lambda: f"waiting for the cluster's resources ({_needed(bundles)}): other work holds them")
+        while not self._group.wait(_TICK_SECONDS):
+            if say():
+                resources.check_bundles(bundles)  # a node may have gone
+        for i, (task, bundle) in enumerate(zip(self._tasks, bundles, strict=True)):
+            self._runners[task] = resources.placed_actor(TaskRunner, self._group, i, bundle, max_concurrency=4)
+
+    def _start(self, tasks: Sequence[Task]) -> None:
+        """Starts tasks: all with new addresses, or one where it stood."""
+        if len(tasks) == len(self._tasks):
+            folder = shared_folders.folder(os.getcwd())
+            refs = [self._runners[task].reserve.remote(folder, self._script.ports) for task in tasks]
+            found = self._answers(tasks, refs, _START_SECONDS, "the start of its process")
+            self._places = dict(zip(tasks, found, strict=True))
+            self._configs = roles.environment({task: place.address for task, place in self._places.items()})
+            self._token = ring.new_token()
+            self._tell_folders(folder.path)
+        script = self._script
+        command = [script.script if script.module else self._path(), *script.arguments]
+        frozen_s = script.frozen_after or math.inf
+        refs = [
+            self._runners[task].start.remote(
+                command,
+                script.module,
+                {"TF_CONFIG": self._configs[task]} | script.variables(task),
+                self._token,
+                frozen_s,
+            )
+            for task in tasks
+        ]
+        self._asked = {ref: task for ref, task in self._asked.items() if task not in tasks}
+        self._numbers |= zip(tasks, self._answers(tasks, refs, _ANSWER_SECONDS, "the start of its script"), strict=True)
+        for task in tasks:
+            self._ask(task)
+
+    def _answers(self, tasks: Sequence[Task], refs: list, seconds: float, what: str) -> list:
+        """What runners answer; it is said who is waited for.
+
+        Raises:
+            StartError, NoAnswerError: an actor failed, or did not answer.
+        """
+        late = _saying(lambda: f"waiting for {_unready(tasks, refs)}: {what}", _PATIENCE_WITH_PROCESSES_SECONDS)
+        return collect(
+            refs,
+            seconds,
+            what,
+            names=[str(task) for task in tasks],
+            look=late,
+            failure=lambda name, error: StartError(f"{name} did not start: {in_a_line(error)}"),
+        )
+
+    def _tell_folders(self, here: str) -> None:
+        """Says, once for each host, where the script runs if that is not the current folder."""
+        for place in self._places.values():
+            if place.folder != here and place.host not in self._told:
+                self._told.add(place.host)
+                _say(
+                    f"{place.host} does not see the current folder; the script runs there in a copy, {place.folder}, "
+                    "and what it writes into it stays there"
+                )
+
+    def _path(self) -> str:
+        """The script as all nodes find it: within the current folder, which travels, or at its place on all."""
+        path = os.path.relpath(self._script.script)
+        return os.path.abspath(self._script.script) if path.startswith(os.pardir) else path
+
+    def _follow(self) -> tuple[dict[Task, Exit], bool]:
+        """Shows what tasks print until the run is decided; (how tasks ended, in order; whether an actor was lost)."""
+        exits: dict[Task, Exit] = {}
+        lost, until = False, None
+        while self._asked:
+            for task, end, gone in self._hear():
+                lost = lost or gone
+                if end.code and not gone and roles.restarts_alone(task, self._tasks) and self._may_restart(task, end):
+                    self._start([task])
+                else:
+                    exits[task] = end
+            first = roles.first_failure(exits)
+            if first is not None:
+                until = until or time.monotonic() + _CAUSE_SECONDS
+                if not exits[first].is_consequence():
+                    break
+                if time.monotonic() >= until:
+                    exits |= self._standing(exits)
+                    break
+            elif roles.decides_end(self._tasks) <= exits.keys():
+                break
+        return exits, lost
+
+    def _may_restart(self, task: Task, end: Exit) -> bool:
+        if self._restarts == self._script.max_restarts:
+            return False
+        self._restarts += 1
+        _say(f"{task} failed ({end.reason()}); restart {self._restarts} of {self._script.max_restarts}: it alone")
+        return True
+
+    def _ask(self, task: Task) -> None:
+        self._asked[self._runners[task].follow.remote(self._numbers[task])] = task
+        self._silent[task] = 0.0
+
+    def _hear(self) -> list[tuple[Task, Exit, bool]]:
+        """Prints what tasks say now; (task, how it ended, whether its actor was lost) of those that have ended."""
+        done, silent = [], list(self._asked)
+        if silent:
+            ray.wait(silent, timeout=_TICK_SECONDS)
+            done, silent = ray.wait(silent, num_returns=len(silent), timeout=0)  # all that have answered, not one
+        ended = []
+        for ref in done:
+            task = self._asked.pop(ref)
+            end, gone = self._show(task, ref)
+            if end is None:
+                self._ask(task)
+            else:
+                ended.append((task, end, gone))
+        now = time.monotonic()
+        passed, self._heard = min(now - self._heard, 2 * _TICK_SECONDS), now
+        for ref in silent:
+            task = self._asked[ref]
+            self._silent[task] += passed
+            if self._silent[task] >= BEAT_SECONDS + _SILENT_SECONDS:
+                del self._asked[ref]
+                self._lost.add(task)
+                why = f"its host {self._places[task].host}, or Ray's process there, gives no answer: frozen or gone"
+                ended.append((task, Exit(-signal.SIGKILL, why=why), True))
+        return ended
+
+    def _show(self, task: Task, ref) -> tuple[Exit | None, bool]:
+        """Prints what is new; (how the task ended, if it did; whether its actor was lost)."""
+        try:
+            events = ray.get(ref)
+        except RayActorError as error:
+            why = f"its host {self._places[task].host}, or Ray's process there, was lost: {first_line(error)}"
+            return Exit(-signal.SIGKILL, why=why), True
+        for kind, value in events:
+            if kind == "exit":
+                return value, False
+            if not self._script.quiet or task == self._tasks[0]:
+                color = _COLORS[self._tasks.index(task) % len(_COLORS)]
+                name = click.style(f"[{task}]".ljust(self._width + 2), fg=color)
+                click.echo(f"{name} {value}", err=kind == "stderr")
+        return None, False
+
+    def _standing(self, exits: Mapping[Task, Exit]) -> dict[Task, Exit]:
+        """Tasks whose process is stopped at this moment: why others fail before that has lasted."""
+        refs = [self._runners[task].stands.remote() for task in self._tasks if task not in exits]
+        tasks = [task for task in self._tasks if task not in exits]
+        found = {}
+        with contextlib.suppress(NoAnswerError):
+            for index, ref in as_they_come(refs, _CAUSE_SECONDS, "whether their processes are stopped"):
+                with contextlib.suppress(RayActorError):
+                    if (end := ray.get(ref)) is not None:
+                        found[tasks[index]] = end
+        return found
+
+    def _explain(self, first: Task, exits: Mapping[Task, Exit]) -> None:
+        ended = [str(task) for task, end in exits.items() if not end.code]
+        if exits[first].is_consequence() and ended:
+            _say(
+                f"{', '.join(ended)} ended while others went on; every worker must make the same number of steps. "
+                f"{first} then failed: {exits[first].reason()}"
+            )
+        else:
+            _say(f"{first} failed first: {exits[first].reason()}")
+        if self._script.quiet and first != self._tasks[0] and exits[first].error:
+            click.echo(exits[first].error, err=True)
+
+    def _end(self, exits: Mapping[Task, Exit]) -> None:
+        """Ends the tasks that wait for ever; an evaluator may go on for a while, and is heard to its last line."""
+        rest = {task for task in self._tasks if task not in exits}
+        evaluators = {task for task in rest if task.role == "evaluator"}
+        self._tell_to_stop(rest - evaluators)
+        for task, end in self._hear_out(evaluators, _EVALUATOR_SECONDS).items():
+            if end.code:
+                _say(f"{task} failed after the end of the training: {end.reason()}")
+            evaluators.discard(task)
+        for task in evaluators:
+            _say(f"{task} is ended, {_EVALUATOR_SECONDS:g} s after the training")
+        self._tell_to_stop(evaluators)
+        self._hear_out(rest, 2 * _GRACE_SECONDS)
+
+    def _hear_out(self, tasks: set[Task], seconds: float) -> dict[Task, Exit]:
+        """Prints what tasks say until they have ended, or for some seconds; how they ended."""
+        until, exits = time.monotonic() + seconds, {}
+        while tasks & set(self._asked.values()) and time.monotonic() < until:
+            exits |= {task: end for task, end, _ in self._hear()}
+        return {task: end for task, end in exits.items() if task in tasks}
+
+    def _tell_to_stop(self, tasks: Iterable[Task]) -> list:
+        return [self._runners[task].stop.remote(_GRACE_SECONDS) for task in tasks if task not in self._lost]
+
+    def _stop(self, tasks: Iterable[Task]) -> None:
+        with contextlib.suppress(NoAnswerError):  # who does not answer is killed by Ray, or has gone
+            for _ in as_they_come(self._tell_to_stop(tasks), 4 * _GRACE_SECONDS, "the ends of their scripts"):
+                pass
+
+    def close(self) -> None:
+        """Ends every process."""
+        self._stop(self._runners)
+        for runner in self._runners.values():
+            ray.kill(runner)
+        self._runners.clear()
+        self._asked.clear()
+        self._lost.clear()
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def _say(text: str) -> None:
+    click.echo(f"raytf run: {text}", err=True)
+
+
+def _saying(text: Callable[[], str], patience_s: float = _PATIENCE_SECONDS) -> Callable[[], bool]:
+    """What is called while something is waited for: it says so after a while, and then again; whether it did."""
+    due = [time.monotonic() + patience_s]
+
+    def maybe() -> bool:
+        if time.monotonic() < due[0]:
+            return False
+        due[0] = time.monotonic() + _AGAIN_SECONDS
+        _say(text())
+        return True
+
+    return maybe
+
+
+def _unready(tasks: Sequence[Task], refs: list) -> str:
+    waiting = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1])
+    return ", ".join(str(task) for task, ref in zip(tasks, refs, strict=True) if ref in waiting)
+
+
+def _needed(bundles: Sequence[Mapping[str, float]]) -> str:
+    """Resources that bundles need, and those that are free, in a sentence."""
+    free = ray.available_resources()
+    each = (f"{amount:g} {name}, {free.get(name, 0):g} free" for name, amount in resources.total(bundles).items())
+    return f"{len(bundles)} task(s): {'; '.join(each)}"

@@ -1,0 +1,250 @@
+"""A process of a TensorFlow cluster, as a Ray actor: it starts a script, hands on what it prints, and ends it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from dataclasses import dataclass
+
+from raytf.launch.bootstrap import BootOptions
+from raytf.liveness import LOOK_SECONDS, Watch, look
+from raytf.runtime import ports
+from raytf.runtime.roles import Exit
+from raytf.storage import shared_folders
+from raytf.storage.shared_folders import Folder
+
+# `TaskRunner.follow` answers after this at the latest: so the driver knows that the host is there.
+BEAT_SECONDS = 5.0
+# Lines that wait for the driver; a script that prints more waits, as at any pipe.
+_LINES = 10_000
+_TAIL_LINES = 500
+_LONGEST = 1 << 16
+# Between two looks at whether a script that prints nothing has ended.
+_TICK_SECONDS = 0.25
+# The kernel ends a process at once, but for one that waits uninterruptibly.
+_KILLED_SECONDS = 5.0
+# For what processes that a script left behind still print.
+_LAST_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a task is.
+
+    Args:
+        address: its "host:port".
+        folder: where its script runs.
+    """
+
+    address: str
+    folder: str
+
+    @property
+    def host(self) -> str:
+        """The address without the port."""
+        return ports.split(self.address)[0]
+
+
+class TaskRunner:
+    """Runs a script for a task; in an actor of several threads, so that it can be stopped while it is followed."""
+
+    def __init__(self):
+        self._script: _Script | None = None
+        self._number = 0
+        self._place: Place | None = None
+
+    def reserve(self, folder: Folder, allowed: tuple[int, int]) -> Place:
+        """A port for this task.
+
+        Args:
+            folder: the one that the script is to run in; where this host does not see it, Ray's copy.
+            allowed: the first and the last port on which the task's processes may listen.
+        """
+        self._ports = allowed
+        self._place = Place(
+            ports.reserve_address(allowed), folder.path if shared_folders.is_seen(folder) else os.getcwd()
+        )
+        return self._place
+
+    def start(
+        self, command: list[str], module: bool, environment: dict[str, str], token: bytes, frozen_s: float
+    ) -> int:
+        """Starts the script, in place of one before; its number, which `follow` takes.
+
+        Args:
+            command: the script or module and its arguments.
+            module: whether it is a module.
+            environment: laid over this process's.
+            token: of the ring of all tasks; it goes through the pipe, as others see arguments and environment.
+            frozen_s: a script that is stopped for so many seconds is given up; infinity never does.
+        """
+        if self._script is not None:
+            self._script.end(0.0)
+        ports.release_port()
+        self._number += 1  # first: what still follows the one before gets nothing of this one's
+        self._script = _Script(command, module, environment, self._place, frozen_s, token, self._ports)
+        return self._number
+
+    def follow(self, number: int) -> list[tuple]:
+        """What is new of the script of that number: ("stdout" or "stderr", line), and at last ("exit", `Exit`)."""
+        lines, found = self._script.events, []
+        with contextlib.suppress(queue.Empty):
+            if number == self._number:
+                found.append(lines.get(timeout=BEAT_SECONDS))
+            while found and len(found) < _LINES:
+                found.append(lines.get_nowait())
+        return found
+
+    def stands(self) -> Exit | None:
+        """How the script ends if what keeps it from going on lasts; None where nothing does, or it has ended."""
+        return self._script.stands()
+
+    def stop(self, grace_s: float) -> None:
+        """Ends the script and what it started: with SIGTERM, and after `grace_s` seconds with SIGKILL."""
+        if self._script is not None:
+            self._script.end(grace_s)
+
+
+class _Script:
+    """A script's process, with events of its own: what is left of one before is not taken for this one's.
+
+    Attributes:
+        events: see `TaskRunner.follow`.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        module: bool,
+        environment: dict[str, str],
+        place: Place,
+        frozen_s: float,
+        token: bytes,
+        allowed: tuple[int, int],
+    ):
+        self.events: queue.Queue = queue.Queue(_LINES)
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._started = {"stdout": b"", "stderr": b""}  # lines without an end so far
+        self._host = place.host
+        alive, self._alive = os.pipe()
+        os.write(self._alive, token)
+        order = BootOptions(alive=alive, module=module, ports=allowed)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],
+                env={**os.environ, **environment},
+                cwd=place.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=[alive],
+                start_new_session=True,
+            )
+        finally:
+            os.close(alive)
+        self._watch, self._looked = Watch(frozen_s), time.monotonic()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        """Hands on what the script prints; how it ended comes when its own last line has been read.
+
+        Processes that it left behind may hold its pipes for ever, so that their end is not waited for.
+        """
+        end = None
+        with selectors.DefaultSelector() as pipes, self._process.stdout, self._process.stderr:
+            for name in self._started:
+                pipes.register(getattr(self._process, name), selectors.EVENT_READ, name)
+            until = None
+            while end is None or (pipes.get_map() and time.monotonic() < until):
+                for key, _ in self._wait(pipes):
+                    if not self._take(key.data, os.read(key.fd, _LONGEST)):
+                        pipes.unregister(key.fileobj)
+                if end is None and (end := self._ended()) is not None:
+                    until = time.monotonic() + _LAST_SECONDS
+                    for key in pipes.get_map().values():
+                        self._take(key.data, _waiting(key.fd))
+        for name, rest in self._started.items():
+            if rest:
+                self._hand_on(name, rest)
+        self.events.put(("exit", end if end.why else Exit(end.code, "\n".join(self._tail))))
+
+    def _wait(self, pipes) -> list:
+        if pipes.get_map():
+            return pipes.select(_TICK_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its pipes, and goes on
+            self._process.wait(_TICK_SECONDS)
+        return []
+
+    def _take(self, name: str, text: bytes) -> bool:
+        *lines, rest = (self._started[name] + text).split(b"\n")
+        self._started[name] = rest
+        if len(rest) > _LONGEST:
+            lines, self._started[name] = [*lines, rest], b""
+        for line in lines:
+            self._hand_on(name, line)
+        return bool(text)
+
+    def _hand_on(self, name: str, line: bytes) -> None:
+        text = line.decode(errors="replace").rpartition("\r")[2]
+        if name == "stderr":
+            self._tail.append(text)
+        self.events.put((name, text))
+
+    def _ended(self) -> Exit | None:
+        """How the script ended; one that is stopped for too long is ended."""
+        if (code := self._process.poll()) is not None:
+            return Exit(code)
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        how = self._watch.judge(look(self._process.pid))
+        if how is None or self._process.poll() is not None:
+            return None
+        end = self._frozen(how)
+        self._signal(signal.SIGKILL)
+        return end
+
+    def stands(self) -> Exit | None:
+        if self._process.poll() is not None:
+            return None
+        watch = Watch()
+        watch.judge(look(self._process.pid))
+        return None if watch.stands is None else self._frozen(watch.stands)
+
+    def _frozen(self, how: str) -> Exit:
+        why = f"frozen: its process {self._process.pid} on {self._host} is {how} (--frozen-after SECONDS waits longer)"
+        return Exit(-signal.SIGSTOP, why=why)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def end(self, grace_s: float) -> None:
+        """See `TaskRunner.stop`."""
+        for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILLED_SECONDS)):
+            self._signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+        alive, self._alive = self._alive, None
+        if alive is not None:
+            os.close(alive)
+
+
+def _waiting(pipe: int) -> bytes:
+    """What is in a pipe now."""
+    count = int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+    found = b""
+    while len(found) < count:
+        found += os.read(pipe, count - len(found))
+    return found

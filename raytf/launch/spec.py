@@ -1,0 +1,125 @@
+"""What `raytf run` is asked for, checked before Ray is imported. Driver side."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from raytf.compat import legacy_keras
+from raytf.errors import ConfigError
+from raytf.liveness import STOPPED_SECONDS
+from raytf.runtime import roles, settings
+from raytf.runtime.allocator import allocator
+from raytf.runtime.roles import Task
+from raytf.validation import check_whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """What to run, and on what.
+
+    Args:
+        script: path of a Python file, or the name of a module.
+        arguments: of the script.
+        module: whether it is a module.
+        num_workers: processes that train, at least 1.
+        num_ps: parameter servers; with them comes a chief that coordinates.
+        chief: call the first worker chief.
+        evaluator: one more process that evaluates.
+        cpus_per_worker: of each process, more than 0; below 1 processes share cores.
+        gpus_per_worker: of each worker and the evaluator; others get CPUs only.
+        max_restarts: how often failed tasks are started anew.
+        ports: the first and the last port on which tasks listen.
+        frozen_after: a process that is stopped (by SIGSTOP, or a debugger) for so many seconds has failed; 0 waits for
+            ever.
+        environment: variables of the processes.
+        legacy_keras: start them with Keras 2 in the place of Keras 3.
+        quiet: show what the first task prints only.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    script: str
+    arguments: Sequence[str] = ()
+    module: bool = False
+    num_workers: int = 1
+    num_ps: int = 0
+    chief: bool = False
+    evaluator: bool = False
+    cpus_per_worker: float = 1
+    gpus_per_worker: int = 0
+    max_restarts: int = 0
+    ports: tuple[int, int] = settings.PORTS
+    frozen_after: float = STOPPED_SECONDS
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    legacy_keras: bool = False
+    quiet: bool = False
+
+    def __post_init__(self):
+        for name, least in (("num_workers", 1), ("num_ps", 0), ("gpus_per_worker", 0), ("max_restarts", 0)):
+            check_whole(name, getattr(self, name), least)
+        self.tasks()
+        settings.check_ports(self.ports)
+        if not 0 < self.cpus_per_worker < math.inf:
+            raise ConfigError("cpus_per_worker must be more than 0", self.cpus_per_worker, "Raise it")
+        if not 0 <= self.frozen_after < math.inf:
+            raise ConfigError("frozen_after must be at least 0 seconds", self.frozen_after, "Use 0 to wait for ever")
+        if self.module:
+            _check_module(self.script)
+        elif not os.path.isfile(self.script):
+            what = "a folder" if os.path.isdir(self.script) else "no such file"
+            raise ConfigError("The script must be a file that exists", f"{self.script!r} ({what})", "Check the path")
+        if self.legacy_keras or legacy_keras.is_on(self.environment):
+            legacy_keras.check_installed("--legacy-keras" if self.legacy_keras else f"--env {legacy_keras.VARIABLE}=1")
+
+    def tasks(self) -> list[Task]:
+        """The tasks of its cluster."""
+        return roles.tasks(self.num_workers, num_ps=self.num_ps, chief=self.chief, evaluator=self.evaluator)
+
+    def bundle(self, task: Task) -> dict[str, float]:
+        """Resources of a task."""
+        trains = task.role in ("worker", "evaluator") or not self.num_ps
+        gpus = {"GPU": self.gpus_per_worker} if trains and self.gpus_per_worker else {}
+        return {"CPU": self.cpus_per_worker, **gpus}
+
+    def variables(self, task: Task) -> dict[str, str]:
+        """The environment of a task's process, without TF_CONFIG; what the user gave is laid over it."""
+        cpus = max(1, int(self.cpus_per_worker))
+        made = allocator(cpus) | {
+            "OMP_NUM_THREADS": str(cpus),
+            **settings.variables(cpus, max(settings.SERVER_THREADS if self.num_ps else 2, cpus)),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+        if "GPU" not in self.bundle(task):
+            made["CUDA_VISIBLE_DEVICES"] = "-1"
+        if self.legacy_keras:
+            made |= legacy_keras.VARIABLES
+        return made | dict(self.environment)
+
+
+def _check_module(name: str) -> None:
+    """Raises ConfigError unless a module can be found from the current folder; nothing of it is imported."""
+    first, *rest = name.split(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.remove(os.getcwd())
+    for part in rest:
+        # not by `find_spec` of the whole name, which would import the packages around it
+        places = found and found.submodule_search_locations
+        found = importlib.machinery.PathFinder.find_spec(part, places) if places else None
+    if found is None:
+        raise ConfigError(
+            "With --module, the script is a module that can be imported from the current folder",
+            repr(name),
+            "Leave out --module for a file" if os.path.exists(name) else "Check its name, and the current folder",
+        )

@@ -1,0 +1,1 @@
+"""Keras under several replicas; each file is named as the part of Keras that it completes."""

@@ -1,0 +1,161 @@
+"""Callbacks under several workers: the chief decides and writes, and every worker follows at the same step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.callbacks import (
+    BackupAndRestore,
+    CSVLogger,
+    ModelCheckpoint,
+    OrbaxCheckpoint,
+    RemoteMonitor,
+    TensorBoard,
+)
+
+from raytf.collectives import communicator
+from raytf.parallel import chief_callbacks, double_writes, model_optimizers
+from raytf.storage import scratch
+
+# Keras callbacks that write files, and the attribute that says where.
+WRITERS = {
+    ModelCheckpoint: "filepath",
+    BackupAndRestore: "backup_dir",
+    TensorBoard: "log_dir",
+    CSVLogger: "filename",
+}
+# Those that write or send in a way that no attribute leads elsewhere.
+_ALONE = (OrbaxCheckpoint, RemoteMonitor)
+
+
+class _Agreement(keras.callbacks.Callback):
+    """Stands after the user's callbacks: every worker takes the chief's state and learning rate, and stops with all."""
+
+    def on_train_begin(self, logs=None):
+        """The chief's variables and first epoch: a callback before this one may have restored them."""
+        model = self.model
+        variables = [
+            v
+            for v in (*model.variables, *model_optimizers.variables(model))
+            if tf.as_dtype(v.dtype) in communicator.SUMMABLE
+        ]
+        for group in communicator.groups(variables):  # not all at once: they may be most of a worker's memory
+            local = [np.asarray(v) for v in group]
+            values = communicator.from_chief(model.distribute_strategy, local)
+            for variable, old, value in zip(group, local, values, strict=True):
+                if not np.array_equal(old, value):
+                    variable.assign(value)
+        (first_epoch,) = communicator.from_chief(model.distribute_strategy, [np.int64(model._initial_epoch or 0)])
+        model._initial_epoch = int(first_epoch) or None
+
+    def on_epoch_end(self, epoch, logs=None):
+        model = self.model
+        settable = [one for one in model_optimizers.of(model).values() if settable_rate(one) is not None]
+        local = np.array([float(one.learning_rate) for one in settable], np.float64)
+        (chiefs,) = communicator.from_chief(model.distribute_strategy, [local])
+        for optimizer, old, rate in zip(settable, local, chiefs, strict=True):
+            if rate != old:
+                optimizer.learning_rate = float(rate)
+        self._agree_to_stop()
+
+    def _agree_to_stop(self):
+        (votes,) = communicator.sum_over_workers(
+            self.model.distribute_strategy, [np.int32(bool(self.model.stop_training))]
+        )
+        self.model.stop_training = bool(votes > 0)
+
+
+class _BatchAgreement(_Agreement):
+    """Used where a callback looks at batches and may stop the training between two of them."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._agree_to_stop()
+
+
+def settable_rate(optimizer):
+    """The learning-rate variable that callbacks can set, or None under a schedule."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = getattr(inner, "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
+
+
+def looks_at_batches(callback) -> bool:
+    """Whether a callback reads the logs of single training batches, or may stop the training between two."""
+    if isinstance(callback, (ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint)):
+        return callback.save_freq != "epoch"
+    if type(callback) is TensorBoard:
+        return callback.update_freq != "epoch"
+    if getattr(callback, "raytf_local_batches", False):
+        return False
+    tracked = chief_callbacks.tracks_batches(callback)
+    if tracked is not None:
+        return tracked
+    base = keras.callbacks.Callback
+    hooks = chief_callbacks.BATCH_HOOKS
+    return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
+
+
+def _redirected(callbacks, folder: str):
+    """What a worker that is not the chief runs: writers are left out, or write to a folder that is thrown away."""
+    for i, callback in enumerate(callbacks):
+        if isinstance(callback, _ALONE) or chief_callbacks.is_chiefs(callback):
+            continue
+        kind = next((k for k in WRITERS if isinstance(callback, k)), None)
+        if kind is None:
+            yield callback
+        elif type(callback) is not kind:  # a subclass may do more than write
+            where = str(getattr(callback, WRITERS[kind]))
+            setattr(callback, WRITERS[kind], os.path.join(folder, str(i), os.path.basename(where)))
+            os.makedirs(os.path.join(folder, str(i)), exist_ok=True)
+            yield callback
+
+
+@contextlib.contextmanager
+def prepared(model, callbacks):
+    """Yields (callbacks for `fit`, whether the logs of batches must be global) for a model on several workers."""
+    given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
+    if given is not None:
+        listed = list(given.callbacks)
+    else:
+        listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    # a callback of one worker alone is enough: what is exchanged after a batch needs all
+    looking = any(looks_at_batches(c) for c in listed)
+    unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
+    told = np.array([looking, len(unknown)], np.int32)
+    ((looking, writing),) = communicator.sum_over_workers(model.distribute_strategy, [told])
+    batches = bool(looking)
+    folder = scratch.make() if not communicator.is_chief(model.distribute_strategy) else None
+    kept = listed if folder is None else list(_redirected(listed, folder))
+    agreement = _BatchAgreement() if batches else _Agreement()
+    after = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
+    kept = [c for c in kept if c not in after]
+    if writing:
+        kept = _watched(kept, unknown, model.distribute_strategy)
+    kept = [*kept, agreement, *after]
+    if given is not None:
+        agreement.set_model(model)
+        given.callbacks[:] = kept
+        kept = given
+    try:
+        yield kept, batches
+    finally:
+        double_writes.note(False)
+        if folder is not None:
+            scratch.remove(folder)
+
+
+def _may_write(callback) -> bool:
+    """Whether it is not known what a callback does, which runs on all workers."""
+    module = type(callback).__module__.partition(".")[0]
+    return module not in ("keras", "raytf") and not chief_callbacks.is_chiefs(callback)
+
+
+def _watched(callbacks: list, unknown: list[str], strategy) -> list:
+    """The callbacks, between two that look at which files they write."""
+    before = double_writes.Before()
+    total = lambda counts: communicator.sum_over_workers(strategy, [counts])[0]
+    return [before, *callbacks, double_writes.After(before, unknown, total, communicator.is_chief(strategy))]

@@ -1,0 +1,101 @@
+"""Datasets under several workers: whose rows they hold, and how many steps they give."""
+
+from __future__ import annotations
+
+import weakref
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from raytf.collectives.communicator import local_replicas, many_replicas, spans_workers
+from raytf.data import worker_part
+from raytf.parallel import model_optimizers, step
+
+
+class _EpochIterator(tf_trainer.TFEpochIterator):
+    """Follows `steps_per_execution` when it changes within an epoch, where the number of batches is known."""
+
+    def _enumerate_iterator(self):
+        if self.steps_per_epoch or not self._num_batches:
+            yield from super()._enumerate_iterator()
+            return
+        self.data_adapter.on_epoch_begin()
+        iterator = iter(self._get_iterator())
+        self._steps_seen = 0
+        while self._steps_seen < self._num_batches:
+            begin = self._steps_seen
+            self._steps_seen = min(begin + self.steps_per_execution, self._num_batches)
+            yield begin, self._steps_seen - 1, iterator
+        self.data_adapter.on_epoch_end()
+
+
+class _WorkerEpochIterator(_EpochIterator):
+    """Takes a dataset that is this worker's part as it is, and knows how many steps a distributed one has."""
+
+    def __init__(self, distribute_strategy=None, *args, **kwargs):
+        EpochIterator.__init__(self, *args, **kwargs)
+        self._distribute_strategy = distribute_strategy
+        dataset = self.data_adapter.get_tf_dataset()
+        if isinstance(dataset, tf.data.Dataset):
+            dataset = self._distribute(dataset, distribute_strategy)
+        self._distributed_dataset = dataset
+
+    def _distribute(self, dataset, strategy):
+        if not spans_workers(strategy):
+            return strategy.experimental_distribute_dataset(dataset)
+        if not worker_part.is_worker_part(dataset):
+            if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+                # each batch is cut into one for each worker, so the number of batches is not that of the steps
+                self.data_adapter._raytf_unknown_batches = True
+                self._num_batches = None
+            return strategy.experimental_distribute_dataset(dataset)
+        if local_replicas(strategy) == 1:
+            return dataset
+        return worker_part.distributed(dataset, strategy)
+
+    def reset(self):
+        super().reset()
+        if getattr(self.data_adapter, "_raytf_unknown_batches", False):
+            self._num_batches = None
+
+
+def epoch_iterator(*args, distribute_strategy=None, **kwargs):
+    kind = _WorkerEpochIterator if many_replicas(distribute_strategy) else _EpochIterator
+    made = kind(*args, distribute_strategy=distribute_strategy, **kwargs)
+    _newest[:] = [weakref.ref(made)]
+    return made
+
+
+_newest: list[weakref.ref] = []
+
+
+def newest_iterator():
+    """The epoch iterator that was made last; in `on_train_begin` of a first callback, that of its `fit`."""
+    return _newest[0]()
+
+
+def _example_batch(iterator, strategy):
+    """A batch with the shapes and dtypes of the data; where they are known, no row is read for it."""
+    dataset = iterator._distributed_dataset
+    specs = tf.nest.flatten(dataset.element_spec)
+    if all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.shape[1:].is_fully_defined() for s in specs):
+        return tf.nest.map_structure(lambda s: tf.zeros([s.shape[0] or 2, *s.shape[1:]], s.dtype), dataset.element_spec)
+    batch = next(iter(dataset))
+    return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
+
+
+def maybe_symbolic_build(self, iterator=None, data_batch=None):
+    strategy = self.distribute_strategy
+    if not many_replicas(strategy):
+        return step.originals["_maybe_symbolic_build"](self, iterator, data_batch)
+    built = (self.built or not model_optimizers.has_call(self)) and all(
+        part is None or part.built for part in (self._compile_metrics, self._compile_loss, self.optimizer)
+    )
+    if built:
+        return None
+    if iterator is not None:
+        data_batch = _example_batch(iterator, strategy)
+    with strategy.scope():
+        model_optimizers.build(self, data_batch)

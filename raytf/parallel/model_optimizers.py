@@ -1,0 +1,114 @@
+"""Optimizers of a model: `model.optimizer`, and those that a `train_step` of its own applies, as a GAN's does."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from raytf.errors import ConfigError
+from raytf.storage import checkpoint_files
+
+FILE = "optimizers.json"
+
+
+def of(model) -> dict:
+    """The optimizers that are attributes of a model or its layers, alone or in lists and dicts: {name: optimizer}.
+
+    Keras keeps the state of just these in its files. The names are the same in each process that builds the model.
+    """
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    found: dict[int, tuple[str, BaseOptimizer]] = {}
+
+    def look(name, value):
+        if isinstance(value, BaseOptimizer):
+            found.setdefault(id(value), (name, value))
+        elif isinstance(value, dict):
+            for key in value:
+                look(f"{name}.{key}", value[key])
+        elif isinstance(value, (list, tuple)):
+            for i, part in enumerate(value):
+                look(f"{name}.{i}", part)
+
+    look("optimizer", model.optimizer)
+    for i, layer in enumerate(model._flatten_layers()):
+        for name in sorted(vars(layer)):
+            look(f"{i}.{name}" if i else name, vars(layer)[name])
+    return dict(found.values())
+
+
+def variables(model) -> list:
+    """The variables of all optimizers of a model, each once."""
+    return list({id(v): v for optimizer in of(model).values() for v in optimizer.variables}.values())
+
+
+def has_call(model) -> bool:
+    """Whether a model computes something from its inputs; one with a `train_step` of its own need not, as a GAN."""
+    import keras
+
+    return type(model).call is not keras.Model.call
+
+
+def build(model, data_batch) -> None:
+    """Builds a compiled model, as Keras does before its first step; `model.optimizer` too, the others as it steps.
+
+    Args:
+        data_batch: tensors with the shapes and dtypes of a batch.
+    """
+    if has_call(model):
+        model._symbolic_build(data_batch=data_batch)
+    elif all(layer.built for layer in model._flatten_layers(include_self=False)):
+        model.built = True
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def write(folder: str, model) -> None:
+    """Notes in a checkpoint's folder for which of the model's weights each optimizer was built.
+
+    Raises:
+        ConfigError: one trains weights that are not the model's, which no checkpoint would hold.
+    """
+    places = {id(v): i for i, v in enumerate(model.weights)}
+    noted = {}
+    for name, optimizer in of(model).items():
+        if not optimizer.built:
+            continue
+        trained = [places.get(id(v)) for v in optimizer._trainable_variables]
+        if None in trained:
+            raise ConfigError(
+                "What an optimizer trains must belong to the model, or checkpoints do not hold it",
+                f"{name}, which trains {optimizer._trainable_variables[trained.index(None)].name!r}",
+                "Make the layers attributes of the model",
+            )
+        noted[name] = {"class": type(optimizer).__name__, "weights": trained}
+    with open(os.path.join(folder, FILE), "w") as file:
+        json.dump(noted, file)
+
+
+def build_as_saved(folder: str, model) -> None:
+    """Builds the optimizers of a built model for the weights for which they were when `write` was called.
+
+    Raises:
+        ConfigError: the model has other optimizers, or fewer weights.
+        DamagedCheckpointError: what was noted cannot be read.
+    """
+    path = os.path.join(folder, FILE)
+    if not os.path.lexists(path):  # of a version that knew one optimizer
+        return
+    noted = checkpoint_files.read_json(folder, FILE)
+    mine, weights = of(model), model.weights
+    for name, saved in noted.items():
+        if type(saved) is not dict or type(saved.get("weights")) is not list or type(saved.get("class")) is not str:
+            raise checkpoint_files.damaged(os.path.basename(os.path.normpath(folder)), f"{FILE} has no right {name!r}")
+        here = type(mine[name]).__name__ if name in mine else "none"
+        trained = saved["weights"]
+        if here != saved["class"] or not all(type(i) is int and 0 <= i < len(weights) for i in trained):
+            raise ConfigError(
+                "A run that goes on needs the optimizers that it had, for the same weights",
+                f"{name}: {here} after {saved['class']} for {len(trained)} weights; the model has {len(weights)}",
+                "Build the same model, each part of it before the first step, or give the run another name",
+            )
+        if not mine[name].built:
+            with model.distribute_strategy.scope():
+                mine[name].build([weights[i] for i in trained])

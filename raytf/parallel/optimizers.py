@@ -1,0 +1,189 @@
+"""Optimizers and seeds under several workers: gradients of the global batch, and a stream of masks for each replica."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+
+from raytf.collectives import gradient_ring
+from raytf.collectives.communicator import all_sum, local_replicas, wide
+from raytf.errors import ConfigError
+from raytf.parallel import local_sgd
+from raytf.parallel import step as step_module
+
+# Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
+_REPLICA_SEED = 1_000_003
+
+
+def _reduced_gradients(grads):
+    """Gradients of the global batch: in a step of `fit` the mean over rows, elsewhere the sum over replicas."""
+    step = step_module.current()
+    ring = gradient_ring.of(tf.distribute.get_strategy())
+    in_ring = [i for i, g in enumerate(grads) if ring is not None and isinstance(g, tf.Tensor) and g.dtype.is_floating]
+    in_collectives = [i for i, g in enumerate(grads) if g is not None and i not in in_ring]
+    reduced = list(grads)
+    rows = None
+    if in_ring:
+        summed, rows = ring.sum([grads[i] for i in in_ring], None if step is None else step.rows)
+        for i, g in zip(in_ring, summed, strict=True):
+            reduced[i] = g
+    if in_collectives:
+        for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
+            reduced[i] = g
+    return reduced
+
+
+def _in_collectives(grads, step, rows):
+    """The same through TensorFlow's collectives; `rows` are those of all workers where they are known already."""
+    if step is None:
+        return all_sum(grads)
+    # a sum over the rows of all may be larger than float16 can be, where their mean is not
+    local = [_map_dense(lambda d: _weighted(wide(d), step), g) for g in grads]
+    if rows is None:
+        *local, rows = all_sum([*local, tf.cast(step.rows, _wide(local))])
+    else:
+        local = all_sum(local)
+    scale = tf.maximum(rows, 1.0)
+    means = [_map_dense(lambda d: d / tf.cast(scale, d.dtype), g) for g in local]
+    return [_map_dense(functools.partial(tf.cast, dtype=g.dtype), m) for g, m in zip(grads, means, strict=True)]
+
+
+def _wide(grads):
+    """A dtype for the row count: that of the first gradient, so that it shares its collective, unless too narrow."""
+    dtype = next((g.dtype for g in grads if isinstance(g, tf.Tensor)), tf.float32)
+    return dtype if dtype in (tf.float32, tf.float64) else tf.float32
+
+
+def _map_dense(function, gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)
+
+
+def _weighted(gradient, step: step_module.Step):
+    return _of_rows(gradient * tf.cast(step.rows, gradient.dtype), step)
+
+
+def _of_rows(gradient, step: step_module.Step):
+    """Zeros where this worker has no row; a placeholder row may give NaN, and NaN times zero rows is NaN."""
+    return tf.where(step.rows > 0, gradient, tf.zeros_like(gradient)) if step.partial else gradient
+
+
+def _local_gradients(grads) -> list:
+    """This worker's gradients alone."""
+    step = step_module.current()
+    if step is None:
+        return grads
+    return [g if g is None else _map_dense(lambda d: _of_rows(d, step), g) for g in grads]
+
+
+def apply(original, self, grads, trainable_variables=None):
+    """`Optimizer.apply`: sums gradients over workers first, then works as in one process."""
+    if getattr(step_module.state, "reduced", False) or not step_module.in_replica_of_many():
+        return original(self, grads, trainable_variables)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    grads = [tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads]
+    strategy = tf.distribute.get_strategy()
+    local = local_sgd.every(strategy) > 1
+    grads = _local_gradients(grads) if local else _reduced_gradients(grads)
+    with step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
+        result = original(self, grads, trainable_variables)
+    if local:
+        local_sgd.average_when_due(self.iterations, trainable_variables or self._trainable_variables)
+    return result
+
+
+def loss_scale_apply(self, grads, trainable_variables=None):
+    """`LossScaleOptimizer._tf_apply`; with one replica in this process there is nothing to join.
+
+    Keras calls the inner optimizer in threads of its own there, which know nothing of this step and would sum again.
+    """
+    if getattr(step_module.state, "reduced", False) and local_replicas(tf.distribute.get_strategy()) == 1:
+        self._common_apply(grads, trainable_variables=trainable_variables)
+    else:
+        step_module.originals["_tf_apply"](self, grads, trainable_variables)
+
+
+def all_reduce_sum_gradients(self, grads_and_vars):
+    if getattr(step_module.state, "reduced", False):
+        return grads_and_vars
+    return step_module.originals["_all_reduce_sum_gradients"](self, grads_and_vars)
+
+
+def merge_call(self, fn, args, kwargs):
+    """With one replica in this process a merge call is a plain call, which may also stand inside a `tf.cond`.
+
+    Raises:
+        ConfigError: there are more, and the call is inside a `tf.cond`, `tf.while_loop` or `tf.function` of a step.
+    """
+    graph = getattr(threading.current_thread(), "graph", None)
+    nested = graph is not None and not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
+    if getattr(step_module.state, "inline_merge", False) or (nested and local_replicas(self.strategy) == 1):
+        return distribute_lib.ReplicaContextBase._merge_call(self, fn, args, kwargs)
+    if nested:
+        raise ConfigError(
+            "With several devices in one process an optimizer, and what else joins them, stands in the step itself",
+            f"one inside a tf.cond, tf.while_loop or tf.function of the step, with {local_replicas(self.strategy)} "
+            "devices in each worker",
+            "Start one worker for each device, or take it out",
+        )
+    return step_module.originals["_merge_call"](self, fn, args, kwargs)
+
+
+def seed_next(self, ordered=True):
+    """Seeds count alike on all workers, and each replica draws from a stream of its own."""
+    seed = step_module.originals["SeedGenerator.next"](self, ordered)
+    if not step_module.in_replica_of_many():
+        return seed
+    replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
+    return seed + tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])
+
+
+def _from_all_losses(step, rows, *upstream):
+    """What flows back to this replica from the losses of all, each with its weight; see `moments_sync`."""
+
+    @tf.custom_gradient
+    def weighted(*upstream):
+        def back(*second):
+            # what has been differentiated already may be a sum, which has no weight
+            even = tf.debugging.assert_equal(
+                step.global_rows(),
+                tf.cast(step.rows * tf.distribute.get_strategy().num_replicas_in_sync, tf.float64),
+                "Gradients of gradients through BatchNormalization(synchronized=True) need batches of which all "
+                "workers have as many rows. Drop the remainder, or use another normalization.",
+            )
+            with tf.control_dependencies([even] if even is not None else []):
+                return all_sum([tf.identity(g) for g in second])
+
+        return [tf.math.divide_no_nan(g, rows) for g in all_sum([g * rows for g in upstream])], back
+
+    return weighted(*upstream)
+
+
+def moments_sync(x, axes, keepdims):
+    """Mean and variance over the rows of all replicas, as Keras computes them, in a step of `fit`.
+
+    A replica's loss is the mean over its own rows and gets its weight with the gradients, see `_reduced_gradients`.
+    What flows back from another replica's loss must bring that one's weight, and a placeholder row has none.
+    """
+    step = step_module.current()
+    if step is None or not step_module.in_replica_of_many():
+        return step_module.originals["_compute_moments_sync"](x, axes, keepdims)
+    rows = tf.cast(step.rows, x.dtype)
+    present = tf.cast(step.rows > 0, x.dtype)
+
+    @tf.custom_gradient
+    def total(*parts):
+        return all_sum(parts), functools.partial(_from_all_losses, step, rows)
+
+    parts = (x, tf.square(x), tf.ones_like(x))
+    sums = [present * tf.reduce_sum(part, axis=axes, keepdims=True) for part in parts]
+    value, squared, count = total(*sums)
+    mean = tf.math.divide_no_nan(value, count)
+    variance = tf.maximum(tf.math.divide_no_nan(squared, count) - tf.square(mean), 0.0)
+    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))

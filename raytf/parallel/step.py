@@ -1,0 +1,173 @@
+"""One replica's step under several workers: what it knows of its rows, and the variables that it changes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common import is_float_dtype
+from keras.src.trainers.data_adapters import data_adapter_utils
+from tensorflow.python.distribute.ps_values import AggregatingVariable
+from tensorflow.python.eager import context
+
+from raytf.collectives.communicator import all_sum, many_replicas
+
+# Of the replica that this thread traces or runs: "step", and how `multiworker_gradients` is at work in it.
+state = threading.local()
+# What `trainer.install` replaced, by name.
+originals: dict[str, object] = {}
+
+
+class Step:
+    """What one replica knows of the step that it is tracing or running."""
+
+    def __init__(self, rows: tf.Tensor, partial: bool, shared: frozenset[int] = frozenset()):
+        self.rows = rows  # int32 scalar, this replica's real rows
+        self.partial = partial  # whether the number of rows may differ between replicas or steps
+        self.shared = shared  # ids of variables of all replicas to which one without rows must not add
+        self._global_rows: list[tf.Tensor] = []
+
+    def global_rows(self) -> tf.Tensor:
+        """Rows of all replicas, float64 scalar of at least 1; costs a collective at the first call in a step.
+
+        What a branch of a `tf.cond` or the body of a `tf.while_loop` found out is not known outside of it.
+        """
+        known = next((total for total in self._global_rows if _is_visible(total)), None)
+        if known is None:
+            (total,) = all_sum([tf.cast(self.rows, tf.float64)])
+            known = tf.maximum(total, 1.0)
+            self._global_rows.append(known)
+        return known
+
+    def upscale(self, dtype) -> tf.Tensor:
+        """Global rows over this replica's rows: undoes the weight that the gradients will get."""
+        return tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
+
+
+def _is_visible(tensor) -> bool:
+    """Whether code that is traced or runs now may use a tensor: of this graph, of one around it, or of none."""
+    if tf.executing_eagerly() or (tf.is_tensor(tensor) and hasattr(tensor, "numpy")):
+        return True
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not tensor.graph:
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None
+
+
+def current() -> Step | None:
+    """The step of `fit` or `evaluate` that this thread traces or runs, or None outside of one."""
+    return getattr(state, "step", None)
+
+
+@contextlib.contextmanager
+def within(**values):
+    """Sets fields of `state` for the block."""
+    before = {name: getattr(state, name, None) for name in values}
+    vars(state).update(values)
+    try:
+        yield
+    finally:
+        vars(state).update(before)
+
+
+def in_replica_of_many() -> bool:
+    """Whether this code runs for one replica of several."""
+    return not tf.distribute.in_cross_replica_context() and many_replicas(tf.distribute.get_strategy())
+
+
+def first_leaf(x):
+    """The first tensor of a nest of inputs."""
+    return next(leaf for leaf in tree.flatten(x) if leaf is not None)
+
+
+def count_rows(leaf) -> tuple[tf.Tensor, bool]:
+    """The number of rows of a batch, and whether it may change from step to step."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32), True
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32), True
+    static = tf.TensorShape(leaf.shape)
+    return tf.shape(leaf)[0], tf.executing_eagerly() or static.rank is None or static[0] is None
+
+
+def with_placeholder(data, rows):
+    """Puts one row of zeros in the place of an empty batch: layers and losses need not survive zero rows."""
+
+    def fill(tensor):
+        if not isinstance(tensor, tf.Tensor) or tensor.shape.rank == 0:
+            return tensor
+
+        def one_row():
+            return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
+
+        filled = tf.cond(rows > 0, lambda: tensor, one_row)
+        return filled if tf.executing_eagerly() else tf.ensure_shape(filled, tensor.shape)
+
+    return tree.map_structure(fill, data)
+
+
+def step_variables(model) -> list:
+    """Variables that a forward pass changes by what it sees: metrics and moving statistics (no frozen weights).
+
+    Those of synchronized layers are left out: they follow the rows of all replicas. So do numbers that are no floats:
+    a step that is counted is one on every replica, and a condition on the count must hold on all or none.
+    """
+    own = [layer for layer in model._flatten_layers() if not getattr(layer, "synchronized", False)]
+    states = [v for layer in own for v in layer._non_trainable_variables if is_float_dtype(v.dtype)]
+    return list({id(v): v for v in (*model.metrics_variables, *states)}.values())
+
+
+def initialize(self, initializer):
+    """`Variable._initialize_with_initializer`; what a step makes while it is traced is made at once, as outside of it.
+
+    An optimizer that was not built before makes its slots there. TensorFlow would put their initial values, which the
+    chief sends to all, into a condition inside the step, where such collectives lose their keys.
+    """
+    original = originals["Variable._initialize_with_initializer"]
+    if tf.executing_eagerly() or not in_replica_of_many():
+        original(self, initializer)
+        return
+    strategy = tf.distribute.get_strategy()
+    # a graph that knows nothing: the function's own lets it make variables in its way, in eager mode, too
+    with tf.init_scope(), tf.Graph().as_default(), context.eager_mode(), strategy.scope():
+        original(self, initializer)
+
+
+def is_shared(variable) -> bool:
+    """Whether all replicas have one variable, as under CentralStorageStrategy."""
+    return isinstance(variable._value, AggregatingVariable)
+
+
+def one_replica_step(model, function):
+    """Wraps `train_step` or `test_step`: (data) -> (its outputs, this replica's rows)."""
+
+    def step(data):
+        # without this, what needs no data (the count of iterations) runs once more when the data has ended
+        with tf.control_dependencies([t for t in tree.flatten(data) if isinstance(t, tf.Tensor)]):
+            return on_batch(data)
+
+    def on_batch(data):
+        x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(data)
+        rows, partial = count_rows(first_leaf(x))
+        if not partial:
+            with within(step=Step(rows, partial)):
+                return function(data), rows
+        variables = step_variables(model)
+        shared = frozenset(id(v) for v in variables if is_shared(v))  # these are never changed in vain
+        variables = [v for v in variables if id(v) not in shared]
+        before = [tf.identity(v.value) for v in variables]
+        with within(step=Step(rows, partial, shared)):
+            outputs = function(with_placeholder(data, rows))
+
+        def put_back():
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+            return True
+
+        with within(inline_merge=True):
+            tf.cond(rows > 0, lambda: True, put_back)
+        return outputs, rows
+
+    return step

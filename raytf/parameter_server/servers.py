@@ -1,0 +1,276 @@
+"""Workers and parameter servers of a ParameterServerStrategy: Ray actors that its coordinator starts and watches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+
+from raytf.console import output
+from raytf.errors import ConfigError, RaytfError, first_line
+from raytf.runtime import guard, ports, roles, settings
+from raytf.runtime.answers import NoAnswerError, collect
+from raytf.runtime.resources import placed_actor
+from raytf.runtime.roles import Task
+from raytf.runtime.topology import tf_config
+from raytf.runtime.watchdog import Watchdog
+
+_ASK_SECONDS = 0.1
+# A process that has to set up a runtime environment first may need minutes; TensorFlow's server, half of one.
+_START_SECONDS, _ANSWER_SECONDS = 600.0, 300.0
+
+
+class ServerLostError(RaytfError, ConnectionError):
+    """A parameter server died, and with it variables: the run goes on from its last checkpoint, or ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """The servers of a run.
+
+    Args:
+        num_workers: that compute steps, at least 1.
+        num_ps: parameter servers, at least 1.
+        worker_resources: of each worker; a parameter server gets its CPUs, and nothing else.
+        environment: runtime environment of their processes.
+        group: the run's placement group, from its start on.
+        places: in it, the bundle of each task by name.
+    """
+
+    num_workers: int
+    num_ps: int
+    worker_resources: dict[str, float]
+    environment: dict = field(default_factory=dict, repr=False)
+    group: PlacementGroup | None = field(default=None, repr=False)
+    places: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def tasks(self) -> list[Task]:
+        """Workers and parameter servers."""
+        return [task for task in roles.tasks(self.num_workers, num_ps=self.num_ps) if task.role != "chief"]
+
+    def bundle(self, task: Task) -> dict[str, float]:
+        """Resources of a task."""
+        cpus = {"CPU": self.worker_resources.get("CPU", 1)}
+        return dict(self.worker_resources) if task.role == "worker" else cpus
+
+    def start(self, chief: str, allowed: tuple[int, int]) -> ServerGroup:
+        """Starts the servers.
+
+        Args:
+            chief: "host:port" of the coordinator, which is this process.
+            allowed: the first and the last port on which they may listen.
+        """
+        return ServerGroup(self, chief, allowed)
+
+
+class ServerActor:
+    """A worker or parameter server, in an actor of its own."""
+
+    def reserve(self, allowed: tuple[int, int]) -> tuple[str, guard.Place]:
+        """("host:port", where its process is); `allowed` are the first and the last port."""
+        return ports.reserve_address(allowed), guard.here()
+
+    def serve(
+        self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]
+    ) -> None:
+        """Starts TensorFlow's server; what it takes is that of `feed`, besides the cluster and its CPUs."""
+        output.say_who(str(task))
+        os.environ.update(settings.variables(cpus, max(settings.SERVER_THREADS, cpus)))
+        if task.role == "ps":
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        import tensorflow as tf
+
+        if feeds:
+            # first, because the coordinator gives a worker steps as soon as its server answers
+            self.feed(feeds, task.index, workers)
+        config = tf.compat.v1.ConfigProto(
+            intra_op_parallelism_threads=cpus, inter_op_parallelism_threads=max(settings.SERVER_THREADS, cpus)
+        )
+        ports.release_port()
+        self._server = tf.distribute.Server(
+            tf.train.ClusterSpec(cluster),
+            job_name=task.role,
+            task_index=task.index,
+            protocol="grpc",
+            config=config,
+        )
+        ports.listen_only_at(cluster[task.role][task.index])
+
+    def feed(self, feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> None:
+        """Makes the rows of datasets available to steps on this worker.
+
+        Args:
+            feeds: for each name the arguments of a `feed.Feed`.
+            worker, workers: this worker's index and their number.
+        """
+        from raytf.parameter_server import rows
+
+        rows.register(feeds, worker, workers)
+
+    def join(self) -> None:
+        """Never returns."""
+        threading.Event().wait()
+
+
+class ServerGroup:
+    """Starts the servers of a plan, and replaces workers that die.
+
+    Attributes:
+        cluster: addresses by role, with this process as the chief.
+        changed: set when `lost` is.
+        lost: what ended the cluster, or None.
+    """
+
+    def __init__(self, plan: ServerSpec, chief: str, allowed: tuple[int, int] = settings.PORTS):
+        self.plan, self._ports = plan, allowed
+        self.changed, self.lost = threading.Event(), None
+        self._feeds: dict[str, dict] = {}
+        self._closed, self._context = False, None
+        self._tasks = plan.tasks()
+        if plan.group is None:
+            raise ConfigError("Servers need a run's placement group", None, "Start them from a trainer of raytf")
+        self._actors = {}
+        self._watchdog = Watchdog()
+        try:
+            self._start(chief)
+        except BaseException:
+            self.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _start(self, chief: str) -> None:
+        for task in self._tasks:
+            self._actors[task] = self._actor(task)
+        asked = [actor.reserve.remote(self._ports) for actor in self._actors.values()]
+        found = self._collect(asked, _START_SECONDS, "the processes of workers and parameter servers")
+        self.cluster: dict[str, list[str]] = {"chief": [chief]}
+        for task, (address, place) in zip(self._tasks, found, strict=True):
+            self.cluster.setdefault(task.role, []).append(address)
+            self._watchdog.watch(task, place)
+        self._collect([self._serve(task) for task in self._tasks], _ANSWER_SECONDS, "TensorFlow's servers")
+
+    def _collect(self, asked: list, seconds: float, what: str, tasks: list[Task] | None = None) -> list:
+        def failed(name: str, error: Exception) -> Exception:
+            if isinstance(error, RayTaskError):  # of what it was told, such as rows that it cannot read
+                return error
+            return ServerLostError(f"{name} did not start: {first_line(error)}{self._why(name)}")
+
+        return collect(asked, seconds, what, names=[str(task) for task in tasks or self._tasks], failure=failed)
+
+    def _why(self, name: str) -> str:
+        """Why the watchdog has ended a task's process, as a clause; "" if it has not."""
+        return next((f" ({how})" for task, how in self._watchdog.ended.items() if str(task) == name), "")
+
+    def _actor(self, task: Task):
+        options = {"runtime_env": self.plan.environment, "max_concurrency": 3}
+        place = self.plan.places[str(task)]
+        return placed_actor(ServerActor, self.plan.group, place, self.plan.bundle(task), **options)
+
+    def _serve(self, task: Task):
+        cpus = max(1, int(self.plan.bundle(task).get("CPU", 1)))
+        feeds = self._feeds if task.role == "worker" else {}
+        return self._actors[task].serve.remote(task, self.cluster, cpus, self.plan.num_workers, feeds)
+
+    def feed(self, feeds: Mapping[str, dict[str, Any]]) -> None:
+        """Makes datasets available on all workers, those that replace others included; see `ServerActor.feed`."""
+        self._feeds = dict(feeds)
+        workers = [task for task in self._tasks if task.role == "worker"]
+        self._collect([self._feed(task) for task in workers], _ANSWER_SECONDS, "the workers' rows", workers)
+
+    def _feed(self, task: Task):
+        return self._actors[task].feed.remote(self._feeds, task.index, self.plan.num_workers)
+
+    def resolver(self):
+        """TensorFlow's cluster resolver for the coordinator; sets TF_CONFIG."""
+        import tensorflow as tf
+        from tensorflow.python.eager import context
+
+        self._context = context.context()
+        self._context.update_server_def = functools.partial(self._reconnect, self._context.update_server_def)
+        os.environ["TF_CONFIG"] = tf_config(self.cluster, "chief", 0)
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+    def _reconnect(self, connect, definition, *arguments) -> None:
+        """TensorFlow's own way of connecting to workers anew waits for ever for an address at which none will come up:
+        so the addresses are asked first, until each answers, and those that are new are told."""
+        while not self._closed and self.lost is None and not all(map(self._answers, self._tasks)):
+            self.changed.wait(_ASK_SECONDS)
+        for job in definition.cluster.job:
+            for index, address in enumerate(self.cluster[job.name]):
+                job.tasks[index] = address
+        connect(definition, *arguments)
+
+    def _answers(self, task: Task) -> bool:
+        return ports.answers(self.cluster[task.role][task.index])
+
+    def kill(self, task: Task) -> None:
+        """Ends a server as a failure would."""
+        ray.kill(self._actors[task])
+
+    def check(self) -> None:
+        """Raises ServerLostError if a parameter server has died."""
+        if self.lost is not None:
+            raise ServerLostError(self.lost)
+
+    def _watch(self) -> None:
+        """Replaces workers, perhaps on other hosts."""
+        waiting = {actor.join.remote(): task for task, actor in self._actors.items()}
+        while waiting:
+            done, _ = ray.wait(list(waiting))
+            if self._closed:
+                return
+            for ref in done:
+                task = waiting.pop(ref)
+                how = self._why(str(task))
+                if task.role == "ps":
+                    self._lose(
+                        f"{task} died{how}, and with it the variables that it held. The run goes on from its last "
+                        "checkpoint where FailureConfig(max_failures=...) allows it"
+                    )
+                    return
+                # a host that has vanished closes no connection, and TensorFlow would wait for it
+                ports.hang_up(self.cluster[task.role][task.index])
+                if how:
+                    warnings.warn(f"{task} is replaced:{how}", stacklevel=1)
+                try:
+                    self._replace(task)
+                except NoAnswerError as error:
+                    self._lose(f"{task} died{how}, and none came for it: {error}")
+                    return
+                waiting[self._actors[task].join.remote()] = task
+
+    def _lose(self, why: str) -> None:
+        self.lost = why
+        self.changed.set()
+
+    def _replace(self, task: Task) -> None:
+        self._watchdog.forget(task)
+        self._watchdog.ended.pop(task, None)
+        self._actors[task] = self._actor(task)
+        with contextlib.suppress(RayActorError):  # it died again; the next turn replaces it
+            what, names = "a worker in place of one that died", [str(task)]
+            ((address, place),) = collect(
+                [self._actors[task].reserve.remote(self._ports)], _START_SECONDS, what, names=names
+            )
+            self.cluster[task.role][task.index] = address
+            self._watchdog.watch(task, place)
+            collect([self._serve(task)], _ANSWER_SECONDS, what, names=names)
+
+    def close(self) -> None:
+        """Ends all servers."""
+        self._closed = True
+        if self._context is not None:
+            del self._context.update_server_def
+        self._watchdog.close()
+        for actor in self._actors.values():
+            ray.kill(actor)

@@ -1,0 +1,82 @@
+"""Which worker failed first, and why: one cause with its rank in the place of a page of gRPC text. Driver side."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+
+from ray.train import TrainingFailedError
+from ray.train.v2._internal.exceptions import CollectiveTimeoutError
+
+from raytf.errors import PeerLostError, RaytfError, TrainingError, in_a_line
+from raytf.runtime.roles import is_consequence_of_tensorflow
+
+
+class WorkerFailedError(TrainingError, TrainingFailedError):
+    """A `TrainingError` that is Ray Train's `TrainingFailedError` too; `worker_failures` maps rank to exception."""
+
+    worker_failures: dict
+
+    def __init__(self, rank, cause, details="", worker_failures=None):
+        TrainingError.__init__(self, rank, cause, details)
+        self.worker_failures = worker_failures or {}
+
+    def __reduce__(self):
+        return type(self), (self.rank, self.cause, self.details, self.worker_failures)
+
+
+class WorkerFrozenError(RaytfError, RuntimeError):
+    """A worker stood still, and was ended; says where and how."""
+
+
+@contextlib.contextmanager
+def first_cause():
+    """Turns Ray Train's error into one that names the rank that failed first and its own error."""
+    try:
+        yield
+    except TrainingFailedError as error:
+        failures = getattr(error, "worker_failures", {})
+        if not failures:
+            inner = getattr(error, "controller_failure", error)
+            raise WorkerFailedError(None, _line(inner)) from error
+        rank = first_rank(failures)
+        failure = failures[rank]
+        raise WorkerFailedError(rank, _line(failure), _details(failure), failures) from None
+
+
+def first_rank(failures: dict[int, BaseException]) -> int:
+    """The rank whose error is a cause, not the consequence of another's; one that stood still is one in any case."""
+    frozen = [rank for rank, error in sorted(failures.items()) if isinstance(error, WorkerFrozenError)]
+    if frozen:
+        return frozen[0]
+    causes = [rank for rank, error in sorted(failures.items()) if not is_consequence(error)]
+    return causes[0] if causes else min(failures)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether a worker failed because another had gone: told by the type of its error, and the text of TensorFlow's."""
+    cause = _cause(error)
+    kind = type(cause)
+    return isinstance(cause, (PeerLostError, CollectiveTimeoutError)) or is_consequence_of_tensorflow(
+        f"{kind.__module__}.{kind.__name__}", str(cause)
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    for name in ("_base_exc", "health_check_failure", "cause"):
+        inner = getattr(error, name, None)
+        if isinstance(inner, BaseException):
+            return _cause(inner)
+    return error
+
+
+def _line(error: BaseException) -> str:
+    return in_a_line(_cause(error))
+
+
+def _details(error: BaseException) -> str:
+    text = getattr(error, "_traceback_str", None)
+    if text is None:
+        return ""
+    cause = "".join(traceback.format_exception_only(_cause(error)))
+    return text if cause.strip() in text else f"{text}\n{cause}"

@@ -1,0 +1,219 @@
+"""Ports of a worker: one for its TensorFlow, kept until that binds it, one for its ring, and what hangs on them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import os
+import random
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+
+import ray.util
+
+from raytf.errors import ConfigError
+from raytf.runtime.settings import PORTS
+
+# Not Python's own numbers: Keras draws its seeds from them, and a user has set theirs.
+_RANDOM = random.SystemRandom()
+
+_reserved: list[socket.socket] = []
+
+
+def reserve_address(ports: tuple[int, int] = PORTS) -> str:
+    """This worker's "host:port", on a port that no other raytf process of the host takes while this one lives.
+
+    Args:
+        ports: the first and the last that it may have.
+
+    Raises:
+        ConfigError: none is free.
+    """
+    release_port()
+    host = ray.util.get_node_ip_address()
+    # on all interfaces, as TensorFlow listens
+    held, claim = _bound("::" if ":" in host else "", ports)
+    _reserved[:] = [held]
+    _claims.append(claim)
+    port = held.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bound(host: str, ports: tuple[int, int] = PORTS) -> socket.socket:
+    """A socket on a free port of an address of this host, which does not listen yet.
+
+    Args:
+        host: the address.
+        ports: the first and the last that it may have.
+
+    Raises:
+        ConfigError: none is free.
+    """
+    held, claim = _bound(host, ports)
+    claim.close()
+    return held
+
+
+def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.socket]:
+    """(a bound socket, what keeps other raytf processes from its port)."""
+    first, last = ports
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in _RANDOM.sample(range(first, last + 1), last + 1 - first):
+        claim = _claim(port)
+        if claim is None:
+            continue
+        held = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            held.close()
+            claim.close()
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # another program listens there
+                raise
+            continue
+        return held, claim
+    raise ConfigError(
+        "A worker needs two free ports, for TensorFlow and for its ring",
+        f"none of {first} to {last} is free",
+        "Free some, or give others with ports=(first, last)",
+    )
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of "host:port"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def answers(address: str, seconds: float = 1.0) -> bool:
+    """Whether something listens at "host:port"."""
+    try:
+        socket.create_connection(split(address), seconds).close()
+    except OSError:
+        return False
+    return True
+
+
+def hang_up(address: str) -> None:
+    """Ends this process' connections to "host:port", as their other end would have, had it not vanished. On Linux."""
+    for number in _sockets():
+        with contextlib.suppress(OSError), _copied(number) as one:  # not connected, or closed meanwhile
+            peer = one.getpeername()
+            # gRPC's sockets are of IPv6, and write IPv4 so
+            if len(peer) > 1 and (peer[0].removeprefix("::ffff:"), peer[1]) == split(address):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def listen_only_at(address: str) -> None:
+    """Makes what this process listens on at a port take connections to one address only, as if it were bound there.
+
+    TensorFlow listens on all interfaces whatever address it is told. Here the kernel drops what comes to another of
+    this host's addresses, by a filter on the socket. Nothing happens where that cannot be: outside Linux, and where the
+    host does not itself have the address, but another that is translated to it.
+
+    Args:
+        address: "host:port"; the host as a number.
+    """
+    host, port = split(address)
+    if sys.platform != "linux" or not _has(host):
+        return
+    program = _to_address_only(host)
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    for number in _sockets():
+        with contextlib.suppress(OSError), _copied(number) as one:  # closed meanwhile
+            if one.family == socket.AF_UNIX or one.getsockname()[1] != port:
+                continue
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                given = struct.pack("HL", len(program), ctypes.addressof(code))
+                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, given)
+
+
+# Of Linux' include/uapi: asm-generic/socket.h, linux/filter.h and linux/bpf_common.h.
+_SO_ATTACH_FILTER = 26
+_NETWORK_HEADER = 0xFFF00000
+_LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
+
+
+def _has(host: str) -> bool:
+    """Whether an address, as a number, is one of this host's."""
+    try:
+        ipaddress.ip_address(host)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _to_address_only(host: str) -> list[tuple[int, int, int, int]]:
+    """A program for the kernel's packet filter, which drops what does not go to an address.
+
+    Each step is (operation, steps to skip if equal, steps to skip if not, argument).
+    """
+    found = ipaddress.ip_address(host)
+    version, begins = (0x40, 16) if found.version == 4 else (0x60, 24)
+    loads = [(_LOAD_BYTE, _NETWORK_HEADER, version)]
+    loads += [
+        (_LOAD_WORD, _NETWORK_HEADER + begins + i, int.from_bytes(found.packed[i : i + 4]))
+        for i in range(0, len(found.packed), 4)
+    ]
+    steps = []
+    for i, (load, where, wanted) in enumerate(loads):
+        left = 2 * (len(loads) - 1 - i) + 1  # steps from here to the last, which drops
+        steps.append((load, 0, 0, where))
+        if i == 0:
+            steps.append((_AND, 0, 0, 0xF0))
+        steps.append((_JUMP_IF_EQUAL, 0, left, wanted))
+    return [*steps, (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
+
+
+def _sockets() -> list[int]:
+    """Descriptors of this process' sockets."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own, closed by now
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+    return found
+
+
+@contextlib.contextmanager
+def _copied(number: int) -> Iterator[socket.socket]:
+    """A socket of another's descriptor, which may be closed meanwhile; closed at the end."""
+    copy = os.dup(number)
+    try:
+        one = socket.socket(fileno=copy)
+    except OSError:  # no socket any more
+        os.close(copy)
+        raise
+    with one:
+        yield one
+
+
+_claims: list[socket.socket] = []
+
+
+def _claim(port: int) -> socket.socket | None:
+    """Keeps other raytf processes from a port between its release here and TensorFlow's bind.
+
+    The claim is a Unix socket in Linux' abstract namespace: it is no file, and ends with the process.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if not hasattr(os, "sched_getaffinity"):  # not Linux: the bound socket alone must do
+        return claim
+    try:
+        claim.bind(f"\0raytf/{port}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def release_port() -> None:
+    """Frees the reserved port, just before TensorFlow binds it (it cannot while it is held)."""
+    while _reserved:
+        _reserved.pop().close()

@@ -1,0 +1,147 @@
+"""Processes that start, and import TensorFlow, before it is settled what for. Driver side."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+
+import ray
+from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
+from ray.exceptions import RayActorError, RuntimeEnvSetupError
+from ray.train import ScalingConfig
+from ray.train.v2._internal.constants import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytf.compat import legacy_keras
+from raytf.console.output import Output
+from raytf.console.progress import Entries
+from raytf.runtime import resources
+from raytf.runtime.allocator import allocator
+from raytf.runtime.answers import as_they_come, collect
+
+# A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
+_VARIABLES = {
+    RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0",
+    legacy_keras.VARIABLE: "0",  # whatever Ray was started with on its hosts
+}
+
+# Likewise, unless the driver's says otherwise; with Ray Train's `print` each line comes twice.
+_VARIABLES_UNLESS_SET = {"TF_CPP_MIN_LOG_LEVEL": "2", ENABLE_PRINT_PATCH_ENV_VAR: "0"}
+
+# A process starts in a minute where no runtime environment has to be set up first.
+_START_SECONDS = 900.0
+# The dry run of a model ends itself after 600 s.
+_ASK_SECONDS = 900.0
+
+
+class Process:
+    """A process that does what it is told."""
+
+    def execute(self, function: Callable, *arguments):
+        return function(*arguments)
+
+
+class WarmPool:
+    """Processes that may become workers; they hold no resources of the cluster.
+
+    Args:
+        kind: the workers' class: a `Process`, or Ray Train's, which has an `execute`, too.
+        scaling_config, run_config: the run's.
+        workers: at most so many, on the nodes where Ray would place them now; at least one process starts.
+        preload: is called in each as it starts: what it imports is there when the process is used.
+
+    Attributes:
+        there: (node, actor) of each process that may become a worker.
+        warned: where their warnings are claimed by the one that shows them, see `once.py`.
+    """
+
+    def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
+        self.there = []
+        self._extra = []
+        # A process must not look for devices before Ray gives it some: then it can only try the model.
+        if resources.only_cpus(scaling_config):
+            # Ray sets it for a process that asks for CPUs
+            variables = {"OMP_NUM_THREADS": str(_cpus(scaling_config))}
+            for node in resources.likely_nodes(scaling_config, workers):
+                self.there.append((node, _start(kind, run_config, scaling_config, node, variables)))
+        if not self.there:
+            here = ray.get_runtime_context().get_node_id()
+            self._extra.append(_start(kind, run_config, scaling_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
+        self.warned = Entries("warned")
+        self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
+        self._ready = {actor.execute.remote(preload): actor for actor in self._all()}
+
+    def ask(self, function, *arguments):
+        """Calls a function in the first process that is ready; one that dies meanwhile is replaced by the next.
+
+        Raises:
+            NoAnswerError: none started, or the function did not end, in time.
+        """
+        failed = None
+        for _, ready in as_they_come(list(self._ready), _START_SECONDS, "the start of a process", names=self._names()):
+            try:
+                ray.get(ready)
+                call = self._ready[ready].execute.remote(function, *arguments)
+                (answer,) = collect([call], _ASK_SECONDS, "what it finds out about the model", names=["a process"])
+            except (RayActorError, RuntimeEnvSetupError) as error:
+                failed = error
+                continue
+            self.settle()
+            return answer
+        raise failed
+
+    def _names(self) -> list[str]:
+        return [f"process {i}" for i in range(len(self._ready))]
+
+    def settle(self) -> None:
+        """Ends what cannot become a worker, as nothing is asked any more."""
+        _end(self._extra)
+        self._extra = []
+
+    def cancel(self) -> None:
+        """Ends all, workers or not."""
+        self._output.close(sys.exc_info()[1])
+        _end(self._all())
+        self.warned.clear()
+
+    def _all(self) -> list:
+        return [*(actor for _, actor in self.there), *self._extra]
+
+
+def worker_environment(run_config, scaling_config, variables: dict[str, str] | None = None) -> dict:
+    """The runtime environment of a worker's process.
+
+    Args:
+        run_config: whose own variables go before all others.
+        scaling_config: says how many CPUs a worker has.
+        variables: more of them.
+    """
+    environment = dict(run_config.worker_runtime_env or {})
+    told = {name: os.environ.get(name, value) for name, value in _VARIABLES_UNLESS_SET.items()}
+    ours = _VARIABLES | told | allocator(_cpus(scaling_config)) | (variables or {})
+    return environment | {"env_vars": ours | dict(environment.get("env_vars", {}))}
+
+
+def with_variables(run_config, variables: dict[str, str]):
+    """A copy of a RunConfig whose workers have these environment variables."""
+    run_config, environment = copy.copy(run_config), dict(run_config.worker_runtime_env or {})
+    run_config.worker_runtime_env = environment | {"env_vars": dict(environment.get("env_vars", {})) | variables}
+    return run_config
+
+
+def _cpus(scaling_config) -> int:
+    scaling_config = scaling_config or ScalingConfig()
+    return max(1, int(scaling_config._resources_per_worker_not_none.get("CPU", 1)))
+
+
+def _start(kind, run_config, scaling_config, node: str, variables: dict[str, str]):
+    environment = worker_environment(run_config, scaling_config, get_env_vars_to_propagate() | variables)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=True)
+    return ray.remote(kind).options(num_cpus=0, runtime_env=environment, scheduling_strategy=strategy).remote()
+
+
+def _end(actors) -> None:
+    for actor in actors:
+        ray.kill(actor)

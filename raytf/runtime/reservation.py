@@ -1,0 +1,191 @@
+"""Everything that a run holds of the cluster, as one placement group: all of it at once, or nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+
+import ray
+from ray.train.v2._internal.constants import (
+    DEFAULT_WORKER_GROUP_START_TIMEOUT_S,
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
+)
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from raytf.errors import ResourceError
+from raytf.runtime import resources
+
+# How long is waited before it is said what for, and then between two times.
+_PATIENCE_SECONDS = 5.0
+_AGAIN_SECONDS = 60.0
+# Between two looks: a wait for a group can be interrupted after it.
+_TICK_SECONDS = 1.0
+
+
+def layout(
+    workers: int, each: Mapping[str, float], beside: Mapping[str, Mapping[str, float]], strategy: str, nodes: int
+) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """(the bundles of a run, those of its workers first; the bundle of each task beside them); pure.
+
+    Args:
+        workers: at least 1.
+        each: resources of a worker.
+        beside: resources by task.
+        strategy: of placement. Where that asks for a node for each bundle, and there are not so many `nodes`, the tasks
+            share the workers' bundles.
+    """
+    bundles = [dict(each) for _ in range(workers)]
+    if strategy != "STRICT_SPREAD" or workers + len(beside) <= nodes:
+        places = {name: workers + i for i, name in enumerate(beside)}
+        return bundles + [dict(amounts) for amounts in beside.values()], places
+    places = {name: i % workers for i, name in enumerate(beside)}
+    for name, place in places.items():
+        for resource, amount in beside[name].items():
+            bundles[place][resource] = bundles[place].get(resource, 0) + amount
+    return bundles, places
+
+
+class Reservation:
+    """The placement group of a run. It outlives restarts of the workers, and is of the same size then.
+
+    Args:
+        beside: resources of each task that stands beside Ray Train's workers, by its name.
+        seconds: how long the driver waits for it, or None: for as long as other work holds the cluster.
+
+    Attributes:
+        group: the placement group, or None.
+        places: the bundle of each task beside the workers, by name.
+    """
+
+    def __init__(self, beside: Mapping[str, Mapping[str, float]], seconds: float | None = None):
+        self._beside, self._seconds = dict(beside), seconds
+        self._name, self._number = f"raytf-{uuid.uuid4().hex}", 0
+        self.group: PlacementGroup | None = None
+        self.places: dict[str, int] = {}
+        self._bundles: list[dict[str, float]] = []
+        self._workers = 0
+        self._since: float | None = None
+        self._say_at = 0.0
+
+    def hold(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> PlacementGroup:
+        """The group for so many workers, ready or not: the one that is there, or a new one in its place.
+
+        Args:
+            workers: their number, at least 1.
+            each: resources of one.
+            strategy: of placement.
+            selectors: of nodes, a dict for each worker, or None; one that is all workers' holds for the others, too.
+        """
+        if self.group is not None and self._workers == workers:
+            return self.group
+        self.drop()
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        self._bundles, self.places = layout(workers, each, self._beside, strategy, nodes)
+        self._workers, self._number = workers, self._number + 1
+        selectors = for_all(selectors, len(self._bundles))
+        self.group = placement_group(
+            self._bundles, strategy, name=f"{self._name}-{self._number}", bundle_label_selector=selectors
+        )
+        return self.group
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until the cluster has given the group; says what for after a while, and then now and then.
+
+        Args:
+            seconds: after which it gives up, or None.
+
+        Raises:
+            ResourceError: the cluster has become one that can never give it.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            if self._since is None:
+                self._since, self._say_at = now, now + _PATIENCE_SECONDS
+            step = _TICK_SECONDS if until is None else max(0.0, min(_TICK_SECONDS, until - now))
+            if self.group.wait(step):
+                if now - self._since >= _PATIENCE_SECONDS:
+                    _say("the cluster has given the run its resources")
+                self._since = None
+                return True
+            if until is not None and time.monotonic() >= until:
+                return False
+            if now >= self._say_at:
+                self._say_at = now + _AGAIN_SECONDS
+                if now - self._since >= _AGAIN_SECONDS:  # before, a node may be on its way back
+                    resources.check_bundles(self._bundles)
+                _say(f"{self._wanted()}; waiting for {now - self._since:.0f} s{self._end()}")
+
+    def take(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> None:
+        """`hold` and `wait`, on the driver; a wait that does not end well leaves no group behind.
+
+        Raises:
+            ResourceError: the cluster cannot give it, or does not within the seconds that the driver waits.
+        """
+        try:
+            self.hold(workers, each, strategy, selectors)
+            if not self.wait(self._seconds):
+                raise ResourceError(
+                    "The cluster must give a run all its resources at once",
+                    f"{self._wanted()} for {self._seconds:g} s",
+                    "Wait until other work has ended, or raise FailureConfig(controller_failure_limit=...)",
+                )
+        except BaseException:
+            self.drop()
+            raise
+
+    def _wanted(self) -> str:
+        """What is missing, as a sentence without a full stop."""
+        wanted = resources.total(self._bundles)
+        free, total = ray.available_resources(), ray.cluster_resources()
+        trains = "a coordinator" if "ps 0" in self._beside else f"{self._workers} worker(s)"
+        who = [trains, *self._beside]
+        has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in wanted)
+        grows = ", an autoscaler may add nodes" if resources.autoscales() else ""
+        return (
+            f"the run needs {resources.format_resources(wanted)} at once ({', '.join(who)}), and {has} are free{grows}"
+        )
+
+    def _end(self) -> str:
+        return "" if self._seconds is None else f", at most {self._seconds:g} s"
+
+    def drop(self) -> None:
+        """Gives the group back, with the processes in it."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group, self._workers = None, 0
+
+    def release(self) -> None:
+        """Gives back the group, and those that copies of this have made, as Ray Train's controller does."""
+        self.drop()
+        for found in placement_group_table().values():
+            if found["name"].startswith(self._name) and found["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(found["name"]))
+
+
+def for_all(selectors: list[dict] | None, bundles: int) -> list[dict] | None:
+    """A selector for each bundle, of which the first are the workers'."""
+    if selectors is None:
+        return None
+    common = selectors[0] if all(one == selectors[0] for one in selectors) else {}
+    return [*selectors, *[dict(common) for _ in range(bundles - len(selectors))]]
+
+
+def patience(failure_config) -> float | None:
+    """Seconds that Ray Train waits for the cluster before a run fails: its attempts, each of the time of a start."""
+    attempts = failure_config.controller_failure_limit
+    each = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
+    return None if attempts == -1 else (attempts + 1) * each
+
+
+def _say(text: str) -> None:
+    print(f"raytf: {text}", file=sys.stderr, flush=True)

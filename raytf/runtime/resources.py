@@ -1,0 +1,232 @@
+"""What a cluster can hold, against what a run asks for. Driver side."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import ray
+from ray.core.generated import gcs_pb2
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raytf.errors import ResourceError
+
+
+def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
+    """How many workers the nodes can hold at once if they were empty; pure.
+
+    Args:
+        nodes: total resources of each node.
+        per_worker: resources of one worker, each more than 0.
+    """
+    return sum(int(min((node.get(name, 0) + 1e-9) // amount for name, amount in per_worker.items())) for node in nodes)
+
+
+def per_worker(scaling_config) -> dict[str, float]:
+    """The resources that a worker asks for, each more than 0."""
+    return {name: amount for name, amount in scaling_config._resources_per_worker_not_none.items() if amount > 0}
+
+
+def fewest_workers(scaling_config) -> int:
+    """The number of workers, or the smallest where it is elastic."""
+    workers = scaling_config.num_workers
+    return workers if isinstance(workers, int) else workers[0]
+
+
+def actor_options(amounts: dict[str, float]) -> dict:
+    """What `options` of a Ray actor takes, for resources by name."""
+    others = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": others}
+
+
+def placed_actor(kind, group, bundle: int, amounts: dict[str, float], *, arguments: tuple = (), **options):
+    """An actor of a class, made with these arguments, with resources by name, in a bundle of a placement group."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=place, **options).remote(*arguments)
+
+
+def format_resources(amounts: dict[str, float]) -> str:
+    """Resources in a sentence."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def only_cpus(scaling_config) -> bool:
+    """Whether a worker asks for nothing but CPUs, wherever they are."""
+    return (
+        set(per_worker(scaling_config)) <= {"CPU"} and not scaling_config.use_tpu and not scaling_config.label_selector
+    )
+
+
+def likely_nodes(scaling_config, workers: int) -> list[str]:
+    """The node of each of so many workers if Ray places them now; shorter where there is no room for all."""
+    nodes = ray._private.state.available_resources_per_node()
+    return placed(nodes, per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy)
+
+
+def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], workers: int, spread: bool) -> list[str]:
+    """Nodes for up to `workers` workers; pure.
+
+    Args:
+        nodes: free resources by node.
+        per_worker: resources of one worker, each more than 0.
+        workers: how many.
+        spread: in turn over the nodes, instead of filling the roomiest first.
+    """
+    room = {name: count_fitting([free], per_worker) if per_worker else workers for name, free in nodes.items()}
+    order = sorted(room, key=lambda name: -room[name])
+    if not spread:
+        return [name for name in order for _ in range(room[name])][:workers]
+    rounds = range(max(room.values(), default=0))
+    return [name for turn in rounds for name in order if turn < room[name]][:workers]
+
+
+def autoscales() -> bool:
+    """Whether an autoscaler may add nodes."""
+    return bool(ray._private.state.state.get_max_resources_from_cluster_config())
+
+
+def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> list[dict[str, float]] | None:
+    """What is left of nodes with these resources when they hold bundles of different sizes; None if they cannot.
+
+    The largest are placed first.
+    """
+    left = [dict(node) for node in nodes]
+    for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), sum(b.values())), reverse=True):
+        node = next((n for n in left if all(n.get(k, 0) + 1e-9 >= v for k, v in bundle.items())), None)
+        if node is None:
+            return None
+        for name, amount in bundle.items():
+            node[name] = node.get(name, 0) - amount
+    return left
+
+
+def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
+    """Whether nodes with these total resources can hold bundles of different sizes; the largest are placed first."""
+    return without(nodes, bundles) is not None
+
+
+def capacity(scaling_config) -> float:
+    """How many workers the cluster can hold at once; no end where an autoscaler may add nodes, or none is asked for."""
+    each = per_worker(scaling_config)
+    if not each or autoscales():
+        return math.inf
+    return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+
+
+def held() -> str:
+    """Who holds the cluster's CPUs, in a clause."""
+    total, free = (found.get("CPU", 0) for found in (ray.cluster_resources(), ray.available_resources()))
+    if free >= 1:
+        return f"{free:g} of {total:g} CPUs are free"
+    mine = ray.get_runtime_context().get_job_id()
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    owners: dict[str, float] = {}
+    for text in accessor.get_placement_group_table():
+        group = gcs_pb2.PlacementGroupTableData.FromString(text)
+        if group.state == gcs_pb2.PlacementGroupTableData.CREATED:
+            job = _job(group.creator_job_id, mine)
+            amount = sum(bundle.unit_resources.get("CPU", 0) for bundle in group.bundles)
+            owners[f"worker groups of {job}"] = owners.get(f"worker groups of {job}", 0) + amount
+    for text in accessor.get_actor_table(None, "ALIVE"):
+        actor = gcs_pb2.ActorTableData.FromString(text)
+        amount = actor.required_resources.get("CPU", 0)
+        if amount and not actor.placement_group_id:
+            name = f"{actor.class_name.split('.')[-1]} of {_job(actor.job_id, mine)}"
+            owners[name] = owners.get(name, 0) + amount
+    rest = total - free - sum(owners.values())
+    if rest > 0.5:
+        owners["tasks"] = rest
+    shown = ", ".join(f"{amount:g} by {name}" for name, amount in owners.items() if amount)
+    return f"{total - free:g} of {total:g} CPUs are held: {shown}"
+
+
+def sharing(scaling_config, bundles: list[dict[str, float]]):
+    """The ScalingConfig, with less of a CPU for each worker where a run's processes have to share this machine's cores.
+
+    They do in a Ray that this process started without saying how many CPUs it has, as `ray.data` does. Any other keeps
+    its count, and says so if that is too small.
+
+    Args:
+        scaling_config: a `ray.train.ScalingConfig`.
+        bundles: resources of each of the run's processes.
+    """
+    node, wanted = ray._private.worker._global_node, total(bundles).get("CPU", 0)
+    if node is None or not node.is_head() or node._ray_params.num_cpus is not None:
+        return scaling_config
+    cores = ray.cluster_resources().get("CPU", 0)
+    each = dict(scaling_config._resources_per_worker_not_none)
+    if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
+        return scaling_config
+    print(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
+    each["CPU"] = math.floor(each["CPU"] * cores / wanted * 1000) / 1000
+    return dataclasses.replace(scaling_config, resources_per_worker=each)
+
+
+def less(cpus: float) -> str:
+    """How processes that want so many CPUs in all come to share cores of a Ray that is there already, in a clause."""
+    sharing = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
+    node = ray._private.worker._global_node
+    if node is not None and node.is_head():
+        sharing += f", start Ray with ray.init(num_cpus={math.ceil(cpus)}) before the data is named"
+    return sharing
+
+
+def _job(binary: bytes, mine: str) -> str:
+    return "this job" if binary.hex() == mine else f"job {binary.hex()}"
+
+
+def check_cluster(scaling_config) -> None:
+    """Raises ResourceError if the cluster can never hold the workers; an autoscaler may still add nodes.
+
+    Args:
+        scaling_config: a `ray.train.ScalingConfig`.
+    """
+    wanted = fewest_workers(scaling_config)
+    holds = capacity(scaling_config)
+    if holds < wanted:
+        each, total = per_worker(scaling_config), ray.cluster_resources()
+        need, has = format_resources(each), format_resources({name: total.get(name, 0) for name in each})
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        raise ResourceError(
+            f"The cluster must be able to hold every worker ({need} each)",
+            f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
+            f"Use fewer workers, {less(each.get('CPU', 0) * wanted)}, or add nodes",
+        )
+
+
+def check_servers(scaling_config, plan, extra: dict[str, float] | None = None) -> None:
+    """Raises ResourceError if the cluster can never hold a run with what stands beside Ray Train's workers.
+
+    Args:
+        scaling_config: of Ray Train's workers.
+        plan: `servers.ServerSpec`, or None.
+        extra: resources of one more task.
+    """
+    if plan is not None or extra:
+        check_bundles(bundles(scaling_config, plan, extra))
+
+
+def bundles(scaling_config, plan=None, extra: dict[str, float] | None = None) -> list[dict[str, float]]:
+    """The resources of each process of a run; see `check_servers`."""
+    found = [per_worker(scaling_config)] * fewest_workers(scaling_config)
+    found += [plan.bundle(task) for task in plan.tasks()] if plan else []
+    return [*found, *([extra] if extra else [])]
+
+
+def total(bundles: list[dict[str, float]]) -> dict[str, float]:
+    """The resources of all bundles together."""
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+
+
+def check_bundles(bundles: list[dict[str, float]]) -> None:
+    """Raises ResourceError if the cluster can never hold tasks that need these resources."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if autoscales() or can_hold(nodes, bundles):
+        return
+    wanted, there = total(bundles), ray.cluster_resources()
+    raise ResourceError(
+        f"The cluster must be able to hold {len(bundles)} tasks ({format_resources(wanted)})",
+        f"{len(nodes)} node(s) with {format_resources({name: there.get(name, 0) for name in wanted})}",
+        f"Ask for fewer tasks, {less(wanted.get('CPU', 0))}, or add nodes",
+    )

@@ -1,0 +1,144 @@
+"""Ends processes of actors that stand still, as nobody else would notice it, and keeps why."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS, Look, Watch, look, looks
+from raytf.runtime.guard import Place
+
+# Who was heard within so many seconds stands not still.
+_HEARD_SECONDS = 3.0
+# Between two looks at processes of another node, which are a task there.
+_FAR_SECONDS = 4.0
+
+
+class Watchdog:
+    """Looks at processes from their own nodes, and ends (SIGKILL) those that are stopped for too long.
+
+    A process of this node is looked at by a thread of this process, others by a task on their node.
+
+    Args:
+        seconds: of a stop that is one too long.
+
+    Attributes:
+        ended: for each process that it ended, by the key that it was given, why: a sentence without a full stop.
+    """
+
+    def __init__(self, seconds: float = STOPPED_SECONDS):
+        self._seconds = seconds
+        self.ended: dict = {}
+        self._node = ray.get_runtime_context().get_node_id()
+        self._places: dict[object, Place] = {}
+        self._watches: dict[object, Watch] = {}
+        self._heard: dict[object, float] = {}
+        self._started: dict[object, int] = {}  # when a process did, by its host's clock: numbers are used again
+        self._asked: dict[str, tuple[object, float]] = {}  # by node: the answer that is to come, and when it was asked
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_watchdog")
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def watch(self, key, place: Place) -> None:
+        """Watches a process, in place of one that had its key before."""
+        with self._lock:
+            if self._places.get(key) != place:
+                self._places[key], self._watches[key] = place, Watch(self._seconds)
+                self._started.pop(key, None)
+
+    def heard(self, key) -> None:
+        """Says that a process has just answered: it need not be looked at for a while."""
+        with self._lock:
+            self._heard[key] = time.monotonic()
+            self._watches[key] = Watch(self._seconds)
+
+    def forget(self, key) -> None:
+        """No longer watches a process."""
+        with self._lock:
+            self._places.pop(key, None)
+
+    def close(self) -> None:
+        """Watches nothing any more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self._look()
+            except Exception:  # what failed once may not fail again, and without this thread nobody looks
+                logging.getLogger(__name__).exception("raytf's watchdog could not look at processes")
+
+    def _look(self) -> None:
+        for node, keys in self._due().items():
+            if node == self._node:
+                with self._lock:
+                    pids = [self._places[key].pid for key in keys if key in self._places]
+                self._judge(keys, looks(pids))
+            else:
+                self._look_far(node, keys)
+
+    def _due(self) -> dict[str, list]:
+        now, due = time.monotonic(), {}
+        with self._lock:
+            for key, place in self._places.items():
+                if key not in self.ended and now - self._heard.get(key, -_HEARD_SECONDS) >= _HEARD_SECONDS:
+                    due.setdefault(place.node, []).append(key)
+        return due
+
+    def _look_far(self, node: str, keys: list) -> None:
+        """Takes what a node has answered, and asks it anew; one that does not answer is Ray's to notice."""
+        ref, asked = self._asked.get(node, (None, 0.0))
+        if ref is not None and ray.wait([ref], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._judge(keys, ray.get(ref))
+            ref = None
+        if ref is None and time.monotonic() - asked >= _FAR_SECONDS:
+            with self._lock:
+                pids = [self._places[key].pid for key in keys if key in self._places]
+            self._asked[node] = _on(node, looks, pids), time.monotonic()
+        elif ref is None:
+            self._asked[node] = None, asked
+
+    def _judge(self, keys: list, seen: dict[int, Look | None]) -> None:
+        for key in keys:
+            with self._lock:
+                place, watch = self._places.get(key), self._watches.get(key)
+                found = None if place is None else seen.get(place.pid)
+                if found is None or found.state in "ZX":  # it has ended, which Ray notices
+                    continue
+                if self._started.setdefault(key, found.started) != found.started:  # and its number is another's
+                    continue
+            how = watch.judge(found)
+            if how is not None:
+                self.ended[key] = f"its process {place.pid} on {place.host} is {how}"
+                if place.node == self._node:
+                    kill(place.pid, found.started)
+                else:
+                    _on(place.node, kill, place.pid, found.started)
+
+
+def kill(pid: int, started: int) -> None:
+    """Ends a process of this host if it is still the one that started then; SIGKILL ends stopped ones, too."""
+    found = look(pid)
+    if found is not None and found.started == started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _on(node: str, function, *arguments):
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=place).remote(*arguments)

@@ -1,0 +1,372 @@
+"""Files of a checkpoint: which there are, whether they are whole, and its small state; see `checkpoint.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import posixpath
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from raytf.errors import ConfigError, first_line
+from raytf.storage import stored_json
+
+VERSION = 2
+MODEL, STATE, SEEDS, MANIFEST = "model.keras", "state.json", "seeds.npz", "manifest.json"
+CALLBACKS, ARRAYS, BUILD = "callbacks.json", "callbacks.npz", "build.json"
+_LONGEST_METADATA = 1 << 16
+# How many times its size a file of Keras may unpack to: Keras packs nothing, and weights shrink little. Small ones may.
+_MOST_UNPACKED = 16
+_ALWAYS_UNPACKED = 1 << 26
+_CHUNK_BYTES = 1 << 22
+
+
+class DamagedCheckpointError(ConfigError):
+    """A part of a checkpoint is missing, cut off, or not what was written."""
+
+
+@dataclasses.dataclass
+class State:
+    """Where a training stands.
+
+    Args:
+        epoch: epochs that are complete, at least 0.
+        step: training steps that were made in all, at least 0.
+        seed: the run's seed.
+        stopped: whether a callback ended the run before its last epoch.
+        history: a dict of metric values for each epoch.
+        identity: what tells this run from another, by name; {} in checkpoints that have none.
+        learning_rate: the config's, or None where that is not a number.
+    """
+
+    epoch: int
+    step: int
+    seed: int
+    stopped: bool
+    history: list[dict[str, float]]
+    identity: dict = dataclasses.field(default_factory=dict)
+    learning_rate: float | None = None
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
+
+    @classmethod
+    def of(cls, found: dict, name: str) -> State:
+        """What `to_json` wrote.
+
+        Args:
+            found: the object of the file.
+            name: of the checkpoint, for errors.
+
+        Raises:
+            DamagedCheckpointError: it is not such an object.
+            ConfigError: a newer raytf wrote it.
+        """
+        check_version(found.get("version", 1), name)
+        fields = {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found}
+        right = {
+            "epoch": _is_count,
+            "step": _is_count,
+            "seed": _is_count,
+            "stopped": lambda v: type(v) is bool,
+            "history": lambda v: type(v) is list and all(type(row) is dict for row in v),
+            "identity": lambda v: type(v) is dict,
+            "learning_rate": lambda v: v is None or (type(v) in (int, float) and math.isfinite(v)),
+        }
+        for field in dataclasses.fields(cls):
+            missing = field.name not in fields and field.default is field.default_factory is dataclasses.MISSING
+            if missing or (field.name in fields and not right[field.name](fields[field.name])):
+                raise damaged(name, f"{STATE} has no right {field.name!r}")
+        return cls(**fields)
+
+
+def _is_count(value) -> bool:
+    return type(value) is int and value >= 0
+
+
+def damaged(name: str, why: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        "A checkpoint is used only if every part of it is what was written",
+        f"{name} ({why})",
+        "Use one before it, or start a run with another name",
+    )
+
+
+def check_version(version, name: str) -> None:
+    """Raises ConfigError for a checkpoint of a newer format."""
+    if type(version) is not int or version < 1:
+        raise damaged(name, "it has no right version")
+    if version > VERSION:
+        raise ConfigError(
+            f"This raytf reads checkpoints of format {VERSION} and before",
+            f"{name} of format {version}",
+            "Use the raytf that wrote it, or a newer one",
+        )
+
+
+def read_json(folder: str, part: str, name: str | None = None) -> dict:
+    """The object in a JSON file of a checkpoint's folder.
+
+    Args:
+        folder: of the checkpoint.
+        part: the file.
+        name: of the checkpoint for errors, where that is not the folder's.
+
+    Raises:
+        DamagedCheckpointError: there is none.
+    """
+    try:
+        return stored_json.load(os.path.join(folder, part))
+    except stored_json.UnreadableError as error:
+        raise damaged(name or _name(folder), f"{part} {error}") from error
+
+
+def read_state(folder: str, name: str | None = None) -> State:
+    """The `State` of a checkpoint folder; see `read_json`."""
+    return State.of(read_json(folder, STATE, name), name or _name(folder))
+
+
+def read_state_of(checkpoint) -> State:
+    """The `State` of a `ray.train.Checkpoint`, of which only this small file is read from its storage.
+
+    Raises:
+        DamagedCheckpointError: it has none that can be read.
+    """
+    name = posixpath.basename(checkpoint.path.rstrip("/"))
+    return State.of(_object(_small(checkpoint.filesystem, checkpoint.path, STATE, name), STATE, name), name)
+
+
+def look(filesystem, path: str) -> State:
+    """The `State` of a stored checkpoint all parts of which are as long as they were, and the state what was written.
+
+    Only the small files are read; see `check` for the others.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        path: of the checkpoint there.
+
+    Raises:
+        DamagedCheckpointError: it is not such a one.
+        ConfigError: a newer raytf wrote it.
+    """
+    name = posixpath.basename(path.rstrip("/"))
+    text = _small(filesystem, path, STATE, name)
+    found = _object(text, STATE, name)
+    try:
+        manifest = stored_json.fetched(filesystem, posixpath.join(path, MANIFEST))
+    except stored_json.UnreadableError as error:
+        if not error.missing or "version" in found:
+            raise damaged(name, f"{MANIFEST} {error}") from error
+        return State.of(found, name)  # of format 1
+    parts = _parts(manifest, name)
+    for info, (part, known) in zip(
+        filesystem.get_file_info([posixpath.join(path, part) for part in parts]), parts.items(), strict=True
+    ):
+        _check_size(part, info.size if info.is_file else None, known, name)
+    if zlib.crc32(text) != parts[STATE]["crc32"]:
+        raise damaged(name, f"{STATE} is not what was written")
+    return State.of(found, name)
+
+
+def _small(filesystem, path: str, part: str, name: str) -> bytes:
+    try:
+        return stored_json.content(filesystem, posixpath.join(path, part))
+    except stored_json.UnreadableError as error:
+        raise damaged(name, f"{part} {error}") from error
+
+
+def _object(text: bytes, part: str, name: str) -> dict:
+    try:
+        return stored_json.parsed(text)
+    except stored_json.UnreadableError as error:
+        raise damaged(name, f"{part} {error}") from error
+
+
+def _name(folder: str) -> str:
+    return os.path.basename(os.path.normpath(folder))
+
+
+def _check_regular(path: str, part: str, name: str) -> None:
+    if not os.path.isfile(path):
+        raise damaged(name, f"{part} is {'not a file' if os.path.lexists(path) else 'missing'}")
+
+
+def check_archive(path: str, name: str) -> None:
+    """Raises DamagedCheckpointError unless a file of Keras is an archive, of parts that are not absurdly large.
+
+    Nothing of it is unpacked for this. A part that unpacks to more than its archive says is cut off by zipfile.
+
+    Args:
+        path: of the file.
+        name: of its checkpoint.
+    """
+    part = os.path.basename(path)
+    _check_regular(path, part, name)
+    if not zipfile.is_zipfile(path):
+        raise damaged(name, f"{part} is {'no archive' if os.path.getsize(path) else 'empty'}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise damaged(name, f"{part} is no archive: {first_line(error)}") from error
+    if unpacked > max(_ALWAYS_UNPACKED, _MOST_UNPACKED * os.path.getsize(path)):
+        raise damaged(name, f"{part} has {os.path.getsize(path)} bytes and would unpack to {unpacked}")
+
+
+def keras_version(path: str) -> str:
+    """The version of Keras that wrote a file of it, or "" where that does not say."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("metadata.json") as file:
+            found = stored_json.parsed(file.read(_LONGEST_METADATA))
+    except (KeyError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
+        return ""
+    return str(found.get("keras_version", ""))
+
+
+def write_manifest(folder: str) -> None:
+    """Writes sizes and checksums of what is in the folder; the last file of a checkpoint."""
+    files = {}
+    for part in sorted(os.listdir(folder)):
+        path = os.path.join(folder, part)
+        files[part] = {"bytes": os.path.getsize(path), "crc32": _crc32(path)}
+    with open(os.path.join(folder, MANIFEST), "w") as file:
+        json.dump({"version": VERSION, "files": files}, file)
+
+
+def _crc32(path: str) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def check(folder: str, contents: bool = True, name: str | None = None) -> None:
+    """Raises unless every part of a checkpoint is there as it was written; nothing of it is used for this.
+
+    Args:
+        folder: of the checkpoint.
+        contents: compare checksums, which reads every byte; else sizes alone.
+        name: of the checkpoint for errors, where that is not the folder's.
+
+    Raises:
+        DamagedCheckpointError: a part is not.
+        ConfigError: a newer raytf wrote the checkpoint.
+    """
+    name = name or _name(folder)
+    if not os.path.isdir(folder):
+        raise damaged(name, "its folder is missing")
+    if not os.path.lexists(os.path.join(folder, MANIFEST)):
+        _check_first_format(folder, name)
+        return
+    for part, known in _parts(read_json(folder, MANIFEST, name), name).items():
+        path = os.path.join(folder, part)
+        _check_regular(path, part, name)
+        _check_size(part, os.path.getsize(path), known, name)
+        if contents and _crc32(path) != known["crc32"]:
+            raise damaged(name, f"{part} is not what was written")
+    read_state(folder, name)
+
+
+def _parts(manifest: dict, name: str) -> dict[str, dict[str, int]]:
+    """{"bytes", "crc32"} of each part that a manifest names."""
+    check_version(manifest.get("version"), name)
+    files = manifest.get("files")
+    if type(files) is not dict or not {MODEL, STATE, SEEDS} <= files.keys():
+        raise damaged(name, f"{MANIFEST} does not name its parts")
+    for part, known in files.items():
+        right = type(known) is dict and all(_is_count(known.get(figure)) for figure in ("bytes", "crc32"))
+        if not right or os.path.basename(part) != part or part in ("", ".", ".."):
+            raise damaged(name, f"{MANIFEST} names a part that is none")
+    return files
+
+
+def _check_size(part: str, size: int | None, known: dict[str, int], name: str) -> None:
+    """Raises unless a part has the size that it had; None: there is no such file."""
+    if size is None:
+        raise damaged(name, f"{part} is missing")
+    if size != known["bytes"]:
+        raise damaged(name, f"{part} is {'empty' if not size else f'{size} bytes long'}, and was {known['bytes']}")
+
+
+def _check_first_format(folder: str, name: str) -> None:
+    """What can be seen of a checkpoint of format 1, which had no manifest: archives have checksums of their own."""
+    if "version" in read_json(folder, STATE, name):
+        raise damaged(name, f"{MANIFEST} is missing")
+    read_state(folder, name)
+    for part in (MODEL, SEEDS):
+        path = os.path.join(folder, part)
+        _check_regular(path, part, name)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                broken = archive.testzip()
+        except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+            what = "empty" if not os.path.getsize(path) else f"no archive: {first_line(error)}"
+            raise damaged(name, f"{part} is {what}") from error
+        if broken is not None:
+            raise damaged(name, f"{part} is broken at {broken}")
+
+
+@contextlib.contextmanager
+def arrays(folder: str, part: str):
+    """The arrays of an npz of a checkpoint, by name; objects are refused, and what is packed smaller than it is.
+
+    Raises:
+        DamagedCheckpointError: it holds something else, also while they are read.
+    """
+    path, name = os.path.join(folder, part), _name(folder)
+    _check_regular(path, part, name)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise ValueError("it is compressed, as raytf never writes it")
+        with np.load(path, allow_pickle=False) as found:
+            yield found
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError, KeyError, MemoryError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise damaged(name, f"{part}: {first_line(error)}") from error
+
+
+def first_whole(candidates: Iterable, check: Callable[[object], str]):
+    """The first checkpoint that is whole, with a warning that names those that are not.
+
+    Args:
+        candidates: `ray.train.Checkpoint`s, newest first.
+        check: check(candidate) gives something for a whole one, else raises DamagedCheckpointError.
+
+    Returns:
+        (the candidate, what `check` gave).
+
+    Raises:
+        DamagedCheckpointError: none is; names all.
+    """
+    refused = []
+    for candidate in candidates:
+        try:
+            found = check(candidate)
+        except (DamagedCheckpointError, FileNotFoundError) as error:
+            refused.append(error.received if isinstance(error, ConfigError) else f"{candidate.path} is missing")
+            continue
+        if refused:
+            text = "Damaged: " + "; ".join(refused)
+            warnings.warn(f"{text}. In its place {posixpath.basename(candidate.path)} is taken", stacklevel=3)
+        return candidate, found
+    raise DamagedCheckpointError(
+        "A run goes on from a checkpoint of which every part is what was written",
+        "; ".join(refused),
+        "Start a run with another name",
+    )
+
+
+def newest_first(checkpoints: Iterable) -> list:
+    """Checkpoints of one run by the time in their names, which Ray gives them, each once."""
+    found = {c.path.rstrip("/"): c for c in checkpoints}
+    return [found[path] for path in sorted(found, key=posixpath.basename, reverse=True)]

@@ -1,0 +1,185 @@
+"""A lock's file on a mounted file system, where creating it is exclusive, and on an object store, where it is not."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from raytf.storage import stored_json
+
+# What two drivers that write at the same moment to an object store may differ by, and some more.
+SETTLE_SECONDS = 1.0
+# Who takes over a lock needs a few lines for it: a mark of that which is older was left by one that died there.
+_TAKING_SECONDS = 60.0
+
+
+class MountedFile:
+    """A lock file on a file system that is mounted here."""
+
+    def __init__(self, filesystem, path: str, own: str):
+        self._path, self._own, self._fd = path, own, None
+
+    def create(self, text: str) -> bool:
+        """Whether the file is ours now; False where there is one."""
+        try:
+            self._fd = _exclusive(self._path)
+        except FileExistsError:
+            return False
+        self._write(text)
+        return True
+
+    def replace(self, text: str, seen: str | None) -> bool:
+        """Puts ours in the place of a dead owner's; False where another was faster."""
+        taking = f"{self._path}.taking"
+        try:
+            os.close(_exclusive(taking))
+        except FileExistsError:
+            if self._since(taking) <= _TAKING_SECONDS:
+                return False
+            os.unlink(taking)  # its writer died within a few lines of here
+            os.close(_exclusive(taking))
+        try:
+            if self.read() != seen:
+                return False
+            new = f"{self._path}.{self._own}"
+            self._fd = _exclusive(new)
+            self._write(text)
+            os.replace(new, self._path)
+            return True
+        finally:
+            os.unlink(taking)
+
+    def settle(self) -> None:
+        """Nothing to wait for: creation is exclusive."""
+
+    def read(self) -> str | None:
+        """The text, or None where there is no file."""
+        try:
+            with open(self._path, "rb") as file:
+                return _text(file.read())
+        except FileNotFoundError:
+            return None
+
+    def age(self) -> float | None:
+        """Seconds since the last heartbeat, by the clock of the file system."""
+        try:
+            return self._since(self._path)
+        except FileNotFoundError:
+            return 0.0
+
+    def _since(self, path: str) -> float:
+        probe = f"{self._path}.{self._own}.now"
+        os.close(_exclusive(probe))
+        try:
+            return os.stat(probe).st_mtime - os.stat(path).st_mtime
+        finally:
+            os.unlink(probe)
+
+    def beat(self, text: str) -> bool:
+        """Whether the file is still ours; then it is younger now. What was replaced is not written to."""
+        try:
+            there, mine = os.stat(self._path), os.fstat(self._fd)
+        except FileNotFoundError:
+            return False
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            return False
+        self._write(text)
+        return True
+
+    def _write(self, text: str) -> None:
+        os.pwrite(self._fd, text.encode(), 0)
+        os.fsync(self._fd)
+
+    def delete(self) -> None:
+        os.unlink(self._path)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class StoredFile:
+    """A lock file in an object store."""
+
+    def __init__(self, filesystem, path: str, own: str):
+        self._filesystem, self._path, self._own = filesystem, path, own
+        self._written = 0.0
+
+    def create(self, text: str) -> bool:
+        if self.read() is not None:
+            return False
+        self._write(self._path, text)
+        return True
+
+    def replace(self, text: str, seen: str | None) -> bool:
+        if self.read() != seen:
+            return False
+        self._write(self._path, text)
+        return True
+
+    def settle(self) -> None:
+        """Waits until whoever wrote at the same moment has written."""
+        time.sleep(max(0.0, self._written + SETTLE_SECONDS - time.monotonic()))
+
+    def read(self) -> str | None:
+        try:
+            with self._filesystem.open_input_stream(self._path) as file:
+                return _text(file.read())
+        except FileNotFoundError:
+            return None
+
+    def age(self) -> float | None:
+        probe = f"{self._path}.{self._own}.now"
+        self._write(probe, "")
+        now, then = self._filesystem.get_file_info([probe, self._path])
+        self._filesystem.delete_file(probe)
+        if now.mtime is None or then.mtime is None:
+            return None
+        return (now.mtime_ns - then.mtime_ns) / 1e9
+
+    def beat(self, text: str) -> bool:
+        if look(self)[1].get("id") != self._own:
+            return False
+        self._write(self._path, text)
+        return True
+
+    def _write(self, path: str, text: str) -> None:
+        with self._filesystem.open_output_stream(path) as file:
+            file.write(text.encode())
+        if path == self._path:
+            self._written = time.monotonic()
+
+    def delete(self) -> None:
+        self._filesystem.delete_file(self._path)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _text(content: bytes) -> str:
+    """Whatever the bytes are: two that differ are two texts, and what is no UTF-8 names nobody."""
+    return content.decode(errors="surrogateescape")
+
+
+def _exclusive(path: str) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+
+
+def look(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
+    """The lock's text and its owner; one that names nobody is read again for a moment, as it may be half written."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        text = file.read()
+        owner = _owner_in(text)
+        if text is None or owner or time.monotonic() >= end:
+            return text, owner
+        time.sleep(SETTLE_SECONDS / 20)
+
+
+def _owner_in(text: str | None) -> dict:
+    """The owner that a lock's text names; {} where it names none, as one that was just created."""
+    try:
+        return stored_json.parsed((text or "{}").encode(errors="surrogateescape"))
+    except stored_json.UnreadableError:
+        return {}

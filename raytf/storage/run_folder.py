@@ -1,0 +1,316 @@
+"""The folder of a run on its storage: its name, where its run stands, and how it is put aside. Driver side.
+
+Ray Train goes on from what its `checkpoint_manager_snapshot.json` lists; beside each checkpoint lies raytf's own
+`state.json`. Both are read where they are: no checkpoint is downloaded for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import posixpath
+import re
+import secrets
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow.fs
+from pyarrow.fs import FileSelector, FileType
+from ray.train import Checkpoint, CheckpointConfig
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    _CheckpointManagerState,
+    _TrainingResultState,
+)
+from ray.train.v2._internal.execution.storage import get_fs_and_path
+
+from raytf.errors import ConfigError, in_a_line
+from raytf.storage import checkpoint_files, stored_json
+from raytf.storage.checkpoint_files import DamagedCheckpointError, State
+from raytf.storage.run_lock import LOCK
+
+# Ray Train names every RunConfig that has no name by the second in which it is made.
+_RAYS_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+
+# How Ray Train names the folders of checkpoints, unless a train loop names them otherwise.
+_CHECKPOINT, _RAYS_CHECKPOINT = "checkpoint_", re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+
+
+def new_name(kind: str) -> str:
+    """A name that no other run has, with the time in it for its reader."""
+    return f"{kind}_{_now()}_{secrets.token_hex(3)}"
+
+
+def is_unnamed(run_config) -> bool:
+    """Whether a RunConfig was given no name."""
+    return not run_config.name or _RAYS_NAME.fullmatch(run_config.name) is not None
+
+
+def named(run_config, kind: str):
+    """The RunConfig with a name; one without gets a new one each time, and is itself left as it is."""
+    return dataclasses.replace(run_config, name=new_name(kind)) if is_unnamed(run_config) else run_config
+
+
+def check_name(name: str | None) -> None:
+    """Raises ConfigError for a name whose folder would not lie below the storage path."""
+    parts = (name or "").split("/")
+    if name is None or (name.strip() and not {"", ".", ".."} & set(parts) and not {"\0", "\\"} & set(name)):
+        return
+    raise ConfigError(
+        "The name of a run must name a folder below its storage path",
+        repr(name),
+        "Use a name without '..', '\\' and slashes at its ends",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Last:
+    """Where the run of a folder stands: what the `state.json` of its last checkpoint says.
+
+    Args:
+        epoch: epochs that are complete.
+        stopped: whether a callback ended the run.
+        identity: what the run was, see `same_run.py`; {} where that is not known.
+        relisted: (checkpoints, what is wrong with the list) where Ray's list is to be made anew, see `relist`.
+    """
+
+    epoch: int
+    stopped: bool
+    identity: dict[str, Any]
+    relisted: tuple[tuple[str, ...], str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run.
+
+    Args:
+        filesystem: of the storage.
+        path: of the folder there.
+        name: of the run.
+    """
+
+    filesystem: pyarrow.fs.FileSystem
+    path: str
+    name: str
+
+    @staticmethod
+    def of(run_config) -> RunFolder:
+        """The folder of a RunConfig of Ray Train or Tune, which has a name.
+
+        Raises:
+            ConfigError: there is no such file system.
+        """
+        try:
+            filesystem, path = get_fs_and_path(run_config.storage_path, run_config.storage_filesystem)
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                "storage_path must be a path from the root, or the URI of a storage that pyarrow knows",
+                f"{run_config.storage_path!r}, for which there is {in_a_line(error)}",
+                "Correct RunConfig(storage_path=...)",
+            ) from error
+        return RunFolder(filesystem, posixpath.join(path, run_config.name), run_config.name)
+
+    def last(self, finished: Callable[[Last], bool] = lambda last: False) -> Last | None:
+        """Where the run stands, by the newest checkpoint that is whole; None without one.
+
+        Whole by sizes; of a run that is finished, from which no worker goes on, every byte is compared.
+
+        Args:
+            finished: whether a run that stands there has nothing left to do.
+
+        Raises:
+            ConfigError: there is a list of checkpoints, and none is a whole one of raytf's.
+        """
+        wrong, names = "", []
+        try:
+            names = [entry.checkpoint_dir_name for entry in self._by_age(self._listed())]
+        except stored_json.UnreadableError as error:
+            wrong, listed = str(error), not error.missing
+            names = self._stored()
+            if not names and not listed:
+                return None
+        refused = []
+        for i, name in enumerate(names):
+            try:
+                found = self._look(name, finished)
+            except DamagedCheckpointError as error:
+                refused.append(str(error.received))
+                continue
+            if refused:
+                text = "Damaged: " + "; ".join(refused)
+                warnings.warn(f"{self.name}: {text}. In its place {name} is taken", stacklevel=3)
+            if wrong or refused:
+                return dataclasses.replace(found, relisted=(tuple(names[i:]), wrong))
+            return found
+        if wrong and not listed:  # of a run that ended before its first checkpoint was whole
+            print(f"{self.name}: none of its checkpoints is whole ({'; '.join(refused)}); starts anew")
+            return None
+        if names or wrong:
+            where = f"neither {names[0]!r} nor one before it is a whole one" if names else "there is none"
+            wrong = f", and {CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which lists them, {wrong}" if wrong else ""
+            raise ConfigError(
+                "A run goes on from checkpoints of raytf.KerasTrainer",
+                f"{self.path!r}, where {where}{wrong}",
+                "Use resume=False to start anew, or choose another RunConfig(name=...)",
+            )
+        return None
+
+    def relist(self, last: Last, config: CheckpointConfig) -> None:
+        """Writes Ray's list of the checkpoints anew where it cannot be used, or lists newer ones that are damaged.
+
+        Args:
+            last: what `last` found.
+            config: the run's; says in which order Ray keeps them.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if last.relisted is None:
+            return
+        names, wrong = last.relisted
+        known = {}
+        if not wrong:
+            known = {entry.checkpoint_dir_name: entry.metrics for entry in self._listed().checkpoint_results}
+        found = []
+        for name in reversed(names):
+            try:
+                state = checkpoint_files.look(self.filesystem, f"{self.path}/{name}")
+            except DamagedCheckpointError:
+                continue
+            metrics = known.get(name) or {"epoch": state.epoch, **(state.history[-1] if state.history else {})}
+            found.append(_TrainingResultState(checkpoint_dir_name=name, metrics=metrics))
+        order = {entry.checkpoint_dir_name: i for i, entry in enumerate(found)}
+        kept = sorted(found, key=lambda entry: _score(entry.metrics, config))
+        snapshot = _CheckpointManagerState(
+            checkpoint_results=kept,
+            checkpoint_report_indices=[order[entry.checkpoint_dir_name] for entry in kept],
+            latest_checkpoint_result=found[-1],
+            pending_training_results=[],
+            pending_validation_specs=[],
+            current_report_index=len(found),
+            validated_checkpoint_dir_names=[],
+            timed_out_validation_checkpoint_dir_names=[],
+            failed_validation_checkpoint_dir_names=[],
+        )
+        try:
+            with self.filesystem.open_output_stream(f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}") as file:
+                file.write(snapshot.model_dump_json().encode())
+        except OSError as error:
+            raise ConfigError(
+                "Ray's list of a run's checkpoints must be a file that can be written",
+                f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {in_a_line(error)}",
+                "Move what is there away, or use resume=False to start anew",
+            ) from error
+        file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {wrong}," if wrong else "")
+        print(f"{self.name}: {file} now lists its {len(found)} whole checkpoint(s)")
+
+    def check_list(self) -> None:
+        """Raises ConfigError where Ray's list of the checkpoints is there and cannot be used, or has been lost."""
+        try:
+            self._listed()
+        except stored_json.UnreadableError as error:
+            if error.missing and sum(map(bool, map(_RAYS_CHECKPOINT.match, self._stored()))) < 2:
+                return  # a run may end within its first checkpoint
+            raise ConfigError(
+                "A run goes on from the checkpoints that Ray Train lists in its folder",
+                f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which {error}",
+                "Bring the file back from a copy, or choose another RunConfig(name=...)",
+            ) from error
+
+    def _listed(self) -> _CheckpointManagerState:
+        """Ray's list, as far as Ray itself takes it.
+
+        Raises:
+            UnreadableError: it does not.
+        """
+        found = stored_json.fetched(self.filesystem, f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
+        try:
+            listed = _CheckpointManagerState.model_validate(found)
+        except (ValueError, TypeError, RecursionError) as error:  # of pydantic
+            raise stored_json.UnreadableError("is no list of this version of Ray") from error
+        results, latest = listed.checkpoint_results, listed.latest_checkpoint_result
+        names = [entry.checkpoint_dir_name for entry in results]
+        others = [*listed.pending_training_results, *([latest] if latest else [])]
+        named = {entry.checkpoint_dir_name for entry in others}
+        if len(names) != len(listed.checkpoint_report_indices) or not named <= set(names):
+            raise stored_json.UnreadableError("contradicts itself")
+        if any(name != posixpath.basename(name) or name in ("", ".", "..") for name in names):
+            raise stored_json.UnreadableError("names folders elsewhere")
+        infos = self.filesystem.get_file_info([f"{self.path}/{name}" for name in names])
+        if gone := [name for name, info in zip(names, infos, strict=True) if info.type != FileType.Directory]:
+            raise stored_json.UnreadableError(f"lists {gone[0]!r}, which is missing")
+        return listed
+
+    @staticmethod
+    def _by_age(listed: _CheckpointManagerState) -> list[_TrainingResultState]:
+        """What is listed, newest first."""
+        pairs = zip(listed.checkpoint_report_indices, listed.checkpoint_results, strict=True)
+        return [entry for _, entry in sorted(pairs, key=lambda pair: pair[0], reverse=True)]
+
+    def _stored(self) -> list[str]:
+        """The checkpoints that lie in the folder, newest first, by the time in their names, which Ray gives them."""
+        found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
+        folders = [info.base_name for info in found if info.type == FileType.Directory]
+        return sorted((name for name in folders if name.startswith(_CHECKPOINT)), reverse=True)
+
+    def _look(self, name: str, finished: Callable[[Last], bool]) -> Last:
+        """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""
+        path = f"{self.path}/{name}"
+        state: State = checkpoint_files.look(self.filesystem, path)
+        last = Last(state.epoch, state.stopped, state.identity)
+        if finished(last):
+            with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
+                checkpoint_files.check(folder, name=name)
+        return last
+
+    def put_aside(self) -> str | None:
+        """Moves what a run has left in the folder into one of its own beside it, where it can be loaded and goes on.
+
+        Returns:
+            The name of that folder, or None where there was nothing.
+        """
+        found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
+        mine = [info for info in found if not info.base_name.startswith(LOCK) and not self._is_a_run(info)]
+        if not mine:
+            return None
+        aside = f"{self.name}_until_{_now()}_{secrets.token_hex(3)}"
+        target = posixpath.join(posixpath.dirname(self.path), posixpath.basename(aside))
+        self.filesystem.create_dir(target)
+        # what lists the checkpoints goes first: whatever happens in between, nothing lists what is not there
+        for info in sorted(mine, key=lambda info: info.base_name != CHECKPOINT_MANAGER_SNAPSHOT_FILENAME):
+            self._move(info, f"{target}/{info.base_name}")
+        return aside
+
+    def _is_a_run(self, info) -> bool:
+        """Whether an entry is the folder of another run, whose name begins with this one's and a slash."""
+        if info.type != FileType.Directory:
+            return False
+        inside = [f"{info.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{info.path}/{LOCK}"]
+        return any(there.type == FileType.File for there in self.filesystem.get_file_info(inside))
+
+    def _move(self, info, target: str) -> None:
+        """Moves a file or a folder; the folders of object stores are moved file by file, as they are only names."""
+        if info.type != FileType.Directory or isinstance(self.filesystem, pyarrow.fs.LocalFileSystem):
+            self.filesystem.move(info.path, target)
+            return
+        for inner in self.filesystem.get_file_info(FileSelector(info.path, recursive=True)):
+            if inner.type == FileType.File:
+                place = f"{target}/{posixpath.relpath(inner.path, info.path)}"
+                self.filesystem.create_dir(posixpath.dirname(place))
+                self.filesystem.move(inner.path, place)
+        self.filesystem.delete_dir(info.path)
+
+
+def _now() -> str:
+    return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def _score(metrics: dict[str, Any], config: CheckpointConfig) -> tuple[bool, float]:
+    """What Ray sorts the checkpoints of a run by, the worst first; those without a score before all others."""
+    score = metrics.get(config.checkpoint_score_attribute)
+    if isinstance(score, bool) or not isinstance(score, (int, float)) or math.isnan(score):
+        return False, 0.0
+    return True, score if config.checkpoint_score_order == "max" else -score

@@ -1,0 +1,79 @@
+"""What can be seen to be wrong with a trainer's arguments before anything runs. Driver side."""
+
+from __future__ import annotations
+
+import cloudpickle
+from ray.train import ScalingConfig
+
+from raytf import validation
+from raytf.errors import ConfigError
+from raytf.parameter_server.servers import ServerSpec
+from raytf.runtime.resources import fewest_workers
+from raytf.runtime.topology import pick_strategy
+
+
+def check_pickles(function, name: str, of: str = "config") -> None:
+    """Raises ConfigError unless `function` can be called and sent to a worker."""
+    if not callable(function):
+        raise ConfigError(f"{name} must be a function of {of}", repr(function), "Pass a function")
+    try:
+        cloudpickle.dumps(function)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} must be a function that pickles, as it is sent to the workers",
+            f"{getattr(function, '__name__', function)!r}: {error}",
+            "Create what does not pickle (models, locks, files, connections) inside the function",
+        ) from error
+
+
+def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
+    """Raises ConfigError if the strategy does not fit the workers."""
+    workers = check_workers(scaling_config)
+    devices = int(scaling_config._resources_per_worker_not_none.get("GPU", 0))
+    pick_strategy(name, workers=workers, devices=devices, tpu=bool(scaling_config.use_tpu))
+
+
+def check_workers(scaling_config: ScalingConfig) -> int:
+    """The processes that train: `fewest_workers`, or this one alone where num_workers=0.
+
+    Raises:
+        ConfigError: an elastic run may have none.
+    """
+    if scaling_config.num_workers == 0:
+        return 1
+    workers = fewest_workers(scaling_config)
+    if workers < 1:
+        raise ConfigError("num_workers must be at least 1", workers, "Use ScalingConfig(num_workers=1) or more")
+    return workers
+
+
+def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> None:
+    """Raises ConfigError if parameter servers are asked for without their strategy, or the other way round."""
+    validation.check_num_ps(strategy, num_ps)
+    if strategy == "parameter_server" and not isinstance(scaling_config.num_workers, int):
+        raise ConfigError(
+            "A cluster with parameter servers has a fixed number of workers", scaling_config.num_workers, "Choose one"
+        )
+    if strategy == "parameter_server" and isinstance(scaling_config.label_selector, list):
+        raise ConfigError(
+            "A cluster with parameter servers has one label selector for all its processes",
+            f"a list of {len(scaling_config.label_selector)}",
+            "Use ScalingConfig(label_selector={...})",
+        )
+
+
+def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, ServerSpec | None]:
+    """What Ray Train runs, and the servers beside it: with parameter servers, Ray Train has the coordinator alone."""
+    if not num_ps:
+        return scaling_config, None
+    each = dict(scaling_config._resources_per_worker_not_none)
+    plan = ServerSpec(
+        num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=each, environment=environment
+    )
+    coordinator = ScalingConfig(
+        num_workers=1,
+        resources_per_worker={"CPU": each.get("CPU", 1)},
+        placement_strategy=scaling_config.placement_strategy,
+        label_selector=scaling_config.label_selector,
+    )
+    return coordinator, plan

@@ -1,0 +1,133 @@
+"""Ray Train's backend for TensorFlow: addresses, ports and TF_CONFIG for each worker, at every (re)start."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray.train
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.context import TrainContext
+from ray.train.v2._internal.util import TrainingFramework
+
+from raytf.collectives import ring
+from raytf.compat import autograph_files, legacy_keras, legacy_names
+from raytf.compat.fast_import import import_keras
+from raytf.console import once, output
+from raytf.runtime import ports, settings
+from raytf.runtime.answers import NoAnswerError, collect
+from raytf.runtime.settings import Settings
+from raytf.runtime.topology import tf_config
+
+# The workers' processes are there; this is for one that stands still.
+_ANSWER_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorflowConfig(Settings, BackendConfig):
+    __doc__ = Settings.__doc__
+
+    @property
+    def backend_cls(self):
+        return TensorflowBackend
+
+    @property
+    def train_func_context(self):
+        return functools.partial(_worker_context, self)
+
+    @property
+    def framework(self) -> TrainingFramework:
+        """What the Train tab of Ray's dashboard shows."""
+        return TrainingFramework.TENSORFLOW
+
+    def to_dict(self) -> dict[str, Any]:
+        hidden = ("feed", "servers", "tpu", "warned", "board", "log_level")
+        return {k: v for k, v in vars(self).items() if k not in hidden}
+
+
+class TensorflowBackend(Backend):
+    """Gives every worker an address of its own and tells it those of all."""
+
+    def on_start(self, worker_group, backend_config: TensorflowConfig):
+        count = len(worker_group)
+        addresses = _from_all(worker_group, "its address", ports.reserve_address, [(backend_config.ports,)] * count)
+        token = ring.new_token()
+        resources = worker_group.get_resources_per_worker()
+        cpus = max(1, int(resources.get("CPU", 1)))
+        told = [(backend_config, addresses, rank, cpus, token) for rank in range(count)]
+        _from_all(worker_group, "its environment", set_environment, told)
+
+
+def _from_all(worker_group, what: str, function, arguments: list[tuple]) -> list:
+    """What a function gives on each worker; a worker that died ends the wait at once, for Ray Train to start anew."""
+    refs = [worker_group.execute_single_async(rank, function, *its) for rank, its in enumerate(arguments)]
+    try:
+        return collect(refs, _ANSWER_SECONDS, what)
+    except NoAnswerError as error:
+        raise WorkerGroupStartupFailedError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _worker_context(config: TensorflowConfig):
+    import_keras()
+    from raytf.worker import context  # imports TensorFlow, so on a worker only
+
+    # it tells of each report, and has no name by which Ray Train's own level would hold for it
+    logging.getLogger(inspect.getfile(TrainContext)).setLevel(config.log_level)
+    chief = ray.train.get_context().get_world_rank() == 0
+    with (
+        output.telling(),
+        autograph_files.removed(),
+        context.prepared(config),
+        spoken(chief, config.board),
+        once.shown(config.warned),
+        legacy_names.explained(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def context_here(config: TensorflowConfig):
+    """Prepares the driver's own process for a train loop; what it prints, and how, is left as it is."""
+    from raytf.worker import context
+
+    with context.prepared(config), legacy_names.explained():
+        yield
+
+
+# ------------------------------------------------------------------------------------------ on the worker
+
+
+def spoken(chief: bool, board):
+    """`verbosity.of` on a worker of Keras 3; one of Keras 2 prints what Keras 2 does."""
+    if legacy_keras.is_on():
+        return contextlib.nullcontext()
+    from raytf.parallel import verbosity
+    from raytf.worker import callbacks
+
+    line = None if board is None else functools.partial(callbacks.ProgressCallback, board, None, None)
+    return verbosity.of(chief, line)
+
+
+def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:
+    """Writes what TensorFlow reads from the environment; runs before TensorFlow is imported.
+
+    Args:
+        config: the run's.
+        addresses: "host:port" of all workers, by rank.
+        rank: this worker's.
+        cpus: that Ray gave it.
+        token: of the workers' ring, the same for all; it is kept in memory, where no other user's process reads it.
+    """
+    output.say_who(f"worker {rank}")
+    ring.keep_token(token)
+    os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
+    intra_op, inter_op = config.intra_op_threads or cpus, config.inter_op_threads or max(2, cpus)
+    os.environ.update(settings.variables(intra_op, inter_op, config.memory_growth))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -1,0 +1,320 @@
+"""Builds the model once, away from the driver, and tries it on the data's shapes before any worker starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+
+import cloudpickle
+
+from raytf.compat import autograph_files, legacy_names
+from raytf.data.stored import StoredDataset
+from raytf.errors import ConfigError
+from raytf.identity import config_keys, fingerprint
+from raytf.identity.config_keys import Noted
+from raytf.parallel import model_optimizers
+
+# Keys of the config that the trainer reads, and compares where they make another run.
+_TRAINERS_OWN = frozenset(("batch_size", "epochs"))
+_STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
+
+
+_KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
+_DEADLINE_SECONDS = 600.0
+_MEASURED_STEPS = 5
+
+
+def inspect(pickled: bytes, block: StoredDataset, rows: int | None = None) -> ConfigError | Tried:
+    """What is wrong with the model or the columns, for the driver to raise; else what the model is.
+
+    Args:
+        pickled: (build_model, config, features, labels, sample_weights, map), by cloudpickle.
+        block: a block of the training data.
+        rows: of the steps that are measured, or None for no figures.
+    """
+    block = block.here()
+
+    def answer() -> ConfigError | Tried:
+        # no Ray from here on
+        os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
+        build_model, config, *columns = cloudpickle.loads(pickled)
+        try:
+            noted = Noted(config)
+            model = check(build_model, noted, block, *columns)
+        except ConfigError as error:
+            return error
+        identity = _identity(model, noted, config, block, build_model, *columns)
+        return Tried(None if rows is None else _facts(model, _feed(block, *columns, rows)), identity)
+
+    return _in_a_copy(answer)
+
+
+def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_model, *columns) -> dict:
+    """What the model is, the values of the config that it was built with, and the types of its columns."""
+    found = fingerprint.of_model(model, lambda: build_model(Noted(config)))
+    # after the model was described, which notes what its functions read later
+    values = {**noted.defaults, **config}
+    keys = set(values) if noted.whole else noted.read & set(values)
+    read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
+    types = fingerprint.types_of(block.refs[0], *columns[:3])
+    return found | {"config": fingerprint.described(read), "types": types}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What was found out about a model and columns that fit each other.
+
+    Args:
+        facts: figures, where they were asked for.
+        identity: what the model and the columns' types are, see `fingerprint.of_model`.
+    """
+
+    facts: ModelFacts | None
+    identity: dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Figures of a model and its data.
+
+    Args:
+        parameters: numbers that are trained.
+        weight_bytes, optimizer_bytes, gradient_bytes: of all variables, of the optimizer's, of the gradients of a step
+            as far as they are dense.
+        largest_bytes: of the largest variable.
+        sparse_bytes: of the rows of tables for which a step has gradients.
+        wide_gradients: whether gradients are wider than 16 bits.
+        row_bytes: of a row of the data.
+        step_seconds: of a training step, the median of a few.
+    """
+
+    parameters: int
+    weight_bytes: int
+    largest_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    sparse_bytes: int
+    wide_gradients: bool
+    row_bytes: float
+    step_seconds: float
+
+
+def _facts(model, feed) -> ModelFacts:
+    import numpy as np
+    import tensorflow as tf
+
+    def size(variables):
+        return int(sum(np.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables))
+
+    batch = next(iter(feed.dataset()))
+    step = tf.function(model.train_step)
+    seconds = []
+    for _ in range(_MEASURED_STEPS + 1):
+        began = time.perf_counter()
+        tf.nest.map_structure(lambda t: t.numpy() if isinstance(t, tf.Tensor) else t, step(batch))
+        seconds.append(time.perf_counter() - began)
+    dense, sparse = _bytes_of(_gradients(model, batch))
+    return ModelFacts(
+        parameters=int(sum(np.prod(v.shape) for v in model.trainable_variables)),
+        largest_bytes=max((size([v]) for v in model.variables), default=0),
+        weight_bytes=size(model.trainable_variables + model.non_trainable_variables),
+        optimizer_bytes=size(model_optimizers.variables(model)),
+        gradient_bytes=dense,
+        sparse_bytes=sparse,
+        wide_gradients=any(tf.as_dtype(v.dtype).size > 2 for v in model.trainable_variables),
+        row_bytes=float(feed.shape.row_bytes),
+        step_seconds=float(np.median(seconds[1:])),
+    )
+
+
+def _gradients(model, batch) -> list:
+    """The gradients of a step; of all calls of optimizers in a `train_step` of the model's own."""
+    import keras
+    import tensorflow as tf
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    if type(model).train_step is keras.Model.train_step:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+        return tape.gradient(loss, [v.value for v in model.trainable_variables])
+    found, original = [], BaseOptimizer.apply
+
+    def noted(self, grads, trainable_variables=None):
+        found.extend(grads)
+        return original(self, grads, trainable_variables)
+
+    BaseOptimizer.apply = noted
+    try:
+        model.train_step(batch)
+    finally:
+        BaseOptimizer.apply = original
+    return found
+
+
+def _bytes_of(gradients) -> tuple[int, int]:
+    """Bytes of dense gradients, and of sparse ones with their indices."""
+    import tensorflow as tf
+
+    dense = sparse = 0
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            sparse += int(tf.size(gradient.values)) * gradient.values.dtype.size
+            sparse += int(tf.size(gradient.indices)) * gradient.indices.dtype.size
+        elif gradient is not None:
+            dense += int(tf.size(gradient)) * gradient.dtype.size
+    return dense, sparse
+
+
+def _in_a_copy(answer):
+    """Calls `answer` in a fork of this process, which goes to a worker later and must not have run TensorFlow.
+
+    What it prints, the workers print, too: it is shown only where there will be none.
+    """
+    reader, writer = os.pipe()
+    printed = os.memfd_create("printed")
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            for stream in (1, 2):
+                os.dup2(printed, stream)
+            with os.fdopen(writer, "wb") as file:
+                try:
+                    with autograph_files.removed():
+                        said = answer()
+                    cloudpickle.dump(said, file)
+                except BaseException as error:
+                    cloudpickle.dump(_unexpected(_where(error)), file)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        readable, _, _ = select.select([file], [], [], _DEADLINE_SECONDS)
+        if not readable:
+            os.kill(child, signal.SIGKILL)
+        said = file.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not readable:
+        answer = _unexpected(f"no end after {_DEADLINE_SECONDS:g} s")
+    else:
+        answer = cloudpickle.loads(said) if said else _unexpected(f"the end of its process, with status {status}")
+    with os.fdopen(printed, "rb") as file:
+        if isinstance(answer, ConfigError):
+            file.seek(0)
+            sys.stderr.write(file.read().decode(errors="replace"))
+    return answer
+
+
+def _unexpected(received: str) -> ConfigError:
+    return ConfigError(
+        "build_model(config) must return a compiled keras.Model",
+        received,
+        "Call it in a process of your own to see why",
+    )
+
+
+def _feed(block, features, labels, sample_weights, map, rows: int):
+    from raytf.data.feed import Feed
+
+    return Feed(block, features=features, labels=labels, sample_weights=sample_weights, global_batch=rows, map=map)
+
+
+def check(build_model, config, first, features, labels, sample_weights, map):
+    """The model, built for the columns; raises ConfigError unless it can train on them."""
+    import keras
+    import tensorflow as tf
+
+    from raytf.worker.fit import build_from_data
+
+    feed = _feed(first, features, labels, sample_weights, map, 1)
+    try:
+        model = build_model(config)
+    except Exception as error:
+        raise ConfigError(
+            "build_model(config) must return a compiled keras.Model",
+            _where(error),
+            legacy_names.hint(error, _KERAS_2) or "Correct build_model or the config",
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise ConfigError(
+            "build_model(config) must return a compiled keras.Model",
+            f"{type(model).__module__}.{type(model).__name__}",
+            "Return the model, of Keras 3",
+        )
+    if not model.compiled or not model_optimizers.of(model):
+        raise ConfigError(
+            "build_model(config) must return a compiled keras.Model",
+            f"{model.name!r}, which is not compiled with an optimizer",
+            "Call model.compile(optimizer, loss, ...) in build_model",
+        )
+    try:
+        dataset = feed.dataset()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "map must take features, labels, weights (as far as there are any) and seeds, and be TensorFlow operations",
+            _where(error),
+            "Correct map",
+        ) from error
+    _check_numeric(model, dataset)
+    try:
+        build_from_data(model, dataset)
+        if not model_optimizers.has_call(model):
+            tf.function(model.train_step).get_concrete_function(dataset.element_spec)
+    except Exception as error:
+        parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
+        shown = ", ".join(
+            f"{role} {_shape(spec)}" for role, spec in zip(("features", "labels", "weights"), parts, strict=False)
+        )
+        raise ConfigError(
+            "The columns must fit the model's inputs and its loss",
+            f"{shown}, for which Keras says: {_first_line(error)}",
+            "Choose other columns, or change the model",
+        ) from error
+    return model
+
+
+def _check_numeric(model, dataset) -> None:
+    import tensorflow as tf
+
+    features = dataset.element_spec[0] if isinstance(dataset.element_spec, tuple) else dataset.element_spec
+    strings = any(spec.dtype == tf.string for spec in tf.nest.flatten(features))
+    takes = any(t.dtype == "string" for t in tf.nest.flatten(getattr(model, "inputs", None) or []))
+    takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in model._flatten_layers())
+    if strings and not takes:
+        raise ConfigError(
+            "Features must be numbers unless the model takes strings",
+            f"{_shape(features)}",
+            "Encode the column, or put a StringLookup or TextVectorization layer into the model",
+        )
+
+
+def _shape(spec) -> str:
+    if isinstance(spec, dict):
+        return "{" + ", ".join(f"{k}: {_shape(v)}" for k, v in spec.items()) + "}"
+    return f"{spec.dtype.name}{tuple(spec.shape)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith(("Exception encountered", "Arguments received"))]
+    if useful and useful[0] == "in user code:":  # of AutoGraph; what the code raised is the last line, with its type
+        return useful[-1].rstrip(".")
+    return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    # the config that is tried is a dict of raytf's, in which a missing key is the user's line all the same
+    last = next((frame for frame in reversed(frames) if frame.filename != config_keys.__file__), frames[-1])
+    return f"{_first_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"

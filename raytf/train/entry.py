@@ -1,0 +1,41 @@
+"""What the drivers of a training send to processes: what these import, and the loop that they run. On a worker."""
+
+from __future__ import annotations
+
+from raytf.compat import legacy_keras
+from raytf.compat.fast_import import import_keras
+from raytf.console import output
+from raytf.train import dry_run  # noqa: F401 - asked of the first process
+from raytf.worker.job import TrainJob
+from raytf.worker.session import RaySession
+
+
+def import_raytf() -> None:
+    """What a worker needs; no TensorFlow operation runs."""
+    output.say_who(output.CHECK)
+    import_keras()
+    from raytf.data import feed  # noqa: F401
+
+    if not legacy_keras.is_on():
+        from raytf.worker import fit  # noqa: F401
+
+
+def train(task: TrainJob, session=None) -> None:
+    """Runs on every worker of a KerasTrainer.
+
+    Args:
+        task: what to train.
+        session: the run around it, see `session.py`; Ray Train's unless it is given.
+    """
+    from raytf.parameter_server import coordinator
+    from raytf.worker import context, fit, tpu
+
+    session = session or RaySession(validate=task.validate)
+    if context.config().servers is not None:
+        coordinator.train(task, session)
+    elif context.uses_tpu() and session.size > 1:
+        with tpu.led(session) as leading:
+            if leading is not None:
+                fit.train(task, leading)
+    else:
+        fit.train(task, session)

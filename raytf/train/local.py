@@ -1,0 +1,172 @@
+"""Ray's local mode, `ScalingConfig(num_workers=0)`: the training runs in this process, without workers. Driver side.
+
+Ray's own forgets what is reported but the last; here a run's folder is as Ray Train leaves it, so that a run can go on
+with workers, or without them. Errors are those of the user's code: no other process is there to be restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.train import CheckpointUploadMode, Result
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.context import is_managed_checkpoint
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
+from ray.train.v2._internal.execution.training_report import _TrainingReport
+from ray.train.v2.api.context import LocalTrainContext
+from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
+
+from raytf.errors import ConfigError, TrainingError
+from raytf.runtime.processes import Process, WarmPool
+
+
+class Here(WarmPool):
+    """What `startup.Startup` is to workers, for a training in this process: a process that tries the model.
+
+    Attributes:
+        cancelled: whether the training is to end at its next report.
+    """
+
+    cancelled = False
+
+    def __init__(self, scaling_config, run_config):
+        self.run_config = run_config
+        super().__init__(Process, scaling_config, run_config, 1)
+
+    def settle(self) -> None:
+        """Ends the process, as none becomes a worker."""
+        super().cancel()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        super().cancel()
+
+
+def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cancelled: Callable[[], bool]) -> Result:
+    """Runs a train loop in this process.
+
+    Args:
+        function: the loop, without arguments.
+        context: Ray's TrainRunContext, whose run_config names the run.
+        datasets: `ray.data.Dataset` by name, or functions that give one.
+        cancelled: whether the run is to end.
+
+    Raises:
+        TrainingError: the run was cancelled.
+    """
+    logger = logging.getLogger("ray.train")
+    level = logger.level
+    logger.setLevel(context.run_config.logging_config.log_level)
+    try:
+        utils = _Utils(context, datasets, cancelled)
+        set_train_fn_utils(utils)
+        value = function()
+    except Exception as error:
+        for callback in context.run_config.callbacks:
+            callback.after_exception(run_context=context, worker_exceptions={0: error})
+        raise
+    finally:
+        set_train_fn_utils(None)
+        logger.setLevel(level)
+    return utils.result(value)
+
+
+class _Manager(CheckpointManager):
+    """Ray Train's list of checkpoints, outside of its controller."""
+
+    def _notify(self):
+        """Nobody waits."""
+
+
+class _Context(LocalTrainContext):
+    def __init__(self, name: str, storage):
+        super().__init__(experiment_name=name)
+        self._storage = storage
+
+    def get_storage(self):
+        return self._storage
+
+
+class _Utils(LocalTrainFnUtils):
+    """Ray Train's functions for the one process; checkpoints go to the run's folder."""
+
+    def __init__(self, context, datasets: Mapping[str, Any], cancelled: Callable[[], bool]):
+        super().__init__(experiment_name=context.run_config.name)
+        self._run, self._cancelled = context, cancelled
+        self._storage = context.run_config.storage_context
+        self._context = _Context(context.run_config.name, self._storage)
+        self._manager = _Manager(context.run_config.checkpoint_config, self._storage)
+        self._datasets = {name: d() if callable(d) else d for name, d in datasets.items()}
+
+    def report(
+        self,
+        metrics,
+        checkpoint=None,
+        checkpoint_dir_name=None,
+        checkpoint_upload_mode=CheckpointUploadMode.SYNC,
+        delete_local_checkpoint_after_upload=None,
+        checkpoint_upload_fn=None,
+        validation=False,
+    ):
+        if self._cancelled():
+            raise TrainingError(None, "it was cancelled")
+        if validation:
+            raise ConfigError(
+                "With num_workers=0 nothing validates checkpoints beside the training",
+                "report(validation=...)",
+                "Validate in the train loop, or use ScalingConfig(num_workers=1)",
+            )
+        self._last_metrics, kept = metrics, None
+        if checkpoint is not None:
+            kept = self._persisted(checkpoint, checkpoint_dir_name, checkpoint_upload_mode, checkpoint_upload_fn)
+            if delete_local_checkpoint_after_upload and checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
+                checkpoint.filesystem.delete_dir(checkpoint.path)
+            self._manager.register_checkpoint(_TrainingReport(checkpoint=kept, metrics=metrics, validation=False))
+        for callback in self._run.run_config.callbacks:
+            callback.after_report(run_context=self._run, metrics=[metrics], checkpoint=kept)
+
+    def _persisted(self, checkpoint, name, mode, upload):
+        name = name or self._storage.make_default_checkpoint_dir_name()
+        if mode is CheckpointUploadMode.NO_UPLOAD:
+            kept = checkpoint
+        elif upload is not None:
+            kept = upload(checkpoint, name)
+        else:
+            kept = self._storage.persist_current_checkpoint(checkpoint, name)
+        if not is_managed_checkpoint(self._storage, kept):
+            raise ConfigError(
+                "A checkpoint that is reported must lie in the run's folder",
+                f"{kept} for the run {self._run.run_config.name!r}",
+                "Write it below ray.train.get_context().get_storage().experiment_fs_path",
+            )
+        return kept
+
+    def get_checkpoint(self):
+        last = self._manager.latest_checkpoint_result
+        return None if last is None else last.checkpoint
+
+    def get_all_reported_checkpoints(self, *args, **kwargs):
+        found = sorted(self._manager._checkpoint_to_report_index.items(), key=lambda item: item[1])
+        metrics = {result.checkpoint: result.metrics for result in self._manager.best_checkpoint_results}
+        status = ReportedCheckpointStatus.COMMITTED
+        return [ReportedCheckpoint(one, metrics[one], status) for one, _ in found if one in metrics]
+
+    def get_dataset_shard(self, dataset_info):
+        name = dataset_info.dataset_name
+        if name not in self._datasets:
+            raise KeyError(f"The trainer was given no dataset {name!r}. Pass it in datasets={{...}}")
+        dataset, config = self._datasets[name], self._run.dataset_config
+        if config._get_user_execution_options(name) is not None:
+            dataset = dataset.copy(dataset)
+            dataset.context.execution_options = config._resolve_execution_options(name)
+        return dataset
+
+    def result(self, value) -> Result:
+        """The run's result, for what its loop returned."""
+        found = Result._from_checkpoint_manager(self._manager, self._storage)
+        if found.metrics is None:
+            found.metrics = self._last_metrics
+        found.return_value = value
+        return found

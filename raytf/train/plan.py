@@ -1,0 +1,247 @@
+"""What a training will need, before it runs: strategy, batches, traffic and memory. Driver side."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import ray
+
+from raytf.data import ingest, partitions, stored, streamed
+from raytf.errors import ResourceError
+from raytf.runtime import resources
+from raytf.runtime.connection import connect
+from raytf.runtime.processes import Process, WarmPool
+from raytf.runtime.topology import per_replica_batch, pick_strategy
+from raytf.train import arguments
+from raytf.train.dry_run import ModelFacts
+from raytf.train.entry import import_raytf
+
+# At the start of `fit` workers take the chief's variables, a group of about so many bytes or one variable at a time: as
+# they were, as they come, and as TensorFlow takes them; beside seven copies of a piece that travels
+# (`communicator.from_chief`). Measured with 183 MiB of weights and slots: 65 to 76 MiB in 4 MiB variables, and
+# 73 to 120 with one of 61 MiB, where nothing differed.
+_GROUP_BYTES, _GROUP_COPIES, _TRAVELLING_BYTES = 16 << 20, 3, 7 * (4 << 20)
+# Of a worker's memory; the rest is for activations, the feed and TensorFlow itself.
+_MEMORY_FRACTION = 0.8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a `KerasTrainer` will do.
+
+    Args:
+        strategy: that runs, and `why`.
+        workers, devices: processes that train, and replicas in each.
+        per_replica_batch: rows of a full step on each replica; one number for each, the largest first.
+        steps_per_epoch: steps.
+        last_batch: rows of an epoch's last step.
+        parameters: numbers that are trained.
+        weight_bytes, optimizer_bytes, gradient_bytes: on each device; with parameter servers it is they that have the
+            optimizer's, and the coordinator.
+        start_bytes: of copies that several workers hold at the start of `fit`, before there are gradients.
+        wire_bytes: that a worker sends in a step, on average.
+        row_bytes: of a row of the data, as it comes to the model.
+        step_seconds: of one replica's part of a step without communication, as measured here on one core; None where
+            it was not.
+        room_bytes: memory of a worker where it is known, or None.
+    """
+
+    strategy: str
+    why: str
+    workers: int
+    devices: int
+    num_ps: int
+    per_replica_batch: tuple[int, ...]
+    steps_per_epoch: int
+    last_batch: int
+    parameters: int
+    weight_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    start_bytes: int
+    wire_bytes: float
+    row_bytes: float
+    step_seconds: float | None
+    room_bytes: float | None
+
+    @property
+    def memory_bytes(self) -> int:
+        """On each device: weights, their gradients (or what the start takes, if it is more) and, without parameter
+        servers, the optimizer's slots."""
+        passing = max(self.gradient_bytes, self.start_bytes)
+        return self.weight_bytes + passing + (0 if self.num_ps else self.optimizer_bytes)
+
+    @property
+    def server_bytes(self) -> float:
+        """On each parameter server, if all hold as much."""
+        return (self.weight_bytes + self.optimizer_bytes) / self.num_ps if self.num_ps else 0.0
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """That a worker's replicas take, if nothing but computing held them up."""
+        return None if self.step_seconds is None else self.per_replica_batch[0] * self.devices / self.step_seconds
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What to show: (name, value)."""
+        batch = sorted(set(self.per_replica_batch), reverse=True)
+        shown = [
+            ("strategy", f"{self.strategy}: {self.why}"),
+            ("workers", f"{self.workers}, {self.devices} device(s) each" + self._servers()),
+            ("rows of a step on a replica", " or ".join(map(str, batch))),
+            ("steps of an epoch", f"{self.steps_per_epoch:,}" + self._last()),
+            ("parameters", f"{self.parameters:,}"),
+            ("memory on each device", f"{self._memory()} and activations"),
+            *([("memory on each server", f"about {_bytes(self.server_bytes)}")] if self.num_ps else []),
+            ("sent by a worker in a step", _bytes(self.wire_bytes) if self.wire_bytes else "nothing"),
+            ("row of the data", _bytes(self.row_bytes)),
+        ]
+        if self.rows_per_second is not None:
+            rate = self.rows_per_second
+            shown.append(("input at most", f"{rate:,.0f} rows/s, {_bytes(rate * self.row_bytes)}/s a worker"))
+            if self.wire_bytes:
+                network = self.wire_bytes / self.step_seconds
+                shown.append(("network at most", f"{_bytes(network)}/s a worker"))
+        return shown
+
+    def _servers(self) -> str:
+        return f"; {self.num_ps} parameter server(s) and a coordinator" if self.num_ps else ""
+
+    def _last(self) -> str:
+        return "" if self.last_batch == sum(self.per_replica_batch) else f", the last with {self.last_batch} rows"
+
+    def _memory(self) -> str:
+        parts = {"weights": self.weight_bytes, "optimizer": self.optimizer_bytes, "gradients": self.gradient_bytes}
+        if self.start_bytes > self.gradient_bytes:
+            del parts["gradients"]
+            parts["copies at the start, more than gradients,"] = self.start_bytes
+        if self.num_ps:
+            del parts["optimizer"]
+        return f"{_bytes(self.memory_bytes)} (" + ", ".join(f"{k} {_bytes(v)}" for k, v in parts.items()) + ")"
+
+
+def plan(trainer) -> Plan:
+    """Says what a `KerasTrainer` will do, without training: builds its model, reads its data's first rows.
+
+    Args:
+        trainer: a `raytf.KerasTrainer`.
+
+    Returns:
+        A `Plan`. Its `step_seconds` are measured on one core of this cluster.
+
+    Raises:
+        ConfigError: what `fit` would refuse.
+        ResourceError: the workers do not fit the cluster, or the model a worker's memory.
+    """
+    trainer = copy.copy(trainer)
+    connect(resources.bundles(*trainer.servers()))
+    scaling = resources.sharing(trainer.scaling_config, resources.bundles(*trainer.servers()))
+    trainer.scaling_config = scaling
+    inner, servers = trainer.servers()
+    resources.check_cluster(scaling)
+    resources.check_servers(inner, servers)
+    processes = WarmPool(Process, inner, trainer.run_config, 1, import_raytf)
+    try:
+        found = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
+        devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))
+        workers = arguments.check_workers(scaling)
+        replicas = 1 if servers else workers * devices
+        batch = per_replica_batch(trainer.config["batch_size"], replicas)
+        facts = trainer.try_model(processes, found, trainer.config, batch[0]).facts
+        with stored.quiet(), streamed.watched("train"):
+            rows = trainer.datasets["train"].count()
+    finally:
+        processes.cancel()
+    name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
+    made = Plan(
+        strategy="one process" if name == "default" else name,
+        why=_why(trainer.strategy, name, workers, devices),
+        workers=workers,
+        devices=devices,
+        num_ps=trainer.num_ps,
+        per_replica_batch=batch,
+        steps_per_epoch=-(-rows // trainer.config["batch_size"]),
+        last_batch=rows % trainer.config["batch_size"] or trainer.config["batch_size"],
+        parameters=facts.parameters,
+        weight_bytes=facts.weight_bytes,
+        optimizer_bytes=facts.optimizer_bytes,
+        gradient_bytes=facts.gradient_bytes,
+        start_bytes=start_bytes(facts, name, workers),
+        wire_bytes=wire_bytes(facts, name, workers, trainer.tensorflow_config),
+        row_bytes=facts.row_bytes,
+        step_seconds=facts.step_seconds,
+        room_bytes=_room(scaling, workers),
+    )
+    if made.room_bytes is not None and made.memory_bytes > _MEMORY_FRACTION * made.room_bytes:
+        raise ResourceError(
+            "Weights, gradients and optimizer must fit into a worker's memory, with room for activations",
+            f"{_bytes(made.memory_bytes)} for workers that have {_bytes(made.room_bytes)} each",
+            "Use a smaller model or an optimizer with fewer slots, fewer workers on a node, or more memory",
+        )
+    return made
+
+
+def _first(name: str, dataset, trainer) -> stored.StoredDataset:
+    with streamed.watched(name):
+        if ingest.materialized(trainer.materialize, name) is False:
+            with stored.quiet():
+                partitions.divide(dataset)  # refuses what cannot be streamed
+        return stored.first(dataset, trainer.columns(), partitions.unbound)
+
+
+def start_bytes(facts: ModelFacts, strategy: str, workers: int) -> int:
+    """Bytes of a worker's copies while all take the chief's variables; see `Plan.start_bytes`."""
+    if strategy != "multi_worker_mirrored" or workers == 1:
+        return 0
+    everything = facts.weight_bytes + facts.optimizer_bytes
+    group = max(facts.largest_bytes, min(_GROUP_BYTES, everything))
+    return _GROUP_COPIES * group + min(_TRAVELLING_BYTES, 7 * everything)
+
+
+def wire_bytes(facts: ModelFacts, strategy: str, workers: int, config) -> float:
+    """Bytes that a worker sends in a step, on average.
+
+    A ring of n processes sends 2 (n - 1) / n of what it sums (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009); the rows of sparse gradients go to each of the others.
+    """
+    if strategy == "parameter_server":
+        return float(facts.gradient_bytes + facts.sparse_bytes)
+    if strategy != "multi_worker_mirrored" or workers == 1:
+        return 0.0
+    if config.sync_every > 1:
+        return 2 * (workers - 1) / workers * facts.weight_bytes / config.sync_every
+    size = facts.gradient_bytes * (0.5 if config.gradient_dtype and facts.wide_gradients else 1.0)
+    return 2 * (workers - 1) / workers * size + (workers - 1) * facts.sparse_bytes
+
+
+def _why(given: str, name: str, workers: int, devices: int) -> str:
+    if given != "auto":
+        return "as asked for"
+    reasons = {
+        "multi_worker_mirrored": f"{workers} workers train in step",
+        "mirrored": f"one worker with {devices} devices",
+        "tpu": "the workers hold TPUs",
+        "default": "one worker with one device needs none",
+    }
+    return reasons[name]
+
+
+def _room(scaling_config, workers: int) -> float | None:
+    """Memory of a worker: what it asks for, or its part of the smallest node that may hold it."""
+    each = resources.per_worker(scaling_config)
+    if "memory" in each:
+        return each["memory"]
+    nodes = [
+        node["Resources"]
+        for node in ray.nodes()
+        if node["Alive"] and resources.count_fitting([node["Resources"]], each)
+    ]
+    if not nodes or each.get("GPU"):
+        return None
+    return min(node["memory"] / min(workers, resources.count_fitting([node], each)) for node in nodes)
+
+
+def _bytes(count: float) -> str:
+    unit = min(4, int(math.log(max(count, 1), 1024)))
+    return f"{count / 1024**unit:.{0 if unit == 0 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

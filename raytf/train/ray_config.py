@@ -1,0 +1,168 @@
+"""What raytf cannot do of what Ray's own classes can say: refused by name, with the way to go on. Driver side.
+
+`cluster/RAY.md` lists all that they can say, and where it works.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ray.train import DataConfig, FailureConfig, UserCallback, ValidationConfig
+from ray.train.v2._internal.constants import RAY_TRAIN_CALLBACKS_ENV_VAR
+
+from raytf.compat import legacy_keras
+from raytf.errors import ConfigError
+
+
+def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> dict[str, Any]:
+    """The datasets as a `DataConfig` says that they are to be executed; those of the caller stay as they are.
+
+    Raises:
+        ConfigError: it says how rows are to be cut, which the order of a KerasTrainer's rows leaves no room for.
+    """
+    if dataset_config is None:
+        return dict(datasets)
+    if type(dataset_config) is not DataConfig:
+        raise ConfigError(
+            "dataset_config of a KerasTrainer must be a ray.train.DataConfig, as workers share each batch",
+            f"a {type(dataset_config).__name__}, which may cut datasets in its own way",
+            "Use a TensorflowTrainer, which obeys it, or prepare the datasets before",
+        )
+    split = dataset_config._datasets_to_split
+    if split != "all" and set(split) != set(datasets):
+        raise ConfigError(
+            "A KerasTrainer shares the rows of each batch among the workers, validation too",
+            f"DataConfig(datasets_to_split={split!r})",
+            "Leave datasets_to_split out: metrics are those of all rows of a dataset either way",
+        )
+    found = {}
+    for name, dataset in datasets.items():
+        options = dataset_config._get_user_execution_options(name)
+        if options is not None:
+            dataset = dataset.copy(dataset)
+            dataset.context.execution_options = dataset_config._resolve_execution_options(name)
+        found[name] = dataset
+    return found
+
+
+def check_validation(validation_config: ValidationConfig | None, evaluator: bool) -> None:
+    """Raises ConfigError unless a KerasTrainer can call Ray's validation for each checkpoint."""
+    if validation_config is None:
+        return
+    if not isinstance(validation_config, ValidationConfig):
+        raise ConfigError(
+            "validation_config must be a ray.train.ValidationConfig",
+            repr(validation_config),
+            "Pass ray.train.ValidationConfig(fn), where fn(checkpoint) gives a dict of metrics",
+        )
+    if evaluator:
+        raise ConfigError(
+            "Checkpoints are evaluated by evaluator=True or by a validation_config",
+            "both",
+            "Leave one of them out",
+        )
+
+
+def check_local(
+    scaling_config, run_config, tensorflow_config, num_ps: int, validation_config, evaluator: bool = False
+) -> None:
+    """Raises ConfigError if a run with num_workers=0 asks for what needs processes of its own."""
+    if scaling_config.num_workers != 0:
+        return
+    callbacks = [type(c).__name__ for c in getattr(run_config, "callbacks", ()) if not isinstance(c, UserCallback)]
+    if os.environ.get(RAY_TRAIN_CALLBACKS_ENV_VAR):
+        callbacks.append(f"{RAY_TRAIN_CALLBACKS_ENV_VAR}={os.environ[RAY_TRAIN_CALLBACKS_ENV_VAR]}")
+    if callbacks:
+        raise ConfigError(
+            "With num_workers=0 there is no controller of Ray Train, whose internal callbacks could run",
+            ", ".join(callbacks),
+            "Use a ray.train.UserCallback in RunConfig(callbacks=[...]), or ScalingConfig(num_workers=1)",
+        )
+    if getattr(tensorflow_config, "legacy_keras", False) and not legacy_keras.is_on():
+        raise ConfigError(
+            "With num_workers=0 the train loop has the Keras of this process",
+            "TensorflowConfig(legacy_keras=True)",
+            f"Set {legacy_keras.VARIABLE}=1 before Python starts",
+        )
+    for name in ("intra_op_threads", "inter_op_threads"):
+        if getattr(tensorflow_config, name, None) is not None:
+            raise ConfigError(
+                "With num_workers=0 TensorFlow has the threads that this process gives it",
+                f"TensorflowConfig({name}={getattr(tensorflow_config, name)})",
+                f"Call tf.config.threading.set_{name.replace('_op_threads', '_op_parallelism_threads')}(...) first",
+            )
+    asked = {
+        "num_ps": num_ps,
+        "evaluator=True": evaluator,
+        "validation_config": validation_config is not None,
+        "ScalingConfig(use_tpu=True)": scaling_config.use_tpu,
+    }
+    found = [name for name, value in asked.items() if value]
+    if found:
+        raise ConfigError(
+            "With num_workers=0 the training runs in this process, without workers, servers and Ray Train",
+            f"{', '.join(found)} with num_workers=0",
+            "Use ScalingConfig(num_workers=1), or leave it out",
+        )
+
+
+def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) -> None:
+    """Raises ConfigError for what a trainer was told and the trials of its sweep, which Ray Tune runs, cannot do.
+
+    Args:
+        trainer: a raytf trainer.
+        space: the sweep's `param_space`, or None.
+        own_run_config: whether the sweep has a `ray.tune.RunConfig`, which says what happens to failures.
+    """
+    run, scaling = trainer.run_config, trainer.scaling_config
+    if trainer.validation_config is not None:
+        raise _of_train("validation_config", "Report what it computes as metrics from within the training")
+    if run.callbacks:
+        names = ", ".join(type(callback).__name__ for callback in run.callbacks)
+        raise _of_train(
+            f"RunConfig(callbacks=[{names}])",
+            "Pass callbacks of Ray Tune: raytf.sweep(..., run_config=ray.tune.RunConfig(callbacks=[...]))",
+        )
+    if os.environ.get(RAY_TRAIN_CALLBACKS_ENV_VAR):
+        raise _of_train(
+            f"{RAY_TRAIN_CALLBACKS_ENV_VAR}={os.environ[RAY_TRAIN_CALLBACKS_ENV_VAR]}",
+            "Unset it for the sweep, and pass callbacks of Ray Tune in run_config=ray.tune.RunConfig(callbacks=[...])",
+        )
+    if not own_run_config:
+        _check_failures(run.failure_config)
+    if scaling.elasticity_enabled and "num_workers" not in (space or {}):
+        raise ConfigError(
+            "The trials of a sweep have a fixed number of workers",
+            f"ScalingConfig(num_workers={scaling.num_workers})",
+            "Choose one number, or put num_workers into param_space",
+        )
+    if isinstance(scaling.label_selector, list) and "num_workers" in (space or {}):
+        raise ConfigError(
+            "A list of label selectors belongs to one number of workers",
+            "num_workers in param_space, with a list as ScalingConfig(label_selector=...)",
+            "Use one selector for all workers",
+        )
+    if scaling.topology:
+        raise ConfigError(
+            "The trials of a sweep reserve no slices of TPU hosts",
+            f"ScalingConfig(topology={scaling.topology!r})",
+            "Sweep on one host (num_workers=1, no topology), or run the configs one after another with fit()",
+        )
+
+
+def _check_failures(failure_config: FailureConfig) -> None:
+    usual = FailureConfig()
+    names = ("controller_failure_limit", "max_preemption_failures", "relax_collectives_on_preemption")
+    for name in (*names, "preemption_grace_s"):
+        value = getattr(failure_config, name)
+        if value != getattr(usual, name):
+            raise _of_train(
+                f"FailureConfig({name}={value!r})",
+                "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) says",
+            )
+
+
+def _of_train(received: str, fix: str) -> ConfigError:
+    return ConfigError("The trials of a sweep are run by Ray Tune, not by Ray Train", received, fix)

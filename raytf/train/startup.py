@@ -1,0 +1,452 @@
+"""How a run is handed to Ray Train, without waiting for one thing after another. Driver side.
+
+Ray Train starts its controller, then helpers, then the workers, which then import TensorFlow. Here all these processes
+start, and import what they need, as soon as `fit` is called: while the driver reads the data and tries the model. They
+hold no resources of the cluster, and none of them is a worker of the run before that has ended well: Ray Train then
+reserves the resources, and the processes that are on the right hosts become its workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+import threading
+import time
+
+import ray
+from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    get_or_create_autoscaling_coordinator,
+)
+from ray.exceptions import RayActorError
+from ray.train import LoggingConfig, RunConfig
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
+from ray.train.v2._internal.constants import (
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    get_env_vars_to_propagate,
+)
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.preemption import PreemptionWatcher
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
+from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    DefaultPlacementGroupHandle,
+    PlacementGroupHandle,
+)
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.util import construct_train_func, time_monotonic
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import placement_group_table
+
+from raytf.console import output, quiet
+from raytf.runtime import answers, reservation, resources
+from raytf.runtime.failures import WorkerFrozenError, is_consequence
+from raytf.runtime.guard import Place
+from raytf.runtime.processes import WarmPool, worker_environment
+from raytf.runtime.reservation import Reservation
+from raytf.runtime.watchdog import Watchdog
+from raytf.train import backend, local
+from raytf.train.entry import import_raytf
+
+# Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
+# which is longer than an epoch of a small model.
+_POLL_SECONDS = "0.2"
+# Where workers fail only because another has gone, and one gives no sign of life, it is the one: after so long.
+_SILENT_SECONDS, _SILENT_AT_MOST_SECONDS = 3.0, 15.0
+# A process that has to set up a runtime environment first may need minutes.
+_START_SECONDS = 600.0
+# Ray Train's guard against the controller's end is a process that imports Ray Train, when all cores import TensorFlow.
+_GUARDS_START_AFTER_SECONDS = 20.0
+
+
+class Startup(WarmPool):
+    """The processes of a run that is about to start, by Ray Train's own class of workers.
+
+    Args:
+        scaling_config, run_config: the run's.
+
+    Attributes:
+        controller: the actor that becomes Ray Train's controller.
+        run_config: the run's.
+    """
+
+    def __init__(self, scaling_config, run_config):
+        self.run_config = run_config
+        here = ray.get_runtime_context().get_node_id()
+        self.controller = (
+            ray.remote(_Controller).options(num_cpus=0, label_selector={ray._raylet.RAY_NODE_ID_KEY: here}).remote()
+        )
+        super().__init__(
+            RayTrainWorker, scaling_config, run_config, resources.fewest_workers(scaling_config), import_raytf
+        )
+
+    def cancel(self) -> None:
+        ray.kill(self.controller)
+        super().cancel()
+
+
+class EarlyStartTrainer(DataParallelTrainer):
+    """A DataParallelTrainer on a `Startup`, its own unless it is given one.
+
+    Args:
+        launch: the processes that are to become its own.
+        beside: what runs beside the workers: an `evaluator.Beside`, or None.
+        shown: (names of datasets, config) for Ray's dashboard, of a train loop that brings its own; or None.
+
+    With num_workers=0 there is no other process, and the `launch` is a `local.Here`.
+    """
+
+    _cancelled = False
+
+    def __init__(self, *args, run_config=None, launch: Startup | None = None, beside=None, shown=None, **kwargs):
+        self._launch, self._beside, self._shown = launch, beside, shown
+        run_config = copy.copy(run_config) if run_config else RunConfig()
+        run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
+        if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
+            run_config.logging_config = LoggingConfig(log_level="WARNING")
+        super().__init__(*args, run_config=run_config, **kwargs)
+        if shown is not None:
+            self.train_run_context = dataclasses.replace(self.train_run_context, train_loop_config=shown[1])
+
+    def fit(self):
+        if self.running_in_local_mode:
+            return self._fit_here()
+        given, config = self._launch, self.backend_config
+        self._launch = given or Startup(self.scaling_config, self.run_config)
+        level = self.run_config.logging_config.log_level
+        self.backend_config = dataclasses.replace(config, warned=self._launch.warned, log_level=level)
+        self._reservation = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config))
+        try:
+            self._reserve()
+            return super().fit()
+        finally:
+            self.backend_config = config
+            if given is None:
+                self._launch.cancel()
+            self._launch = given
+            self._reservation.release()
+
+    def _fit_here(self):
+        self._cancelled = False
+        cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
+        around = functools.partial(backend.context_here, self.backend_config)
+        loop = construct_train_func(self.train_loop_per_worker, self.train_loop_config, around, "train_loop_per_worker")
+        with quiet.native():
+            return local.run(loop, self.train_run_context, self.datasets, cancelled)
+
+    def _tasks_beside(self) -> dict[str, dict[str, float]]:
+        """Resources of each task beside Ray Train's workers, by name."""
+        plan = getattr(self.backend_config, "servers", None)
+        tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}
+        return tasks | ({self._beside.name: self._beside.resources} if self._beside else {})
+
+    def _reserve(self) -> None:
+        """Takes all that the run needs. How many workers an elastic run has is known to Ray Train's controller only."""
+        scaling = self.scaling_config
+        if not isinstance(scaling.num_workers, int) or scaling.num_workers < 1 or _is_slice(scaling):
+            return
+        each, selectors = (
+            scaling._resources_per_worker_not_none,
+            scaling._label_selector_per_worker(scaling.num_workers),
+        )
+        self._reservation.take(scaling.num_workers, each, scaling.placement_strategy, selectors)
+        plan = getattr(self.backend_config, "servers", None)
+        if plan:
+            plan = dataclasses.replace(plan, group=self._reservation.group, places=self._reservation.places)
+            self.backend_config = dataclasses.replace(self.backend_config, servers=plan)
+
+    def _cancel(self) -> None:
+        """Ends a `fit` that runs in another thread; it raises."""
+        self._cancelled = True
+        if self._launch is not None:
+            self._launch.cancel()
+
+    def _create_default_callbacks(self):
+        callbacks = []
+        for callback in super()._create_default_callbacks():
+            if isinstance(callback, PlacementGroupCleanerCallback):
+                callback = _LateCleaner()
+            if isinstance(callback, DatasetsCallback) and not self.datasets:
+                callback = _NoDatasets()
+            if isinstance(callback, StateManagerCallback) and self._shown is not None:
+                callback = StateManagerCallback(datasets=dict.fromkeys(self._shown[0]))
+            callbacks.append(callback)
+        if ENABLE_PREEMPTION_WATCHER_ENV_VAR not in os.environ:
+            callbacks.append(_Preemption())
+        return callbacks
+
+    def _initialize_and_run_controller(self, **arguments):
+        controller = self._launch.controller
+        if isinstance(arguments["scaling_policy"], ElasticScalingPolicy):
+            arguments["scaling_policy"] = _Elastic(self.scaling_config, self._tasks_beside())
+        beginning = controller.begin.remote(
+            get_env_vars_to_propagate(), arguments, self._launch.there, self._reservation, self._beside
+        )
+        answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
+        if threading.current_thread() is threading.main_thread():
+            self._register_sigint_handler(controller)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
+
+
+class _Controller(TrainController):
+    """Ray Train's controller, in a process that starts before the run is known."""
+
+    def __init__(self):
+        get_or_create_autoscaling_coordinator()  # a process that the first run of a cluster waits for
+
+    def begin(self, environment: dict[str, str], arguments: dict, processes: list, held: Reservation, beside) -> None:
+        output.say_who("controller")
+        known = {"processes": processes, "held": held, "beside": beside}
+        self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
+        # Ray Train reads these when it starts; what stays would change the environment of the workers.
+        ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
+        ours = {name: value for name, value in ours.items() if name not in environment}
+        os.environ.update({RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"} | environment | ours)
+        super().__init__(**arguments)
+        for name in ours:
+            del os.environ[name]
+
+
+class _Elastic(ElasticScalingPolicy):
+    """Leaves room for what stands beside the workers."""
+
+    def __init__(self, scaling_config, beside: dict[str, dict[str, float]]):
+        super().__init__(scaling_config)
+        self._bundles = list(beside.values())
+
+    def _count_possible_workers(self, reserved_resources) -> int:
+        left = resources.without(list(reserved_resources.values()), self._bundles)
+        return 0 if left is None else super()._count_possible_workers(dict(enumerate(left)))
+
+
+def _is_slice(scaling_config) -> bool:
+    """Whether Ray Train reserves a slice of TPU hosts for the workers, by a way of its own."""
+    return bool(scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type)
+
+
+class _Held(DefaultPlacementGroupHandle):
+    """A run's group in the hands of a worker group, which ends before what stands beside it does."""
+
+    def __init__(self, held: Reservation):
+        super().__init__(held.group)
+        self._held = held
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        return self._held.wait(timeout_seconds)
+
+    def shutdown(self) -> None:
+        """The driver gives the group back, or the next one takes its place."""
+
+
+class _SliceAndHeld(PlacementGroupHandle):
+    """A slice of TPU hosts, which Ray reserves in a way of its own, and beside it a group; both are given back unless
+    both are had within the time of a start."""
+
+    def __init__(self, slice_of_hosts: PlacementGroupHandle, held: Reservation):
+        self._slice, self._held, self._ready = slice_of_hosts, held, False
+
+    @property
+    def placement_group(self):
+        return self._slice.placement_group
+
+    def ready(self):
+        return self._slice.ready()
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        until = time.monotonic() + timeout_seconds
+        self._ready = self._slice.wait(timeout_seconds) and self._held.wait(max(1.0, until - time.monotonic()))
+        return self._ready
+
+    def shutdown(self) -> None:
+        self._slice.shutdown()
+        if not self._ready:
+            self._held.drop()
+
+
+class _WorkerGroup(WorkerGroup):
+    """A worker group in a run's reservation; the first time, its workers are processes that are there already.
+
+    Workers that are stopped are ended, and they are what the run failed of.
+    """
+
+    processes: list
+    held: Reservation
+    beside: object
+    _watchdog: Watchdog | None = None
+    _hold_until: float | None = None
+
+    def _start(self):
+        try:
+            super()._start()
+        except (WorkerGroupStartupFailedError, RayActorError) as error:
+            frozen = dict(self._watchdog.ended) if self._watchdog is not None else {}
+            if not frozen:
+                raise
+            text = "; ".join(f"worker {rank} was frozen at its start: {how}" for rank, how in sorted(frozen.items()))
+            raise WorkerGroupStartupFailedError(text) from error
+        finally:
+            if not self.has_started():
+                self._stop_watching()
+
+    def _clear_state(self):
+        self._stop_watching()
+        super()._clear_state()
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+
+    def _create_placement_group(self, scaling_config, worker_group_context):
+        context = worker_group_context
+        if _is_slice(scaling_config):
+            self.held.drop()  # nothing is held while a slice is waited for
+            slice_of_hosts = super()._create_placement_group(scaling_config, context)
+            if self.beside is None:
+                return slice_of_hosts
+            self.held.hold(0, {}, "PACK", None)
+            return _SliceAndHeld(slice_of_hosts, self.held)
+        self.held.hold(
+            context.num_workers, context.resources_per_worker, context.placement_strategy, context.label_selector
+        )
+        return _Held(self.held)
+
+    def _create_workers(
+        self,
+        num_workers,
+        placement_group,
+        resources_per_worker,
+        placement_group_bundle_indices=None,
+        starting_world_rank=0,
+        world_size=None,
+        replica_group_size=None,
+    ):
+        if self.beside is not None:
+            self.beside.start(self.held)
+        indices = placement_group_bundle_indices or list(range(num_workers))
+        nodes = placement_group_table(placement_group)["bundles_to_node_id"]
+        there = {}
+        for node, actor in self.processes:
+            place = next((i for i in indices if nodes[i] == node and i not in there), None)
+            if place is None:
+                ray.kill(actor)
+            else:
+                there[place] = actor
+        self.processes.clear()
+        try:
+            asked = [actor.get_metadata.remote() for actor in there.values()]
+            metadata = answers.collect(asked, _START_SECONDS, "the processes that become workers")
+        except (RayActorError, answers.NoAnswerError) as error:
+            for actor in there.values():
+                ray.kill(actor)
+            raise WorkerGroupStartupFailedError("A process that was to become a worker has died") from error
+        workers = [
+            Worker(actor, its, resources_per_worker, placement_group_bundle_index=i)
+            for (i, actor), its in zip(there.items(), metadata, strict=True)
+        ]
+        missing = [i for i in indices if i not in there]
+        if missing:
+            workers += super()._create_workers(len(missing), placement_group, resources_per_worker, missing)
+        workers = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        self._watchdog = self._watchdog or Watchdog()
+        for worker in workers:
+            its = worker.metadata
+            self._watchdog.watch(worker.distributed_context.world_rank, Place(its.node_id, its.node_ip, its.pid, None))
+        return workers
+
+    def _poll_workers_and_collect_errors(self, timeout):
+        found = super()._poll_workers_and_collect_errors(timeout)
+        for rank, status in enumerate(found):
+            if rank not in self._world_rank_to_ongoing_poll and status.error is None:
+                self._watchdog.heard(rank)
+        for rank, how in self._watchdog.ended.items():
+            found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
+        return self._without_consequences(found)
+
+    def _without_consequences(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
+        """Keeps back errors that another's end has caused while it is seen who that is: one that does not answer."""
+        failed = [rank for rank, status in enumerate(found) if status.error is not None]
+        now = time_monotonic()
+        silent = {
+            rank: now - poll.start_time
+            for rank, poll in self._world_rank_to_ongoing_poll.items()
+            if rank not in failed and now - poll.start_time >= _SILENT_SECONDS
+        }
+        if not failed or not silent or not all(is_consequence(found[rank].error) for rank in failed):
+            return found
+        self._hold_until = self._hold_until or now + _SILENT_AT_MOST_SECONDS
+        for rank in failed:
+            if now < self._hold_until:
+                found[rank] = WorkerStatus(running=True, training_report=found[rank].training_report)
+        for rank, seconds in silent.items():
+            if now >= self._hold_until:
+                where = self.get_workers()[rank].metadata
+                how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
+                found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
+        return found
+
+
+class _NoDatasets(WorkerGroupCallback):
+    """Stands for Ray Train's manager of datasets, a process of its own, where there are none."""
+
+    def before_init_train_context(self, workers):
+        return {"dataset_shard_provider": [self] * len(workers)}
+
+    def get_dataset_shard(self, dataset_info):
+        raise KeyError(f"The trainer was given no dataset {dataset_info.dataset_name!r}. Pass it in datasets={{...}}")
+
+
+class _LateCleaner(PlacementGroupCleanerCallback):
+    """Starts the guard of a worker group when the group has run for a while."""
+
+    _due: float | None = None
+    _group = None
+
+    def after_controller_start(self, train_run_context):
+        self._run = train_run_context
+
+    def after_worker_group_start(self, worker_group):
+        self._group, self._due = worker_group, time.monotonic() + _GUARDS_START_AFTER_SECONDS
+
+    def after_worker_group_poll_status(self, worker_group_status):
+        if self._due is not None and time.monotonic() >= self._due:
+            self._due = None
+            if self._cleaner is None:
+                super().after_controller_start(self._run)
+            super().after_worker_group_start(self._group)
+
+    def before_worker_group_shutdown(self, worker_group):
+        self._due = None
+        super().before_worker_group_shutdown(worker_group)
+
+    def after_worker_group_abort(self, worker_group_context):
+        self._due = None
+        super().after_worker_group_abort(worker_group_context)
+
+
+class _Preemption(PreemptionCallback):
+    """Watches for nodes that are drained in a thread of the controller, where Ray Train starts an actor for it."""
+
+    def after_worker_group_start(self, worker_group):
+        self._stop_watcher()
+        ranks: dict[str, list[int]] = {}
+        actors = {}
+        for worker in worker_group.get_workers():
+            rank = worker.distributed_context.world_rank
+            ranks.setdefault(worker.metadata.node_id, []).append(rank)
+            actors[rank] = worker.actor
+        self._watcher = PreemptionWatcher(ranks, self._poll_interval_s, actors)
+
+    def _stop_watcher(self):
+        if self._watcher is not None:
+            self._watcher._stop_event.set()
+            self._watcher = None

@@ -1,0 +1,554 @@
+"""KerasTrainer and TensorflowTrainer: check everything, then hand over to Ray Train."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cloudpickle
+import pandas as pd
+import ray
+import ray.train
+from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
+
+from raytf import validation
+from raytf.compat import legacy_keras
+from raytf.console import progress
+from raytf.data import columns, ingest, sampling
+from raytf.data import streamed as streamed_module
+from raytf.errors import ConfigError
+from raytf.identity import fingerprint, same_run
+from raytf.runtime import failures, resources
+from raytf.runtime.connection import connect
+from raytf.runtime.processes import Process, WarmPool, with_variables, worker_environment
+from raytf.runtime.topology import per_replica_batch
+from raytf.storage import run_folder
+from raytf.storage.run_folder import RunFolder
+from raytf.storage.run_lock import RunLock
+from raytf.train import arguments, evaluator, ray_config
+from raytf.train.backend import TensorflowConfig
+from raytf.train.dry_run import Tried, inspect
+from raytf.train.entry import import_raytf, train
+from raytf.train.local import Here
+from raytf.train.startup import EarlyStartTrainer, Startup
+from raytf.worker import checkpoint
+from raytf.worker.job import TrainJob, ended
+
+DEFAULTS = {"batch_size": 32, "epochs": 1}
+
+
+class KerasTrainer:
+    """Trains a Keras 3 model on Ray workers, as `model.fit` would in one process on the same global batches.
+
+    Args:
+        build_model: build_model(config) -> compiled `keras.Model`; called on every worker in the strategy's scope.
+        config: values for `build_model` and `callbacks`, and for the trainer itself: `batch_size` (rows of the
+            **global** batch, at least one for each replica, default 32), `epochs` (at least 1, default 1).
+        datasets: {"train": Dataset, "validation": Dataset}, of `ray.data`; "validation" may be left out.
+        features: a column (a name, or a `raytf.Column` that says how it becomes a tensor), a list of columns (stacked
+            into one float32 vector), or a dict of these by input name.
+        labels: likewise, by output name; None for models that need no labels.
+        sample_weights: a column of weights for each row, or a dict of these by output name.
+        map: map(features, labels, sample_weights, seeds) -> the same without seeds; what is None is left out. Runs on
+            batches of training rows after the shuffle, in TensorFlow operations; seeds are int32, (rows, 2), a function
+            of seed, epoch and row, for `tf.random.stateless_...`: a resumed or resized run augments the same.
+        callbacks: callbacks(config) -> list of Keras callbacks, built on every worker; files are written by the chief.
+        strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
+            "tpu". With parameter servers each step is made by one worker, on a whole batch, and the others do not wait
+            for it.
+        evaluator: evaluate every checkpoint on the dataset "validation" beside the training, in one more process with
+            a worker's resources, in the place of validation within it: metrics are called `eval_...` and come late, so
+            that callbacks do not see them.
+        num_ps: parameter servers; they come beside the workers, as a coordinator does.
+        variable_partitioner: partitioner(shape, dtype) -> parts along each axis, such as those of
+            `tf.distribute.experimental.partitioners`: spreads large variables over the servers, by rows.
+        scaling_config: `ray.train.ScalingConfig`; one worker by default. With num_workers=0 the training runs in this
+            process.
+        dataset_config: `ray.train.DataConfig`: how Ray Data executes the datasets. Workers always share the rows.
+        validation_config: `ray.train.ValidationConfig`: a function of your own that is called for each checkpoint, as
+            a task beside the training; what it gives comes to the rows of the result's metrics_dataframe whose
+            checkpoints are kept.
+        run_config: `ray.train.RunConfig`. Without a name each `fit` is a run of its own. One driver at a time has the
+            folder of a run: another one is refused.
+        tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
+        seed: of weights, order of rows, masks and augmentation, 0 to 2**63 - 1.
+        materialize: whether rows are kept in the object store: True; False, read anew in every epoch by one execution
+            of Ray Data that all workers share; or "auto", which streams what the object store cannot hold. Or a dict of
+            these by name of the dataset.
+        shuffle: order of training rows in each epoch: "full", uniformly random; "window", blocks in random order, and
+            rows in random order within windows; "none"; or "auto", windows for what is streamed, else full.
+        window: rows of a window.
+        steps_per_execution: steps that one call of the training function makes. "auto" takes what the model was
+            compiled with where that is more than 1; else it measures the first steps, and raises the number where
+            Python's time between two steps matters and no callback looks at batches.
+        progress: show a progress line at the driver.
+        resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
+            same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
+            config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
+            `sync_every` and `gradient_dtype`), and else says what differs; True goes on with what is new, unless it is
+            another model or optimizer, and refuses to start anew; False puts the old run aside and starts anew. More
+            epochs, other callbacks or another number of workers make no other run; one that has ended is not trained
+            again.
+
+    Raises:
+        ConfigError: an argument that can be seen to be wrong before anything runs.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable,
+        *,
+        config: Mapping[str, Any] | None = None,
+        datasets: Mapping[str, Any],
+        features,
+        labels=None,
+        sample_weights=None,
+        map: Callable | None = None,
+        callbacks: Callable | None = None,
+        strategy: str = "auto",
+        evaluator: bool = False,
+        num_ps: int = 0,
+        variable_partitioner: Callable | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
+        tensorflow_config: TensorflowConfig | None = None,
+        seed: int = 0,
+        materialize: bool | str | Mapping[str, bool | str] = "auto",
+        shuffle: str = "auto",
+        window: int = 65_536,
+        steps_per_execution: int | str = "auto",
+        progress: bool = True,
+        resume: str | bool = "auto",
+    ):
+        self.build_model, self.callbacks = build_model, callbacks
+        self.config = DEFAULTS | dict(config or {})
+        self.datasets = dict(datasets)
+        self.features = columns.parse(features, "features")
+        self.labels = columns.parse(labels, "labels")
+        self.sample_weights = columns.parse(sample_weights, "sample_weights")
+        self.scaling_config = scaling_config or ScalingConfig()
+        self.run_config = run_config or RunConfig()
+        self.tensorflow_config = tensorflow_config or TensorflowConfig()
+        self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
+        self.map, self.window, self.materialize = map, window, materialize
+        self.steps_per_execution = steps_per_execution
+        self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
+        self.dataset_config, self.validation_config = dataset_config, validation_config
+        self.resume = resume
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        legacy_keras.refuse(_keras_2(self.tensorflow_config, self.run_config))
+        arguments.check_pickles(self.build_model, "build_model")
+        if self.callbacks is not None:
+            arguments.check_pickles(self.callbacks, "callbacks")
+        if self.map is not None:
+            arguments.check_pickles(self.map, "map", "batches")
+        if self.variable_partitioner is not None:
+            arguments.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
+        given = self.scaling_config, self.run_config, self.tensorflow_config
+        ray_config.check_local(*given, self.num_ps, self.validation_config, self.evaluator)
+        ray_config.check_validation(self.validation_config, self.evaluator)
+        arguments.check_servers(self.strategy, self.num_ps, self.scaling_config)
+        validation.check_config(self.config)
+        workers = arguments.check_workers(self.scaling_config)
+        arguments.check_strategy(self.strategy, self.scaling_config)
+        devices = max(1, int(self.scaling_config._resources_per_worker_not_none.get("GPU", 0)))
+        per_replica_batch(self.config["batch_size"], 1 if self.num_ps else workers * devices)
+        if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:
+            raise ConfigError(
+                "datasets must hold 'train' and may hold 'validation'", sorted(self.datasets), "Rename the datasets"
+            )
+        if self.evaluator and "validation" not in self.datasets:
+            raise ConfigError(
+                "evaluator=True needs rows to evaluate", sorted(self.datasets), "Pass datasets['validation']"
+            )
+        for name, dataset in self.datasets.items():
+            if not isinstance(dataset, ray.data.Dataset):
+                raise ConfigError(
+                    "A dataset must be a ray.data.Dataset",
+                    f"{name!r} of type {type(dataset).__name__}",
+                    "Read it with ray.data, for example ray.data.read_parquet",
+                )
+        self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
+        if self.features is None:
+            raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
+        ingest.check(self.materialize, self.datasets)
+        validation.check_word("shuffle", self.shuffle, ("auto", *sampling.SHUFFLES))
+        if self.shuffle == "full" and ingest.materialized(self.materialize, "train") is False:
+            raise ConfigError(
+                "What is streamed cannot be shuffled over all rows", "shuffle='full'", "Use shuffle='window'"
+            )
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ConfigError("window must be a number of rows, at least 1", repr(self.window), "Choose such a number")
+        number = self.steps_per_execution
+        if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
+        validation.check_seed(self.seed)
+        if not isinstance(self.resume, bool) and self.resume != "auto":
+            raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
+        run_folder.check_name(self.run_config.name)
+
+    def fit(self) -> ray.train.Result:
+        """Trains, and returns when the last epoch is reported.
+
+        Returns:
+            A `ray.train.Result`: `metrics` holds the last epoch's global values by their Keras names and `epoch`,
+            `metrics_dataframe` a row for each epoch, `checkpoint` what `raytf.load_model` reads.
+
+        Raises:
+            ConfigError: the model, the columns or the cluster do not fit; no worker has started.
+            TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
+                Or another driver has taken over the run's folder while this one was frozen.
+        """
+        inner, plan = self.servers()
+        beside = resources.per_worker(self.scaling_config) if self.evaluator else None
+        connect(resources.bundles(inner, plan, beside))
+        self.scaling_config = resources.sharing(self.scaling_config, resources.bundles(inner, plan, beside))
+        inner, plan = self.servers()
+        beside = resources.per_worker(self.scaling_config) if self.evaluator else None
+        resources.check_cluster(self.scaling_config)
+        resources.check_servers(inner, plan, extra=beside)
+        run_config = self.run_config
+        if self.resume is not True:  # then the name is that of a run, whoever gave it
+            run_config = run_folder.named(run_config, "keras")
+        folder = RunFolder.of(run_config)
+        with RunLock(folder.filesystem, folder.path) as lock:
+            last = self._last(folder)
+            if last is not None and ended(last, self):
+                launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
+            elif not self.scaling_config.num_workers:
+                launch = Here(inner, run_config)
+            else:
+                launch = Startup(inner, run_config)
+            lock.on_lost = launch.cancel
+            found = {}
+            try:
+                found = ingest.read_all(self.datasets, self.materialize, self.scaling_config, self.columns())
+                with ThreadPoolExecutor(1) as beside_model:
+                    data = beside_model.submit(self._data_identity, found)
+                    told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
+                lock.confirm()
+                if last is not None:
+                    same_run.check(last.identity, told, self.resume, folder.name)
+                    folder.relist(last, run_config.checkpoint_config)
+                    if ended(last, self):
+                        return self._ended(folder, last)
+                if self.resume is False and (aside := folder.put_aside()):
+                    print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
+                return self._train(launch, found, told)
+            except BaseException:
+                lock.check()  # what came of its loss is not the cause
+                raise
+            finally:
+                launch.cancel()
+                streamed_module.close(found)
+
+    def _last(self, folder: RunFolder) -> run_folder.Last | None:
+        """Where the run stands from which this one is to go on, or None."""
+        if self.resume is False:
+            return None
+        last = folder.last(lambda last: ended(last, self))
+        if last is None and self.resume is True:
+            raise ConfigError(
+                "With resume=True a run goes on from a checkpoint",
+                f"no checkpoint in {folder.path!r}",
+                'Correct the name and storage_path of the RunConfig, or use resume="auto"',
+            )
+        return last
+
+    def _data_identity(self, found: dict) -> dict[str, Any]:
+        return {name: fingerprint.of_dataset(self.datasets[name], sum(part.rows)) for name, part in found.items()}
+
+    def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        """What tells this run from another, see `same_run.py`, for data that was read and a model that was tried."""
+        specs = {name: getattr(self, name) for name in ("features", "labels", "sample_weights")}
+        columns_of = {name: fingerprint.of_columns(spec) for name, spec in specs.items()}
+        told = {
+            "version": same_run.VERSION,
+            **model,
+            "columns": {**columns_of, "types": model["types"]},
+            "map": None if self.map is None else fingerprint.described(self.map),
+            "seed": self.seed,
+            "batch_size": self.config["batch_size"],
+            "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
+            "settings": {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")},
+            "data": data,
+        }
+        del told["types"]
+        return json.loads(json.dumps(told))
+
+    def _ended(self, folder: RunFolder, last: run_folder.Last) -> ray.train.Result:
+        """The result of a run that has nothing left to do."""
+        why = "was stopped by a callback" if last.stopped else "has trained"
+        print(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
+        result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
+        rows = [metrics for _, metrics in result.best_checkpoints]
+        evaluated = {row["epoch"]: {k: v for k, v in row.items() if k.startswith(evaluator.PREFIX)} for row in rows}
+        return _with_history(self, result, self._validated(result) or evaluated)
+
+    def _validated(self, result: ray.train.Result) -> dict[int, dict]:
+        """What the checkpoints bear by epoch, where a validation_config has added to it."""
+        rows = [metrics for _, metrics in result.best_checkpoints or ()] if self.validation_config else []
+        return {row["epoch"]: row for row in rows if "epoch" in row}
+
+    def task(self, blocks: dict) -> TrainJob:
+        """What the workers are told, for data that was read; without a progress line.
+
+        Raises:
+            ConfigError: the data is streamed and the shuffle is one over all rows.
+        """
+        shuffle = self._shuffle(blocks)
+        if isinstance(blocks["train"], streamed_module.StreamedDataset) and shuffle == "full":
+            raise ConfigError(
+                "What is streamed cannot be shuffled over all rows",
+                "shuffle='full' for a dataset that the object store cannot hold",
+                "Use shuffle='window', or materialize=True if Ray may put it on disk",
+            )
+        return TrainJob(
+            build_model=self.build_model,
+            callbacks=self.callbacks,
+            config=self.config,
+            features=self.features,
+            labels=self.labels,
+            sample_weights=self.sample_weights,
+            datasets=blocks,
+            seed=self.seed,
+            shuffle=shuffle,
+            window=self.window,
+            steps_per_execution=self.steps_per_execution,
+            map=self.map,
+            board=None,
+            variable_partitioner=self.variable_partitioner,
+            evaluator=self.evaluator,
+            validate=self.evaluator or self.validation_config is not None,
+        )
+
+    def _shuffle(self, blocks: dict) -> str:
+        """What "auto" stands for."""
+        streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
+        return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
+
+    def columns(self) -> dict[str, Any]:
+        """The parsed columns by role."""
+        return {"features": self.features, "labels": self.labels, "sample_weights": self.sample_weights}
+
+    def servers(self):
+        """(the ScalingConfig of what Ray Train runs, the `servers.ServerSpec` or None)."""
+        environment = worker_environment(self.run_config, self.scaling_config)
+        return arguments.servers(self.num_ps, self.scaling_config, environment)
+
+    def worker_config(self) -> TensorflowConfig:
+        """The workers' TensorflowConfig."""
+        seed, plan = self.seed % 2**31, self.servers()[1]
+        return dataclasses.replace(
+            self.tensorflow_config,
+            strategy=self.strategy,
+            seed=seed,
+            servers=plan,
+            tpu=bool(self.scaling_config.use_tpu),
+        )
+
+    def _train(self, launch: Startup, blocks: dict, told: dict[str, Any]) -> ray.train.Result:
+        task = dataclasses.replace(self.task(blocks), identity=told)
+        if not self.progress:
+            return self._run(task, launch)
+        for name, found in blocks.items():
+            print(ingest.describe(name, found, task.shuffle if name == "train" else "none"))
+        board = progress.Board()
+        try:
+            return self._run(dataclasses.replace(task, board=board), launch)
+        finally:
+            board.clear()
+
+    def _run(self, task: TrainJob, launch: Startup) -> ray.train.Result:
+        if not self.evaluator:
+            result = self._fit(task, launch, None)
+            return _with_history(self, result, self._validated(result))
+        environment = worker_environment(self.run_config, self.scaling_config)
+        each = resources.per_worker(self.scaling_config)
+        beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment, launch.warned)
+        try:
+            result = self._fit(task, launch, beside)
+        finally:
+            found = beside.record.close()
+        return _with_history(self, result, evaluator.kept(result) | found)
+
+    def _fit(self, task: TrainJob, launch: Startup, beside: evaluator.Beside | None) -> ray.train.Result:
+        def keras_training():
+            train(task)
+
+        inner = EarlyStartTrainer(
+            keras_training,
+            backend_config=self.worker_config(),
+            scaling_config=self.servers()[0],
+            run_config=launch.run_config,
+            launch=launch,
+            validation_config=beside.validation() if beside else self.validation_config,
+            beside=beside,
+            shown=(list(self.datasets), self.config),
+            dataset_config=self.dataset_config,
+        )
+        with failures.first_cause():
+            if task.board is None:
+                return inner.fit()
+            with progress.Line(task.board, progress.console()):
+                return inner.fit()
+
+    def try_model(self, processes: WarmPool, blocks: dict, config: Mapping[str, Any], rows: int | None = None) -> Tried:
+        """Raises ConfigError if the columns or the model of a config do not fit the data.
+
+        Returns:
+            What the model is, and figures of it in steps of so many rows, where they are asked for.
+        """
+        for name, found in blocks.items():
+            if not found.rows:
+                raise ConfigError(
+                    "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
+                )
+            for role, spec in self.columns().items():
+                columns.check_names(spec, found.columns, role)
+        specs = (self.features, self.labels, self.sample_weights)
+        pickled = cloudpickle.dumps((self.build_model, dict(config), *specs, self.map))
+        found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+
+def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
+    """A row for each epoch, however many checkpoints are kept, with what an evaluator found by epoch."""
+    if result.checkpoint is not None:
+        checkpoint.remember(result.path, trainer.build_model, trainer.config)
+        history = checkpoint.last_state(result).history
+        result.metrics_dataframe = pd.DataFrame([row | (found or {}).get(row["epoch"], {}) for row in history])
+    return result
+
+
+def _keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
+    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
+    worker = (run_config.worker_runtime_env if run_config else None) or {}
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
+
+
+class TensorflowTrainer(EarlyStartTrainer):
+    """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
+
+    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime
+    environment of Ray, `tf.keras` of the workers is Keras 2, as it is under Ray's own.
+
+    Args:
+        train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
+            the strategy, or it builds `tf.distribute.MultiWorkerMirroredStrategy()` itself.
+        train_loop_config: what the function is called with.
+        tensorflow_config: `raytf.TensorflowConfig`; Ray's own, which has no options, is taken for the default.
+        scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train; without a name each
+            `fit` is a run of its own, and one driver at a time has the folder of a run.
+        metadata, resume_from_checkpoint: refused by Ray Train 2.60.
+        strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`. With "parameter_server" the loop runs once, on
+            the coordinator.
+        num_ps: parameter servers.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable,
+        *,
+        train_loop_config: dict | None = None,
+        tensorflow_config: Any = None,
+        scaling_config: ScalingConfig | None = None,
+        dataset_config: DataConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        validation_config=None,
+        metadata: dict[str, Any] | None = None,
+        resume_from_checkpoint=None,
+        strategy: str = "auto",
+        num_ps: int = 0,
+    ):
+        scaling_config = scaling_config or ScalingConfig()
+        ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
+        arguments.check_strategy(strategy, scaling_config)
+        arguments.check_servers(strategy, num_ps, scaling_config)
+        run_folder.check_name(None if run_config is None else run_config.name)
+        self._workers, self.num_ps = scaling_config, num_ps
+        environment = worker_environment(run_config or RunConfig(), scaling_config)
+        scaling_config, self._servers = arguments.servers(num_ps, scaling_config, environment)
+        if not isinstance(tensorflow_config, TensorflowConfig):
+            kind = type(tensorflow_config)
+            if tensorflow_config is not None and kind.__module__ != "ray.train.tensorflow.config":
+                raise ConfigError(
+                    "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
+                )
+            tensorflow_config = TensorflowConfig()
+        asked = _keras_2(tensorflow_config, run_config)
+        if asked is not None:
+            legacy_keras.check_installed(asked)
+            run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
+            tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=dataclasses.replace(
+                tensorflow_config, strategy=strategy, servers=self._servers, tpu=bool(self._workers.use_tpu)
+            ),
+            scaling_config=scaling_config,
+            dataset_config=dataset_config,
+            run_config=run_config,
+            datasets=datasets,
+            resume_from_checkpoint=resume_from_checkpoint,
+            metadata=metadata,
+            validation_config=validation_config,
+        )
+
+    def fit(self) -> ray.train.Result:
+        """Runs the train loop on every worker.
+
+        Raises:
+            ResourceError: the cluster can never hold the workers.
+            TrainingError: a worker failed more often than `FailureConfig` allows; it is a
+                `ray.train.TrainingFailedError` too.
+        """
+        connect(resources.bundles(self.scaling_config, self._servers))
+        if not self.num_ps:
+            self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
+            self.scaling_config = self._workers
+        resources.check_cluster(self._workers)
+        resources.check_servers(self.scaling_config, self._servers)
+        config = self.backend_config
+        seed = secrets.randbelow(2**31) if config.seed is None else config.seed
+        board = progress.Board()
+        self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed, board=board)
+        given, context = self.run_config, self.train_run_context
+        self.run_config = run_folder.named(given, "tensorflow")
+        self.train_run_context = dataclasses.replace(
+            context, run_config=self.run_config, scaling_config=self.scaling_config
+        )
+        folder = RunFolder.of(self.run_config)
+        try:
+            with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
+                lock.confirm()
+                folder.check_list()
+                try:
+                    with failures.first_cause(), self._shown_line(board):
+                        return super().fit()
+                except BaseException:
+                    lock.check()  # what came of its loss is not the cause
+                    raise
+        finally:
+            board.clear()
+            self.backend_config, self.run_config, self.train_run_context = config, given, context
+
+    def _shown_line(self, board: progress.Board):
+        """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
+        if self.running_in_local_mode:
+            return contextlib.nullcontext()
+        return progress.Line(board, progress.console(), waiting="")

@@ -1,0 +1,427 @@
+"""A warm worker group: its processes, TensorFlow's import and the strategy with its collectives outlive a trial.
+
+It lives in the placement group of the Tune actor that opened it (`trial.py`), and ends with it. Its workers follow that
+actor step by step: begin a trial, go on to the next report, save, stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.cloudpickle
+from ray.experimental.internal_kv import _internal_kv_put
+from ray.util.placement_group import placement_group_table
+
+from raytf.collectives import ring
+from raytf.compat import autograph_files, legacy_keras, legacy_names
+from raytf.compat.fast_import import import_keras
+from raytf.console import once, output
+from raytf.errors import RaytfError, in_a_line
+from raytf.runtime import guard, ports
+from raytf.runtime.answers import NoAnswerError, as_they_come, collect
+from raytf.runtime.guard import FrozenError, Guard, Place
+from raytf.runtime.processes import Process
+from raytf.runtime.resources import placed_actor
+from raytf.storage import scratch
+from raytf.train import backend
+from raytf.train.entry import import_raytf
+from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
+from raytf.worker.session import TrialSession, TrialStopped, write_files
+
+# Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
+_TOGETHER_SECONDS = 10.0
+# A worker's process starts in a minute where no runtime environment has to be set up first, and TensorFlow finds its
+# peers in another; a step takes what it takes, as long as its process is not stopped.
+_OPEN_SECONDS = 900.0
+# To begin or to end a trial: a checkpoint is read, graphs are dropped.
+_ANSWER_SECONDS = 600.0
+_SAVE_SECONDS = 3600.0
+# A spare process answers when it has imported TensorFlow.
+_SPARE_SECONDS = 300.0
+# For workers that are well to clear up when they are ended.
+_PARTING_SECONDS = 5.0
+# Between two looks at whether a worker group is still there; one that dies in between is seen at the next.
+_LOOKS_SECONDS = 5.0
+# In Ray's key-value store, where the spare processes that have become a group's workers are noted.
+_TAKEN = b"raytf_taken"
+
+
+class TrialError(RaytfError, RuntimeError):
+    """A trial's own code failed; the message is its error, `details` the traceback of the worker, `rank` its own."""
+
+    rank: int | None = None
+
+    def __init__(self, cause: str, details: str = ""):
+        super().__init__(cause, details)
+        self.cause, self.details = cause, details
+
+    def __str__(self) -> str:
+        return f"{self.cause}\n{self.details}".rstrip()
+
+
+class WorkerGroupLostError(RaytfError, ConnectionError):
+    """A worker of the worker group died, or failed where the others did not: the worker group is of no use any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRun:
+    """A trial, as its workers see it.
+
+    Args:
+        train: train(session, config): the loop; runs on every worker.
+        config: the trial's.
+        name: of the trial.
+        files: of the checkpoint to go on from, by name, or None.
+        around: arguments of the loop's `session_functions.Surroundings`, without the nodes.
+    """
+
+    train: Callable
+    config: dict[str, Any]
+    name: str
+    files: dict[str, bytes] | None = None
+    around: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkerGroup:
+    """Opens workers in the current placement group; see the module.
+
+    Args:
+        tensorflow_config: of the workers.
+        resources: of each worker.
+        workers: how many.
+        environment: runtime environment of their processes.
+        first_bundle: index of the first worker's bundle in the placement group.
+        spares: (node, `GroupWorker`) of each process that started before; those that no group has taken become
+            workers where they are.
+        group: the placement group; None takes the current one.
+        kind: class of the workers; `GroupWorker` unless it is given.
+    """
+
+    def __init__(
+        self,
+        tensorflow_config,
+        resources: dict[str, float],
+        workers: int,
+        environment: dict,
+        first_bundle: int = 0,
+        spares: Sequence[tuple[str, Any]] = (),
+        group=None,
+        kind=None,
+    ):
+        group = group or ray.util.get_current_placement_group()
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        cpus = max(1, int(resources.get("CPU", 0)))
+        self.workers = [
+            (_take(spares, nodes[i]) if spares else None)
+            or placed_actor(kind or GroupWorker, group, i, resources, runtime_env=environment)
+            for i in range(first_bundle, first_bundle + workers)
+        ]
+        self._guard: Guard | None = None
+        try:
+            self._open(tensorflow_config, cpus)
+        except BaseException:
+            self.close(well=False)
+            raise
+
+    def _open(self, tensorflow_config, cpus: int) -> None:
+        found = self._all(
+            "reserve_address", tensorflow_config.ports, seconds=_OPEN_SECONDS, what="the start of its process"
+        )
+        addresses = [address for address, _ in found]
+        self._guard = Guard({f"worker {rank}": place for rank, (_, place) in enumerate(found)})
+        self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
+        token, nodes = ring.new_token(), tuple(place.node for _, place in found)
+        arguments = [(tensorflow_config, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
+        self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
+
+    def begin(self, job: TrialRun) -> None:
+        """Starts a trial; it waits to be told to go on."""
+        self._all("begin", ray.put(job), what="the begin of a trial")
+
+    def go_on(self) -> dict | None:
+        """`go_on_all` of the chief alone."""
+        reports = self.go_on_all()
+        return None if reports is None else reports[0]
+
+    def go_on_all(self) -> list[dict] | None:
+        """Lets the trial run to its next report: the metrics of each worker, or None when the loop has ended.
+
+        Raises:
+            TrialError: the loop failed; the worker group is ready for another trial.
+            WorkerGroupLostError: it is not.
+        """
+        calls = [worker.go_on.remote() for worker in self.workers]
+        events: dict[int, tuple] = {}
+        failed = None  # when the first did
+
+        def look():
+            self._look()
+            if failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
+                raise self._alone(events)
+
+        self._begin_wait()
+        for rank, ref in as_they_come(calls, None, "the next report", look=look):
+            events[rank] = self._get(f"worker {rank}", ref)
+            if events[rank][0] == "error" and failed is None:
+                failed = time.monotonic()
+        kinds = {event[0] for event in events.values()}
+        if "error" in kinds:
+            rank, error = next((rank, event[1]) for rank, event in sorted(events.items()) if event[0] == "error")
+            error.rank = rank
+            raise error
+        if len(kinds) > 1:
+            raise WorkerGroupLostError(
+                "the workers of a train loop must report equally often; one ended before another"
+            )
+        return [event[1] for _, event in sorted(events.items())] if kinds == {"report"} else None
+
+    def _alone(self, events: dict[int, tuple]) -> WorkerGroupLostError:
+        """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
+        standing = self._guard.standing()
+        if standing is not None:
+            return WorkerGroupLostError(str(standing))
+        rank, error = next((r, e[1]) for r, e in events.items() if e[0] == "error")
+        return WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
+
+    def save(self) -> dict[str, bytes] | None:
+        """The files of a checkpoint of this report: the chief's, and those that others have of their own."""
+        found = self._answers([worker.save.remote() for worker in self.workers], _SAVE_SECONDS, "a checkpoint")
+        files = [its for its in reversed(found) if its is not None]
+        return {name: content for its in files for name, content in its.items()} if files else None
+
+    def stop(self) -> None:
+        """Ends the trial on all workers, and clears what it left."""
+        self._all("stop", what="the end of a trial")
+
+    def close(self, well: bool = True) -> None:
+        """Ends the workers.
+
+        Args:
+            well: whether they answer, and so can clear up behind themselves.
+        """
+        if well:
+            with contextlib.suppress(NoAnswerError):
+                for _ in as_they_come([w.stop.remote() for w in self.workers], _PARTING_SECONDS, "their ends"):
+                    pass
+        for worker in self.workers:
+            ray.kill(worker)
+        if self._guard is not None:
+            self._guard.close()
+
+    def _all(self, method: str, *arguments, **how) -> list:
+        return self._each(method, [arguments] * len(self.workers), **how)
+
+    def _each(self, method: str, arguments: list[tuple], *, what: str, seconds: float = _ANSWER_SECONDS) -> list:
+        calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, arguments, strict=True)]
+        return self._answers(calls, seconds, what)
+
+    def _answers(self, calls: list, seconds: float, what: str) -> list:
+        """Raises WorkerGroupLostError as soon as a worker dies, is stopped, or is late."""
+        self._begin_wait()
+        try:
+            return collect(calls, seconds, what, look=self._look, failure=_lost)
+        except NoAnswerError as error:
+            raise WorkerGroupLostError(str(error)) from None
+
+    def _begin_wait(self) -> None:
+        if self._guard is not None:
+            self._guard.begin()
+
+    def _look(self) -> None:
+        try:
+            if self._guard is not None:
+                self._guard.look()
+        except FrozenError as error:
+            raise WorkerGroupLostError(str(error)) from None
+
+    def _get(self, name: str, ref):
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            raise _lost(name, error) from error
+
+
+def _lost(name: str, error: Exception) -> Exception:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return WorkerGroupLostError(f"{name} of the trial died: {error}")
+    return error
+
+
+def _take(spares: Sequence[tuple[str, Any]], node: str):
+    """A spare process of a node, for the worker group of this actor; None where there is none left.
+
+    Ray's key-value store says which are taken: a worker of another group would answer only at the end of its step.
+    """
+    me = ray.get_runtime_context().current_actor
+    for there, actor in spares:
+        if there != node or _internal_kv_put(actor._actor_id.binary(), b"taken", overwrite=False, namespace=_TAKEN):
+            continue
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(actor.end_with.remote(me), timeout=_SPARE_SECONDS)
+            return actor
+    return None
+
+
+class GroupWorker(Process):
+    """One worker of a worker group; runs in a Ray actor of one thread, which follows `WorkerGroup`."""
+
+    def __init__(self):
+        self._stack = contextlib.ExitStack()
+        self._thread: threading.Thread | None = None
+        self._session = None
+
+    def reserve_address(self, allowed: tuple[int, int]) -> tuple[str, Place]:
+        """Its "host:port", and its process."""
+        return ports.reserve_address(allowed), guard.here()
+
+    def end_with(self, leader) -> None:
+        """Ends this process, which the driver started, when the group's actor has ended."""
+        threading.Thread(target=_end_with, args=(leader,), daemon=True).start()
+
+    def open(
+        self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]
+    ) -> None:
+        """Prepares TensorFlow and builds the strategy; all workers at once."""
+        backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
+        from raytf.worker import context
+
+        self._rank, self._size, self._nodes = rank, len(addresses), nodes
+        self._stack.enter_context(context.prepared(tensorflow_config))
+        self._stack.enter_context(backend.spoken(rank == 0, None))
+        self._stack.enter_context(once.shown(tensorflow_config.warned))
+        with autograph_files.removed():
+            context.get_strategy()  # the ring tells its addresses by a collective
+        self._defaults = _keras_defaults()
+
+    def begin(self, job: TrialRun) -> None:
+        output.say_who(f"{job.name} worker {self._rank}")
+        self._folder = scratch.make()
+        checkpoint = None
+        if job.files is not None:
+            checkpoint = os.path.join(self._folder, "checkpoint")
+            write_files(job.files, checkpoint)
+        self._session = TrialSession(self._rank, self._size, checkpoint, job.name)
+        self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
+        self._thread.start()
+
+    def _run(self, job: TrialRun, session, folder: str) -> None:
+        from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
+
+        around = Surroundings(nodes=self._nodes, **job.around)
+        set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
+        try:
+            import_keras()  # for this thread
+            session.park()
+            with output.telling(), autograph_files.removed():
+                job.train(session, job.config)
+            session.events.put(("end", None))
+            session.park()
+        except TrialStopped:
+            pass
+        except BaseException as error:
+            also = legacy_names.hint(error)
+            cause = f"{in_a_line(error)}; {also}" if also else in_a_line(error)
+            session.events.put(("error", TrialError(cause, traceback.format_exc())))
+        finally:
+            set_train_fn_utils(None)
+
+    def go_on(self) -> tuple:
+        self._session.commands.put("go")
+        return self._session.events.get()
+
+    def save(self) -> dict[str, bytes] | None:
+        self._session.commands.put("save")
+        kind, value = self._session.events.get()
+        if kind == "error":
+            raise value
+        return value
+
+    def stop(self) -> None:
+        """Ends the trial's thread at its report and clears what it left: graphs, variables, seeds, Keras' settings."""
+        if self._thread is None:
+            return
+        self._session.commands.put("stop")
+        self._thread.join()
+        self._thread = self._session = None
+        scratch.remove(self._folder)
+        self._clear()
+
+    def _clear(self) -> None:
+        _clear(self._defaults)
+
+
+def _end_with(actor) -> None:
+    while True:
+        try:
+            ray.get(actor.__ray_ready__.remote())
+        except ray.exceptions.RayActorError:
+            os._exit(1)
+        time.sleep(_LOOKS_SECONDS)
+
+
+def _broadcast(value: Any) -> Any:
+    """Every worker gets what rank 0 passes; through the strategy, as all are in the train loop."""
+    import numpy as np
+
+    from raytf.collectives import communicator
+    from raytf.worker import context
+
+    distribution = context.get_strategy()
+    if not communicator.spans_workers(distribution):
+        return value
+    sent = np.frombuffer(ray.cloudpickle.dumps(value), np.uint8).astype(np.int32)
+    (size,) = communicator.from_chief(distribution, [np.int64(sent.size)])
+    room = np.zeros(int(size), np.int32)
+    room[: min(sent.size, room.size)] = sent[: room.size]
+    (got,) = communicator.from_chief(distribution, [room])
+    return pickle.loads(got.astype(np.uint8).tobytes())
+
+
+def _keras_defaults() -> dict[str, Any]:
+    if legacy_keras.is_on():
+        from tf_keras import backend, mixed_precision
+
+        config = {name: getattr(backend, name)() for name in ("floatx", "epsilon", "image_data_format")}
+        return config | {"global_policy": mixed_precision.global_policy()}
+    import keras
+
+    return {
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": keras.config.dtype_policy(),
+    }
+
+
+def _clear(defaults: dict[str, Any]) -> None:
+    import tensorflow as tf
+    from tensorflow.python.framework.ops import gradient_registry
+
+    if legacy_keras.is_on():
+        from tf_keras import backend, mixed_precision
+
+        places = (backend, mixed_precision)
+    else:
+        from keras import backend, config
+
+        places = (config,)
+    backend.clear_session()
+    for name, value in defaults.items():
+        place = next(place for place in places if hasattr(place, f"set_{name}"))
+        getattr(place, f"set_{name}")(value)
+    tf.config.run_functions_eagerly(False)
+    # TensorFlow keeps the gradient of every `tf.custom_gradient` that it traced, and with it the graph, by name
+    registry = gradient_registry._registry
+    for name in [name for name in registry if name.startswith("CustomGradient-")]:
+        del registry[name]
+    gc.collect()

@@ -1,0 +1,190 @@
+"""The space of a sweep: what may be in it, the names of schedulers and searches, and how it is written as text."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from ray import tune
+from ray.tune.search.sample import Categorical, Domain, Integer
+from ray.tune.search.variant_generator import generate_variants
+
+from raytf.errors import ConfigError
+from raytf.tune import schedulers as schedulers_module
+from raytf.validation import SCHEDULERS, SEARCHES
+
+# What a space that is written as text may call.
+FUNCTIONS = (
+    "choice",
+    "grid_search",
+    "uniform",
+    "quniform",
+    "loguniform",
+    "qloguniform",
+    "randn",
+    "qrandn",
+    "randint",
+    "qrandint",
+    "lograndint",
+    "qlograndint",
+)
+
+
+def check(space: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless the space is a dict of at least one name."""
+    if not isinstance(space, Mapping) or not space or not all(isinstance(name, str) for name in space):
+        raise ConfigError(
+            "param_space must be a dict of config keys",
+            repr(space),
+            'For example {"learning_rate": tune.loguniform(1e-4, 1e-1)}',
+        )
+
+
+def bounds(value: Any, name: str) -> list:
+    """The least and the largest, or all, of the numbers that a key of the space may take.
+
+    Raises:
+        ConfigError: they cannot be known before the trials.
+    """
+    if _is_grid(value):
+        return list(value["grid_search"])
+    if isinstance(value, Categorical):
+        return list(value.categories)
+    if isinstance(value, Integer):
+        return [value.lower, value.upper - 1]
+    if isinstance(value, Domain) or callable(value):
+        raise ConfigError(
+            f"{name} must have known bounds, as resources are planned with them",
+            repr(value),
+            "Use tune.choice, tune.grid_search or tune.randint",
+        )
+    return [value]
+
+
+def _is_grid(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"grid_search"}
+
+
+def count(space: Mapping[str, Any], num_samples: int) -> int | None:
+    """Trials of a sweep: every point of the grid `num_samples` times; None where there is no end."""
+    grids = [value["grid_search"] for value in space.values() if _is_grid(value)]
+    return None if num_samples < 0 or not space else num_samples * math.prod(len(grid) for grid in grids)
+
+
+def sample(space: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of the space: the first point of a grid, a draw from each domain."""
+    _, drawn = next(generate_variants({"config": dict(space)}))
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in drawn["config"].items()}
+
+
+def scheduler(given: Any, space: Mapping[str, Any], epochs: int):
+    """Ray's scheduler for a name; an object of Ray's is taken as it is.
+
+    Args:
+        given: one of `SCHEDULERS`, a `ray.tune.schedulers.TrialScheduler`, or None.
+        space: for Population Based Training, which mutates its domains.
+        epochs: reports of a whole trial.
+
+    Raises:
+        ConfigError: an unknown name, or a space that "pbt" cannot mutate.
+    """
+    from ray.tune import schedulers
+
+    if given is None or given == "fifo":
+        return None
+    if isinstance(given, schedulers.HyperBandScheduler):
+        return schedulers_module.mended(given)
+    if isinstance(given, schedulers.TrialScheduler):
+        return given
+    if given == "asha":
+        return schedulers.ASHAScheduler(max_t=max(1, epochs))
+    if given == "hyperband":
+        return schedulers_module.HyperBand(max_t=max(1, epochs))
+    if given == "median":
+        return schedulers.MedianStoppingRule()
+    if given == "pbt":
+        mutated = {name: value for name, value in space.items() if isinstance(value, Domain) and name != "num_workers"}
+        if not mutated:
+            raise ConfigError(
+                'scheduler="pbt" mutates what has a domain in param_space',
+                repr(dict(space)),
+                "Add tune.loguniform(...)",
+            )
+        return schedulers.PopulationBasedTraining(
+            time_attr="training_iteration", perturbation_interval=max(1, epochs // 5), hyperparam_mutations=mutated
+        )
+    raise ConfigError(
+        f"scheduler must be one of {', '.join(SCHEDULERS)}, or a scheduler of ray.tune", repr(given), "Choose one"
+    )
+
+
+def search(given: Any):
+    """Ray's search algorithm for a name; an object of Ray's is taken as it is.
+
+    Raises:
+        ConfigError: an unknown name, or Optuna is not installed.
+    """
+    if given is None or given == "random":
+        return None
+    if given == "optuna":
+        try:
+            import optuna  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                'search_alg="optuna" needs the package optuna', "an environment without it", "pip install raytf[optuna]"
+            ) from error
+        from ray.tune.search.optuna import OptunaSearch
+
+        return OptunaSearch()
+    if isinstance(given, str):
+        raise ConfigError(
+            f"search_alg must be one of {', '.join(SEARCHES)}, or a search algorithm of ray.tune", repr(given), "Choose"
+        )
+    return given
+
+
+def parse(texts: Mapping[str, Any]) -> dict[str, Any]:
+    """A space from what stands in YAML or on a command line, such as {"learning_rate": "loguniform(1e-4, 1e-1)"}.
+
+    A text that is a call of one of `FUNCTIONS` with literal arguments becomes that domain; a list becomes a choice;
+    anything else is a constant. No code runs.
+
+    Raises:
+        ConfigError: a call of something else.
+    """
+    return {name: _parse(name, value) for name, value in texts.items()}
+
+
+def _parse(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tune.choice(list(value))
+    if not isinstance(value, str):
+        return value
+    try:
+        expression = ast.parse(value.strip(), mode="eval").body
+    except SyntaxError:
+        return value
+    if not isinstance(expression, ast.Call):
+        try:
+            constant = ast.literal_eval(expression)
+        except ValueError:
+            return value
+        return tune.choice(list(constant)) if isinstance(constant, (list, tuple)) else constant
+    called = ast.unparse(expression.func).removeprefix("tune.")
+    if called not in FUNCTIONS:
+        raise ConfigError(
+            f"A domain must be a call of one of {', '.join(FUNCTIONS)}", f"{name}={value}", "Use one of these"
+        )
+    try:
+        arguments = [ast.literal_eval(a) for a in expression.args]
+        named = {k.arg: ast.literal_eval(k.value) for k in expression.keywords}
+        return getattr(tune, called)(*arguments, **named)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"The arguments of {called} must be literal numbers, texts or lists",
+            f"{name}={value} ({error})",
+            "For example learning_rate=loguniform(1e-4,1e-1)",
+        ) from error

@@ -1,0 +1,485 @@
+"""Ray Tune over a trainer: trials run in warm worker groups, whose processes and TensorFlow outlive a trial.
+
+A Tune trial is an actor without resources of its own in a placement group that holds its workers'
+(`worker_group.WorkerGroup`), so that a trial gets all its workers or none. Tune hands such an actor, with its warm
+workers, to the next trial that asks for the same resources; schedulers, search, retries and the state on disk are
+Tune's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+import ray.train
+from ray import tune
+from ray.train._internal.storage import get_fs_and_path
+from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
+from ray.tune.utils import flatten_dict
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytf.data import ingest, stored, streamed
+from raytf.errors import ConfigError, ResourceError, TrainingError
+from raytf.identity import config_keys
+from raytf.runtime import resources
+from raytf.runtime.answers import NoAnswerError, as_they_come
+from raytf.runtime.connection import connect
+from raytf.runtime.processes import WarmPool, worker_environment
+from raytf.storage import run_folder, scratch, trusted
+from raytf.storage.run_folder import RunFolder
+from raytf.storage.run_lock import RunLock
+from raytf.train import ray_config
+from raytf.train.entry import import_raytf, train
+from raytf.train.trainer import KerasTrainer, TensorflowTrainer
+from raytf.train.worker_group import GroupWorker
+from raytf.tune import learning_rate, report, space
+from raytf.tune.table import Stopper, Table
+from raytf.tune.trial import SweepSpec, Trial
+from raytf.worker import checkpoint
+from raytf.worker.job import TrainJob
+
+_NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
+_FREQUENT_SNAPSHOTS = "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S"
+# What the trainer itself reads of a trial's config.
+_OWN_KEYS = ("batch_size", "epochs", "num_workers")
+# How long the end of a sweep waits for other hosts.
+_CLEAN_SECONDS = 10.0
+
+
+def sweep(
+    trainer,
+    param_space: Mapping[str, Any] | None = None,
+    *,
+    num_samples: int = 1,
+    metric: str = "loss",
+    mode: str = "min",
+    scheduler=None,
+    search_alg=None,
+    max_concurrent_trials: int | None = None,
+    run_config=None,
+    warm: bool = True,
+    report_every_steps: int | None = None,
+    scale_learning_rate: str | None = None,
+    base_batch_size: int | None = None,
+    warmup_steps: int = 0,
+    resume: str | os.PathLike | None = None,
+    progress: bool = True,
+) -> tune.ResultGrid:
+    """Runs a trainer with many configs, and compares them.
+
+    Args:
+        trainer: a `KerasTrainer` or a `TensorflowTrainer`; not fitted itself.
+        param_space: keys of the trainer's config to values or search spaces of `ray.tune` (`tune.loguniform`,
+            `tune.choice`, `tune.grid_search`, ...), and `num_workers`. A trial's values are laid over the config.
+        num_samples: trials (for each point of a grid), at least 1; -1 goes on until something else ends the sweep.
+        metric: of the reports, by Keras' name: "loss", "val_accuracy", ...
+        mode: "min" or "max".
+        scheduler: "fifo", "asha", "hyperband", "median", "pbt", or a scheduler of `ray.tune.schedulers`.
+        search_alg: "random", "optuna", or a search algorithm of `ray.tune.search`.
+        max_concurrent_trials: at most; None takes what the cluster holds.
+        run_config: `ray.tune.RunConfig`; where it is None, the name, storage, failures and checkpoints of the
+            trainer's.
+        warm: keep workers between trials; False gives every trial processes of its own.
+        report_every_steps: report every so many steps, too, not only at the ends of epochs; for a KerasTrainer. A
+            scheduler's `training_iteration` then counts these reports.
+        scale_learning_rate: "linear" or "sqrt": `learning_rate` is meant for `base_batch_size` and follows a trial's
+            `batch_size`.
+        base_batch_size: see there.
+        warmup_steps: in which the learning rate rises from 0.
+        resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
+            checkpoints. `trainer` must be the same, and `param_space` is not needed. Tune keeps a sweep's state as
+            pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
+        progress: show a table of the trials in a terminal.
+
+    Returns:
+        A `ray.tune.ResultGrid`; `grid.get_best_result()` is a Result that `raytf.load_model` takes. Each result's
+        metrics hold `per_replica_batch`, `steps_per_epoch` and `scaled_learning_rate`, too.
+
+    Raises:
+        ConfigError: an argument is wrong, or no trial reports the metric.
+        ResourceError: the cluster can never hold a trial.
+    """
+    _check(trainer, param_space, num_samples, mode, max_concurrent_trials, report_every_steps, resume)
+    ray_config.check_sweep(trainer, param_space, run_config is not None)
+    known = {"metric": metric, "mode": mode, "rule": scale_learning_rate, "base_batch_size": base_batch_size}
+    known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
+    if resume is not None:
+        known = report.settings(resume)
+        trusted.check_own(report.located(resume), "A sweep's state")
+    else:
+        known["sample"] = space.sample(dict(param_space))
+    metric, mode = known["metric"], known["mode"]
+    scaling = learning_rate.Scaling(**{name: known[name] for name in ("rule", "base_batch_size", "warmup_steps")})
+    given = dict(param_space or {})
+    config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
+    epochs = max((int(e) for e in space.bounds(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
+    chosen = space.scheduler(scheduler, given, epochs)
+    if isinstance(chosen, HyperBandScheduler) and max_concurrent_trials is not None:
+        raise ConfigError(
+            "HyperBand waits for whole brackets of trials, which max_concurrent_trials would keep from starting",
+            f"max_concurrent_trials={max_concurrent_trials}",
+            "Leave the limit out: trials wait for the cluster's room anyhow",
+        )
+    searched = space.search(search_alg)
+    bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
+    connect(bundles)
+    trainer = copy.copy(trainer)
+    trainer.scaling_config = resources.sharing(trainer.scaling_config, bundles)
+    largest, room = _check_room(trainer.scaling_config, given)
+    groups = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
+    spares = largest * (int(groups) if math.isfinite(groups) else 1)
+    # Population Based Training may come back to a checkpoint that its trial has left behind
+    keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
+    settled = _run_config(run_config, trainer.run_config, keep)
+    lock = _lock(settled, resume)
+    processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
+    found: dict = {}
+    try:
+        lock.acquire()
+        tried = config | known.get("sample", {})
+        plan, found = _plan(trainer, given, tried, config, metric, scaling, known["report_every_steps"], processes)
+        processes.settle()
+        table = Table(metric, mode, space.count(given, num_samples), progress)
+        trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
+        tuner = _tuner(
+            tune.with_parameters(trainable, plan=plan),
+            given,
+            tune.TuneConfig(
+                metric=metric,
+                mode=mode,
+                num_samples=num_samples,
+                scheduler=chosen,
+                search_alg=searched,
+                # What the cluster holds limits them anyhow, as a trial waits for its placement group. A limit of Tune's
+                # counts trials that are paused, too, and synchronous schedulers would wait for ever for the next one.
+                max_concurrent_trials=max_concurrent_trials,
+                reuse_actors=warm,
+            ),
+            _watched(settled, table),
+            resume,
+        )
+        lock.confirm()
+        lock.on_lost = lambda: setattr(table, "fatal", TrainingError(None, lock.lost))
+        if resume is None:
+            _remember(known, settled)
+        with table, _quiet_tune():
+            grid = tuner.fit()
+        lock.check()
+        if table.fatal is not None:
+            raise table.fatal
+        table.conclude(grid)
+        if isinstance(trainer, KerasTrainer):
+            checkpoint.remember(grid.experiment_path, trainer.build_model, trainer.config)
+        _clean_hosts()
+        return grid
+    finally:
+        processes.cancel()
+        streamed.close(found)
+        lock.release()
+        scratch.clean()
+
+
+def _clean_hosts() -> None:
+    """Removes what workers that were killed have left on other hosts; what is late, the next worker there removes."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    clean = ray.remote(scratch.clean)
+    refs = [clean.options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote() for place in places]
+    with contextlib.suppress(NoAnswerError):
+        for _ in as_they_come(refs, _CLEAN_SECONDS, "the removal of temporary folders"):
+            pass
+
+
+@contextlib.contextmanager
+def _quiet_tune():
+    """Tune's newer output prints a page however quiet it is told to be; the older one says nothing.
+
+    Nor is it told that snapshots are frequent, which trials on warm workers are, unless the user has set when.
+    """
+    ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0")}
+    before = {name: os.environ.get(name) for name in ours}
+    logger = logging.getLogger("ray.tune.tune")  # it says where the results are, as raytf does
+    level = logger.level
+    os.environ.update(ours)
+    logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every, resume) -> None:
+    if not isinstance(trainer, (KerasTrainer, TensorflowTrainer)):
+        raise ConfigError(
+            "A sweep runs a raytf.KerasTrainer or a raytf.TensorflowTrainer",
+            f"an object of type {type(trainer).__name__}",
+            "Pass the trainer itself, not its result",
+        )
+    if trainer.num_ps or getattr(trainer, "evaluator", False):
+        raise ConfigError(
+            "A sweep's trials train in step, and validate themselves",
+            "strategy='parameter_server'" if trainer.num_ps else "evaluator=True",
+            "Sweep without it",
+        )
+    if resume is None:
+        space.check(param_space)
+    elif "://" not in (path := report.located(resume)) and not os.path.exists(path):
+        raise ConfigError("A sweep is resumed from a path that exists", repr(resume), "Check the path")
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or (num_samples < 1 and num_samples != -1):
+        raise ConfigError("num_samples must be at least 1, or -1", repr(num_samples), "Choose how many trials to run")
+    if mode not in ("min", "max"):
+        raise ConfigError("mode must be min or max", repr(mode), "Say whether the metric is to be small or large")
+    for name, value in (("max_concurrent_trials", max_concurrent_trials), ("report_every_steps", every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, or None", value, "Raise it")
+    if every is not None and isinstance(trainer, TensorflowTrainer):
+        raise ConfigError(
+            "report_every_steps is for a KerasTrainer", "a TensorflowTrainer", "Call ray.train.report in the train loop"
+        )
+
+
+def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
+    """Workers of the largest trial, and how many workers the cluster holds.
+
+    Raises:
+        ResourceError: it can never hold one.
+    """
+    largest, holds = _largest(scaling_config, given), resources.capacity(scaling_config)
+    if holds < largest:
+        need = resources.format_resources(resources.per_worker(scaling_config))
+        raise ResourceError(
+            f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
+            f"room for {holds} such worker(s)",
+            f"Use fewer workers, {resources.less(resources.per_worker(scaling_config).get('CPU', 0) * largest)}, "
+            "or add nodes",
+        )
+    return largest, holds
+
+
+def _largest(scaling_config, given: Mapping[str, Any]) -> int:
+    """Workers of the largest trial of a space."""
+    counts = space.bounds(given.get("num_workers", scaling_config.num_workers), "num_workers")
+    if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
+        raise ConfigError(
+            "num_workers of a trial must be an integer of at least 1", counts, "Put numbers of workers into the space"
+        )
+    return int(max(counts))
+
+
+def _plan(
+    trainer, given, tried, config, metric, scaling, every: int | None, processes: WarmPool
+) -> tuple[SweepSpec, dict]:
+    """Reads the data, and tries the model with `tried`, a config of the space `given`; (the plan, the data)."""
+    environment = worker_environment(trainer.run_config, trainer.scaling_config)
+    common = {
+        "scaling_config": trainer.scaling_config,
+        "environment": environment,
+        "metric": metric,
+        "scaling": scaling,
+        "spares": processes.there,
+    }
+    if isinstance(trainer, TensorflowTrainer):
+        datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
+        datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
+        found = {name: stored.read(d) for name, d in datasets.items()}
+        plan = SweepSpec(
+            train=_UserLoop(trainer.train_loop_per_worker),
+            config=config,
+            tensorflow_config=dataclasses.replace(
+                trainer.backend_config,
+                feed=found,
+                seed=trainer.backend_config.seed or 0,
+                warned=processes.warned,
+            ),
+            datasets=datasets,
+            dataset_config=trainer.data_config,
+            rows=sum(found["train"].rows) if "train" in found else None,
+            **common,
+        )
+        return plan, {}
+    found = ingest.read_all(trainer.datasets, trainer.materialize, trainer.scaling_config, trainer.columns())
+    try:
+        _try_model(trainer, processes, found, tried, given)
+    except BaseException:
+        streamed.close(found)
+        raise
+    steps = None if every is None else (every, metric)
+    task = dataclasses.replace(trainer.task(found), warmup_steps=scaling.warmup_steps, report_steps=steps)
+    plan = SweepSpec(
+        train=_KerasLoop(task),
+        config=config,
+        tensorflow_config=dataclasses.replace(trainer.worker_config(), warned=processes.warned),
+        datasets={},
+        dataset_config=ray.train.DataConfig(),
+        rows=sum(found["train"].rows),
+        **common,
+    )
+    return plan, found
+
+
+def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]) -> None:
+    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt."""
+    names = tuple(sorted(set(given) - set(_OWN_KEYS)))
+    asker, tried = config_keys.Asker(processes), copy.copy(trainer)
+    tried.build_model = config_keys.Noting(trainer.build_model, trainer.callbacks, names)
+    tried.try_model(asker, found, config)
+    if asker.unread:
+        warnings.warn(
+            f"Nothing read {', '.join(f'config[{name!r}]' for name in asker.unread)} of param_space when the model was "
+            f"tried with {', '.join(f'{name}={config[name]!r}' for name in names)}: is a key misspelt?",
+            stacklevel=4,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _KerasLoop:
+    """A KerasTrainer's training, with a trial's config."""
+
+    task: TrainJob
+
+    def __call__(self, session, config) -> None:
+        train(dataclasses.replace(self.task, config=config), session)
+
+    def apart(self) -> _KerasLoop:
+        """The same for one worker group: streams of its own, as groups do not stand at the same row."""
+        datasets = {
+            n: d.another() if isinstance(d, streamed.StreamedDataset) else d for n, d in self.task.datasets.items()
+        }
+        return _KerasLoop(dataclasses.replace(self.task, datasets=datasets))
+
+    def rest(self) -> None:
+        for dataset in self.task.datasets.values():
+            if isinstance(dataset, streamed.StreamedDataset):
+                dataset.rest()
+
+
+@dataclasses.dataclass(frozen=True)
+class _UserLoop:
+    """A TensorflowTrainer's train loop, with a trial's config."""
+
+    function: Callable
+
+    def __call__(self, session, config) -> None:
+        import keras
+
+        from raytf.worker import context
+
+        keras.utils.set_random_seed(context.config().seed)
+        if inspect.signature(self.function).parameters:
+            self.function(config)
+        else:
+            self.function()
+
+    def apart(self) -> _UserLoop:
+        return self
+
+    def rest(self) -> None:
+        pass
+
+
+def _run_config(given, trainers, keep: int) -> tune.RunConfig:
+    """Tune's RunConfig: the sweep's own, or what the trainer's says."""
+    if given is None:
+        failure = getattr(trainers, "failure_config", None)
+        kept = trainers.checkpoint_config
+        given = tune.RunConfig(
+            name=None if run_folder.is_unnamed(trainers) else trainers.name,
+            storage_path=trainers.storage_path,
+            storage_filesystem=trainers.storage_filesystem,
+            failure_config=tune.FailureConfig(max_failures=getattr(failure, "max_failures", 0)),
+            checkpoint_config=tune.CheckpointConfig(
+                num_to_keep=kept.num_to_keep or keep,
+                checkpoint_score_attribute=kept.checkpoint_score_attribute,
+                checkpoint_score_order=kept.checkpoint_score_order,
+            ),
+        )
+    checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
+    if checkpoint.checkpoint_at_end is None:
+        checkpoint.checkpoint_at_end = True
+    run_folder.check_name(given.name or None)
+    return dataclasses.replace(given, name=given.name or run_folder.new_name("sweep"), checkpoint_config=checkpoint)
+
+
+def _watched(run_config, table: Table) -> tune.RunConfig:
+    callbacks = [*(run_config.callbacks or []), table]
+    stop = Stopper(table, _users_stopper(run_config.stop))
+    # in a notebook, Tune's own choice draws an empty page where it has nothing to say
+    reporter = run_config.progress_reporter or tune.CLIReporter()
+    return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop, progress_reporter=reporter)
+
+
+def _lock(run_config, resume) -> RunLock:
+    """The lock of the sweep's folder, which may be one that is resumed."""
+    if resume is None:
+        folder = RunFolder.of(run_config)
+        return RunLock(folder.filesystem, folder.path)
+    filesystem, path = get_fs_and_path(report.located(resume), None)
+    return RunLock(filesystem, path.rstrip("/"))
+
+
+def _remember(known: dict[str, Any], run_config) -> None:
+    """Writes what a resumed sweep and a report need to know beside the trials."""
+    folder = RunFolder.of(run_config)
+    with folder.filesystem.open_output_stream(f"{folder.path}/{report.SETTINGS}") as file:
+        file.write(json.dumps(_plain(known)).encode())
+
+
+def _plain(known: dict[str, Any]) -> dict[str, Any]:
+    """Without what JSON does not have: a resumed sweep's model is tried with the values that it does."""
+
+    def has(value) -> bool:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    return known | {"sample": {name: value for name, value in known["sample"].items() if has(value)}}
+
+
+def _users_stopper(stop):
+    """A stopper for each form that Ray's RunConfig takes."""
+    from ray.tune.stopper import FunctionStopper
+
+    if isinstance(stop, Mapping):
+        limits = dict(stop)
+        return FunctionStopper(
+            lambda _, result: any(flatten_dict(result).get(k, -np.inf) >= v for k, v in limits.items())
+        )
+    if callable(stop) and not isinstance(stop, tune.Stopper):
+        return FunctionStopper(stop)
+    return stop
+
+
+def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
+    if resume is None:
+        return tune.Tuner(trainable, param_space=given, tune_config=tune_config, run_config=run_config)
+    tuner = tune.Tuner.restore(
+        report.located(resume),
+        trainable,
+        param_space=given or None,
+        resume_unfinished=True,
+        restart_errored=False,
+    )
+    # Tune takes callbacks from the interrupted sweep; what is shown belongs to this process
+    restored = tuner._local_tuner._run_config
+    users = [c for c in restored.callbacks or [] if not isinstance(c, Table)]
+    restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0
+    restored.progress_reporter = run_config.progress_reporter
+    return tuner

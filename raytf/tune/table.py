@@ -1,0 +1,227 @@
+"""What a sweep shows: a live table in a terminal, a line for each trial that ends, and the best at the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import sys
+import time
+from typing import Any
+
+import ray
+from ray import tune
+from ray.exceptions import RayTaskError
+from ray.tune.utils import flatten_dict
+
+from raytf.console import progress
+from raytf.errors import ResourceError, first_line
+from raytf.runtime import resources
+from raytf.tune.trial import UnknownMetricError
+
+# Names that follow from a trial's config, in the order in which they are shown.
+_DERIVED = {"per_replica_batch": "a replica", "steps_per_epoch": "steps an epoch", "scaled_learning_rate": "rate"}
+_ROWS = 20
+# How long no trial runs before it is said what all wait for, and then between two times.
+_PATIENCE_SECONDS = 20.0
+_AGAIN_SECONDS = 60.0
+
+
+class Table(tune.Callback):
+    """Follows Tune's trials; a context in which the live table is shown.
+
+    Args:
+        metric, mode: that trials are compared by.
+        total: trials of the whole sweep, or None where that is not known.
+        show: whether to show anything at all.
+
+    Attributes:
+        fatal: an error of the first trial that ends the sweep, or None.
+    """
+
+    def __init__(self, metric: str, mode: str, total: int | None, show: bool):
+        self._metric, self._mode, self._total, self._show = metric, mode, total, show
+        self.fatal: Exception | None = None
+        self._live = self._console = None
+        self._began: dict[str, float] = {}
+        self._spent: list[float] = []
+        self._trials: list = []
+        self._due: float | None = None
+
+    def __getstate__(self):  # Tune writes its callbacks beside the trials
+        return {**vars(self), "_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None}
+
+    def __enter__(self):
+        if self._show:
+            from rich.live import Live
+
+            self._console = progress.console()
+            if self._console.is_terminal:
+                self._live = Live(
+                    console=self._console,
+                    refresh_per_second=4,
+                    transient=True,
+                    redirect_stderr=sys.stderr.isatty(),
+                )
+                self._live.start()
+        return self
+
+    def __exit__(self, *exc):
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def on_step_end(self, iteration, trials, **info):
+        self._trials = trials
+        self._tell_what_all_wait_for()
+        if self._live is not None:
+            self._live.update(self._table())
+
+    def _tell_what_all_wait_for(self) -> None:
+        """Says so, also to who wants no table, while no trial runs; the sweep ends if the cluster never holds one."""
+        waiting = [t for t in self._trials if t.status == "PENDING"]
+        now = time.monotonic()
+        if not waiting or any(t.status == "RUNNING" for t in self._trials):
+            self._due = None
+        elif self._due is None:
+            self._due = now + _PATIENCE_SECONDS
+        elif now >= self._due:
+            self._due = now + _AGAIN_SECONDS
+            bundles = waiting[0].placement_group_factory.bundles
+            try:
+                resources.check_bundles(bundles)
+            except ResourceError as error:  # a node has gone since the sweep began
+                self.fatal = error
+                return
+            need = resources.format_resources(resources.total(bundles))
+            free = ray.available_resources()
+            has = resources.format_resources({name: free.get(name, 0) for name in resources.total(bundles)})
+            text = f"raytf sweep: {len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free"
+            print(f"{text} on the cluster: other work may hold the rest", file=sys.stderr, flush=True)
+
+    def on_trial_start(self, iteration, trials, trial, **info):
+        self._began.setdefault(trial.trial_id, time.monotonic())
+
+    def on_trial_complete(self, iteration, trials, trial, **info):
+        self._ended(trial, f"{self._metric} {_shown(_value(trial, self._metric))}")
+
+    def on_trial_error(self, iteration, trials, trial, **info):
+        cause = _cause(trial)
+        if isinstance(cause, UnknownMetricError):
+            self.fatal = cause
+        self._ended(trial, f"failed: {first_line(cause) or type(cause).__name__}")
+
+    def _ended(self, trial, outcome: str) -> None:
+        self._spent.append(time.monotonic() - self._began.get(trial.trial_id, time.monotonic()))
+        if self._console is not None:
+            count = f"{len(self._spent)}/{self._total}" if self._total else str(len(self._spent))
+            epochs = (trial.last_result or {}).get("training_iteration", 0)
+            self._console.print(
+                f"trial {count}  {_config(trial)}  {outcome}  after {epochs} report(s), {self._spent[-1]:.1f} s",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def best(self) -> tuple[float, Any] | None:
+        """(the best last value of the metric, its trial) so far."""
+        found = [(_value(t, self._metric), t) for t in self._trials]
+        found = [(v, t) for v, t in found if v is not None and math.isfinite(v)]
+        return (min if self._mode == "min" else max)(found, key=lambda pair: pair[0]) if found else None
+
+    def _table(self):
+        from rich.table import Table as RichTable
+
+        best = self.best()
+        running = sum(t.status == "RUNNING" for t in self._trials)
+        title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
+        if best is not None:
+            title += f", best {self._metric} {_shown(best[0])}"
+        left = self.seconds_left(running)
+        if left is not None:
+            title += f", {int(left) // 60}:{int(left) % 60:02d} left"
+        table = RichTable(title=title, title_justify="left")
+        for name in ("trial", "state", "config", "report", self._metric):
+            table.add_column(name)
+        shown = [t for t in self._trials if t.status == "RUNNING"]
+        shown += sorted(
+            (t for t in self._trials if t.status != "RUNNING" and t.last_result),
+            key=lambda t: _rank(_value(t, self._metric), self._mode),
+        )
+        for trial in shown[:_ROWS]:
+            mark = " *" if best is not None and trial is best[1] else ""
+            result = trial.last_result or {}
+            value = _shown(_value(trial, self._metric)) + mark
+            reports = str(result.get("training_iteration", 0))
+            table.add_row(trial.trial_id[-5:], trial.status.lower(), _config(trial), reports, value)
+        return table
+
+    def seconds_left(self, running: int) -> float | None:
+        """Of the sweep, if the other trials last as long as those that have ended; None before there are any."""
+        if not self._spent or not self._total:
+            return None
+        remaining = max(0, self._total - len(self._spent))
+        return remaining * sum(self._spent) / len(self._spent) / max(1, running)
+
+    def conclude(self, grid) -> None:
+        """Prints the best config, and how to load its model."""
+        if self._console is None:
+            return
+        errors = f", {len(grid.errors)} failed" if grid.errors else ""
+        self._console.print(f"{len(grid)} trials{errors}; results in {grid.experiment_path}", soft_wrap=True)
+        if all(self._metric not in (result.metrics or {}) for result in grid):
+            return
+        best = grid.get_best_result()
+        config = ", ".join(f"{k}={_shown(v)}" for k, v in best.config.items())
+        self._console.print(f"best {self._metric} {_shown(best.metrics[self._metric])}: {config}", highlight=False)
+        if best.checkpoint is not None:
+            self._console.print(
+                f'its model: raytf.load_model("{best.checkpoint.path}")', highlight=False, soft_wrap=True
+            )
+
+
+class Stopper(tune.Stopper):
+    """Ends the sweep when no trial can succeed, and as the user's own stopper says."""
+
+    def __init__(self, table: Table, users):
+        self._table, self._users = table, users
+
+    def __getstate__(self):
+        return {"_table": None, "_users": self._users}
+
+    def __call__(self, trial_id, result):
+        return self._users(trial_id, result) if self._users is not None else False
+
+    def stop_all(self):
+        ours = self._table is not None and self._table.fatal is not None
+        return ours or (self._users.stop_all() if hasattr(self._users, "stop_all") else False)
+
+
+def _cause(trial) -> Exception | None:
+    """What a trial raised on its actor; Tune has it in a file by now."""
+    if not os.path.exists(trial.pickled_error_file or ""):
+        return trial.get_error()
+    with open(trial.pickled_error_file, "rb") as file:
+        error = pickle.load(file)
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def _value(trial, metric: str) -> float | None:
+    value = flatten_dict(trial.last_result or {}).get(metric)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _rank(value: float | None, mode: str) -> float:
+    if value is None or not math.isfinite(value):
+        return math.inf
+    return value if mode == "min" else -value
+
+
+def _config(trial) -> str:
+    result = trial.last_result or {}
+    config = " ".join(f"{k}={_shown(v)}" for k, v in trial.config.items())
+    follows = ", ".join(f"{_shown(result[name])} {what}" for name, what in _DERIVED.items() if name in result)
+    return f"{config} ({follows})" if follows else config
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

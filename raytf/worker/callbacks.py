@@ -1,0 +1,307 @@
+"""Keras callbacks of a training on Ray: the feed's epochs, metrics and checkpoints, progress, TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+
+import keras
+import numpy as np
+
+from raytf.compat import legacy_keras
+from raytf.errors import ConfigError
+from raytf.parallel import callbacks as callbacks_module
+from raytf.parallel import model_optimizers
+from raytf.worker import checkpoint as checkpoints
+from raytf.worker import session
+from raytf.worker.callback_state import CallbackStates
+
+
+class FeedCallback(keras.callbacks.Callback):
+    """Tells the feed which epoch comes."""
+
+    raytf_local_batches = True
+
+    def __init__(self, feed):
+        super().__init__()
+        self._feed = feed
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._feed.set_epoch(epoch)
+
+
+class ReportCallback(keras.callbacks.Callback):
+    """Reports metrics and a checkpoint to Ray at the end of every epoch; put it last.
+
+    Every worker must have it, as `ray.train.report` waits for all. The chief (rank 0) alone writes a checkpoint: the
+    complete training state, from which the run goes on after a failure.
+
+    Args:
+        checkpoint: write a checkpoint with each report; without one Ray keeps no metrics in the Result.
+        seed: the run's seed, stored with the checkpoint.
+        build: (build_model, config, inputs), stored for `raytf.load_model`; see `checkpoint.save`.
+        callbacks: the callbacks whose state belongs to the checkpoint, in order; or their
+            `callback_state.CallbackStates`.
+        history: metrics of the epochs before, when a run goes on.
+        report: report(metrics, write) in the place of Ray's; write(folder) writes the checkpoint.
+        identity: what tells this run from another, kept in each checkpoint.
+    """
+
+    raytf_local_batches = True
+    raytf_after_agreement = True
+
+    def __new__(cls, *args, **kwargs):
+        # imported where `tf.keras` was Keras 3, and called where it is Keras 2
+        if cls is ReportCallback and legacy_keras.is_on():
+            from raytf.worker import legacy_callbacks
+
+            return legacy_callbacks.ReportCallback(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        checkpoint: bool = True,
+        *,
+        seed: int = 0,
+        build=None,
+        callbacks=(),
+        history=(),
+        report=session.report,
+        identity=None,
+    ):
+        super().__init__()
+        self._identity = dict(identity or {})
+        self._to = report
+        self._checkpoint, self._seed, self._build = checkpoint, seed, build
+        self._states = callbacks if isinstance(callbacks, CallbackStates) else CallbackStates(callbacks)
+        self._history = list(history)
+        self._reported = None
+
+    def on_train_begin(self, logs=None):
+        self._states.begin()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._history.append({"epoch": epoch + 1, **_numbers(logs)})
+        self._report(stopped=bool(self.model.stop_training))
+
+    def on_train_end(self, logs=None):
+        # EarlyStopping and averaged weights may have put other weights in place after the last epoch
+        if self._history and self._reported is not None and self._fingerprint() != self._reported:
+            self._report(stopped=bool(self.model.stop_training))
+        self._states.end()
+
+    def _fingerprint(self):
+        return [float(np.sum(np.asarray(v, np.float64))) for v in self.model.trainable_variables]
+
+    def _report(self, stopped: bool):
+        self._reported = self._fingerprint()
+        # an optimizer that waits for others, or steps more than once, counts otherwise
+        counts = [int(optimizer.iterations) for optimizer in model_optimizers.of(self.model).values()]
+        step = min((count for count in counts if count), default=0)
+        rate = checkpoints.rate_of(self._build[1]) if self._build else None
+        state = checkpoints.State(
+            len(self._history), step, self._seed, stopped, list(self._history), self._identity, rate
+        )
+
+        def write(folder):
+            checkpoints.save(folder, self.model, state, self._states, self._build)
+
+        self._to(dict(self._history[-1]), write if self._checkpoint else None)
+
+
+class StepReportCallback(keras.callbacks.Callback):
+    """Reports the global metrics of an epoch so far every few steps, with those of the last epoch that had ended.
+
+    Args:
+        every: steps.
+        report: report(metrics, write); called with None for the checkpoint.
+        needed: name of a metric without which there is no report: that of the validation comes with the first epoch.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(self, every: int, report, needed: str):
+        super().__init__()
+        self._every, self._to, self._needed = every, report, needed
+        self._last: dict = {}
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch, self._next = epoch, self._every
+
+    def on_train_batch_end(self, batch, logs=None):
+        done = batch + 1
+        # the end of an epoch has a report of its own
+        if done < self._next or done >= (self.params["steps"] or math.inf):
+            return
+        self._next = done + self._every
+        metrics = self._last | _numbers(self.model._get_metrics_result_or_logs(logs))
+        if self._needed in metrics:
+            self._to({**metrics, "epoch": self._epoch, "step": done}, None)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._last = _numbers(logs)
+
+
+class WarmupCallback(keras.callbacks.Callback):
+    """Raises the learning rate from 0 to that of the optimizer, in equal parts over the first steps of a training.
+
+    Args:
+        steps: at least 1.
+        model: just built; its learning rate is the one to reach.
+
+    Raises:
+        ConfigError: the optimizer follows a schedule of its own, or is not the only one.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(self, steps: int, model):
+        super().__init__()
+        others = [name for name in model_optimizers.of(model) if name != "optimizer"]
+        if others:
+            raise ConfigError(
+                "warmup_steps raises the learning rate of model.optimizer",
+                f"a model that has other optimizers ({', '.join(others)})",
+                "Put the warm-up into their schedules",
+            )
+        rate = callbacks_module.settable_rate(model.optimizer)
+        if rate is None:
+            optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+            raise ConfigError(
+                "warmup_steps needs an optimizer with a number for its learning rate",
+                f"a schedule of type {type(optimizer._learning_rate).__name__}",
+                "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
+            )
+        self._steps, self._rate = steps, float(rate)
+
+    def on_train_begin(self, logs=None):
+        self._done = int(self.model.optimizer.iterations)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._done < self._steps:
+            self._begin = batch
+            self.model.optimizer.learning_rate = self._rate * (self._done + 1) / self._steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._done < self._steps:
+            self._done += batch - self._begin + 1
+            if self._done >= self._steps:
+                self.model.optimizer.learning_rate = self._rate
+
+
+class RestoreCallback(keras.callbacks.Callback):
+    """Gives callbacks back their state when a run goes on; put it after them.
+
+    Args:
+        folder: of the checkpoint.
+        states: a `callback_state.CallbackStates`.
+        chief: whether this worker writes the files.
+    """
+
+    def __init__(self, folder: str, states, chief: bool = True):
+        super().__init__()
+        self._folder, self._states, self._chief = folder, states, chief
+
+    def on_train_begin(self, logs=None):
+        checkpoints.restore_callbacks(self._folder, self._states, self._chief)
+
+
+def continue_logs(callbacks, epoch: int) -> None:
+    """Lets CSV files go on at an epoch, where `CSVLogger` would begin anew, or write an epoch again; on the chief.
+
+    Args:
+        callbacks: the user's, before the training begins.
+        epoch: the next one, from 0.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger) and os.path.isfile(callback.filename):
+            with open(callback.filename, newline="") as file:
+                lines = file.readlines()
+            kept = len(lines)
+            # those of a run before this one, which `append` keeps, end with a lower epoch or with a header
+            while kept and (found := re.match(r"\d+", lines[kept - 1])) and int(found[0]) >= epoch:
+                kept -= 1
+            if kept < len(lines):
+                with open(callback.filename, "w", newline="") as file:
+                    file.writelines(lines[:kept])
+            callback.append = True
+
+
+class ProgressCallback(keras.callbacks.Callback):
+    """Tells the driver's progress line, at most every `every` seconds, where the chief's training stands.
+
+    Between the ends of epochs loss and accuracy are those of the chief's own rows.
+
+    Args:
+        board: a `progress.Board`.
+        global_batch: rows of a step.
+        waited: gives the seconds that steps have waited for rows since the start, or None where that is not known.
+        every: seconds.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(self, board, global_batch: int, waited, every: float = 0.2):
+        super().__init__()
+        self._board, self._batch, self._waited, self._every = board, global_batch, waited, every
+        self._sent = 0.0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._began = time.monotonic(), self._waited() if self._waited else 0.0
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = time.monotonic()
+        if now - self._sent >= self._every:
+            self._sent = now
+            self._send(batch + 1, logs, ended=False)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._send(self.params["steps"] or 0, logs, ended=True)
+
+    def _send(self, step, logs, ended):
+        update = {
+            "epoch": self._epoch + 1,
+            "epochs": self.params["epochs"],
+            "step": min(step, self.params["steps"] or step),
+            "steps": self.params["steps"],
+            "rows": self._batch,
+            "logs": _numbers(logs),
+            "waiting": self._waiting(),
+            "ended": ended,
+        }
+        self._board.write(update)
+
+    def _waiting(self) -> float | None:
+        if self._waited is None:
+            return None
+        return (self._waited() - self._began[1]) / max(1e-9, time.monotonic() - self._began[0])
+
+
+def tensorboard(storage, callbacks) -> list:
+    """A TensorBoard callback that writes beside the run's checkpoints, unless the user brings one.
+
+    Only where that is a file system of this machine; events for object stores are not written. Without a storage there
+    is none: Tune writes the events of a trial.
+    """
+    import pyarrow.fs
+
+    if storage is None or any(isinstance(c, keras.callbacks.TensorBoard) for c in callbacks):
+        return []
+    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+        return []
+    folder = os.path.join(storage.experiment_fs_path, "tensorboard")
+    return [keras.callbacks.TensorBoard(folder, write_graph=False)]
+
+
+def _numbers(logs) -> dict:
+    return _number(logs or {})
+
+
+def _number(value):
+    if isinstance(value, dict):
+        return {k: _number(v) for k, v in value.items()}
+    value = np.asarray(value)
+    return value.item() if value.ndim == 0 else value.tolist()

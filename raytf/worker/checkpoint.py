@@ -1,0 +1,498 @@
+"""The complete state of a training: saved by the chief, restored on every worker, and loaded as a model afterwards.
+
+A checkpoint is a folder. Nothing in it is unpickled, and nothing in it says which code is run: who can write a file can
+spoil a training, but not start a program.
+
+* `model.keras`: architecture, weights and optimizer state, by Keras.
+* `state.json`: "version" 2, and the fields of `State`: epoch, step, seed, stopped, history, identity, learning_rate.
+* `model_optimizers.json`: for which weights each optimizer was built; a GAN has several.
+* `seeds.npz`: the state of the model's seed generators (Dropout, augmentation), which Keras leaves out of its file.
+* `callbacks.json`: "callbacks", an entry for each, see `callback_state.py`; values as `plain_values.py` writes them.
+* `callbacks.npz`: the arrays that `callbacks.json` names by number (weights put aside).
+* `build.json`, for models that Keras cannot build from `model.keras` alone: "build_model", the import path of the
+  function, to be read and never imported; "config", its plain values; "left_out", the types of the others by name;
+  "inputs", shape without the batch and dtype of what the model takes.
+* `manifest.json`: "version" 2, and "files": "bytes" and "crc32" of each of the above. Written last; a folder without
+  it, or that differs from it, is no checkpoint, and the one before it is taken.
+
+Format 1 had no "version" and no manifest, and `callbacks.pkl` and `build.pkl` in the place of the JSON: its weights,
+optimizer, seeds and state are read, the pickles never. Of a newer format nothing is.
+
+Ray Train uploads the folder and only then registers it, so that a kill in between leaves the last good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import numbers
+import os
+import posixpath
+import warnings
+from collections.abc import Callable, Mapping
+
+from raytf.compat import legacy_keras
+from raytf.console import quiet
+from raytf.errors import ConfigError, first_line
+from raytf.parallel import model_optimizers
+from raytf.storage import checkpoint_files, plain_values
+from raytf.storage.checkpoint_files import (
+    ARRAYS,
+    BUILD,
+    CALLBACKS,
+    MANIFEST,
+    MODEL,
+    SEEDS,
+    STATE,
+    State,
+    check,
+    first_whole,
+    newest_first,
+    read_state,
+    read_state_of,
+)
+from raytf.worker.callback_state import CallbackStates
+
+__all__ = [
+    "State",
+    "check",
+    "last_state",
+    "load_model",
+    "read_state",
+    "read_state_of",
+    "remember",
+    "restore",
+    "restore_callbacks",
+    "save",
+]
+
+# A row for a model's first call is never this large.
+_MOST_INPUT_VALUES = 1 << 28
+# build_model and config of the runs that this process made itself, by the path of the run.
+_made_here: dict[str, tuple[Callable, dict]] = {}
+
+
+def save(folder: str, model, state: State, states: CallbackStates | None = None, build: tuple | None = None) -> None:
+    """Writes a checkpoint into an empty folder; called by the chief alone.
+
+    Args:
+        folder: an existing folder of this machine.
+        model: a compiled and built `keras.Model`.
+        state: where the training stands.
+        states: of the user's callbacks.
+        build: (build_model, config, inputs), or None; inputs is (shape without the batch, dtype), or a dict of these.
+    """
+    import numpy as np
+
+    _save_model(os.path.join(folder, MODEL), model)
+    np.savez(os.path.join(folder, SEEDS), *[np.asarray(v) for v in _seeds(model)])
+    model_optimizers.write(folder, model)
+    entries, arrays = ([], []) if states is None else states.state()
+    _write(folder, CALLBACKS, {"callbacks": entries})
+    np.savez(os.path.join(folder, ARRAYS), **{str(i): array for i, array in enumerate(arrays)})
+    if build is not None:
+        _write(folder, BUILD, _described(*build))
+    with open(os.path.join(folder, STATE), "w") as file:
+        file.write(state.to_json())
+    checkpoint_files.write_manifest(folder)
+
+
+def _save_model(path: str, model) -> None:
+    """`model.save`; one that Keras cannot describe, such as a GAN given its parts, is saved without a description.
+
+    `load_model` then builds it with `build_model`.
+    """
+    try:
+        model.get_config()
+    except NotImplementedError:
+        vars(model)["get_config"] = dict
+    try:
+        model.save(path)
+    finally:
+        vars(model).pop("get_config", None)
+
+
+def _write(folder: str, part: str, value: dict) -> None:
+    with open(os.path.join(folder, part), "w") as file:
+        json.dump(value, file)
+
+
+def _described(build_model: Callable, config: Mapping, inputs) -> dict:
+    """What `build.json` says of (build_model, config, inputs)."""
+    kept, left_out = {}, {}
+    for name, value in config.items():
+        try:
+            kept[str(name)] = plain_values.encode(value)
+        except TypeError:
+            left_out[str(name)] = f"{type(value).__module__}.{type(value).__qualname__}"
+    path = (
+        f"{getattr(build_model, '__module__', '?')}:{getattr(build_model, '__qualname__', type(build_model).__name__)}"
+    )
+    return {"build_model": path, "config": kept, "left_out": left_out, "inputs": plain_values.encode(inputs)}
+
+
+def rate_of(config: Mapping) -> float | None:
+    """The learning rate of a config, or None where it has none that is a finite number."""
+    rate = config.get("learning_rate")
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not math.isfinite(rate):
+        return None
+    return float(rate)
+
+
+def restore(folder: str, model, config: Mapping | None = None) -> None:
+    """Gives a built model the weights, optimizer state and seeds of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        model: built with `config`.
+        config: where its `learning_rate` is another than when the checkpoint was written, the model keeps its own.
+
+    Raises:
+        ConfigError: the checkpoint was written by another model.
+        DamagedCheckpointError: it is not whole.
+    """
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    rate = _new_rate(folder, model, config or {})
+    check(folder, contents=False)
+    model_optimizers.build_as_saved(folder, model)
+    name, file = os.path.basename(os.path.normpath(folder)), os.path.join(folder, MODEL)
+    checkpoint_files.check_archive(file, name)
+    try:
+        model.load_weights(file)
+        with checkpoint_files.arrays(folder, SEEDS) as saved:
+            values = [saved[name] for name in saved.files]
+        for variable, value in zip(_seeds(model), values, strict=True):
+            variable.assign(value)
+    except OSError as error:  # of HDF5
+        raise checkpoint_files.damaged(name, f"{MODEL}: {first_line(error)}") from error
+    except (ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            "A run of the same name goes on from its last checkpoint, so build_model must still build the same model",
+            first_line(error),
+            "Give the run another RunConfig(name=...) or storage_path",
+        ) from error
+    if rate is not None:
+        model.optimizer.learning_rate = rate
+
+
+def _new_rate(folder: str, model, config: Mapping) -> float | None:
+    """The learning rate that the model was built with, where the config has changed it since the checkpoint."""
+    before, now = read_state(folder).learning_rate, rate_of(config)
+    if before is None or now is None or before == now:
+        return None
+    from raytf.parallel.callbacks import settable_rate
+
+    rate = settable_rate(model.optimizer)
+    return None if rate is None else float(rate)
+
+
+def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -> None:
+    """Gives callbacks the state that they had; called after their `on_train_begin`, which resets them.
+
+    Args:
+        folder: of the checkpoint.
+        states: of the user's callbacks, followed since they were built.
+        chief: whether this worker writes the files.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint holds something else.
+    """
+    if not os.path.lexists(os.path.join(folder, CALLBACKS)):
+        if chief:
+            warnings.warn(
+                "The checkpoint is of format 1, of which model, optimizer, seeds and history are read: callbacks "
+                "start anew, and a learning_rate that was changed in config is not seen",
+                stacklevel=2,
+            )
+        return
+    name = os.path.basename(os.path.normpath(folder))
+    entries = checkpoint_files.read_json(folder, CALLBACKS).get("callbacks")
+    with checkpoint_files.arrays(folder, ARRAYS) as arrays:
+        found = {key: arrays[key] for key in arrays.files}
+    try:
+        states.restore(entries if isinstance(entries, list) else [None], found, chief)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise checkpoint_files.damaged(name, f"{CALLBACKS}: {first_line(error)}") from error
+
+
+def _seeds(model) -> list:
+    """The states of the model's seed generators, and of the global one where something draws from it."""
+    from keras.src.backend.common import global_state
+    from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+
+    shared = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    generators = [g for layer in model._flatten_layers() for g in layer._seed_generators]
+    return list({id(g): g.state for g in (*generators, *([shared] if shared is not None else []))}.values())
+
+
+def remember(run: str, build_model: Callable, config: Mapping) -> None:
+    """Notes what a run of this process was built with, so that `load_model` needs not be told.
+
+    Args:
+        run: path of the run in its storage.
+        build_model, config: the trainer's.
+    """
+    _made_here[run.rstrip("/")] = build_model, dict(config)
+
+
+def load_model(
+    source,
+    compile: bool = True,
+    *,
+    build_model: Callable | None = None,
+    config: Mapping | None = None,
+    custom_objects: Mapping | None = None,
+):
+    """The Keras model of a run, a checkpoint or a folder. Nothing in it is run, whoever wrote it.
+
+    Keras builds the model from its file where all layers are its own, or registered, or in `custom_objects`. It refuses
+    layers that hold code (`Lambda` of a lambda). Other models are built by `build_model`, and given the saved weights;
+    for a run of this same process the trainer's is known.
+
+    Args:
+        source: a `ray.train.Result`, a `ray.train.Checkpoint`, or the path of a checkpoint folder, of a run's folder
+            or of a `.keras` file. Of a run whose last checkpoint is damaged the one before it is taken, with a warning.
+        compile: whether to restore loss, metrics and optimizer too.
+        build_model: build_model(config) -> compiled `keras.Model`, as the run was trained with.
+        config: for build_model, laid over the run's; the checkpoint holds what JSON can of that.
+        custom_objects: classes and functions by name, for Keras.
+
+    Returns:
+        A `keras.Model` with the trained weights, outside any strategy; of a file of Keras 2 a `tf_keras.Model`.
+
+    Raises:
+        ConfigError: there is no model at `source`, or none that can be built like this.
+        DamagedCheckpointError: a ConfigError; what is there is not what was written.
+    """
+    arguments = (compile, build_model, config, custom_objects)
+    if hasattr(source, "checkpoint"):
+        if source.checkpoint is None:
+            raise ConfigError(
+                "A result needs a checkpoint to load a model from", "a result without one", "Train longer"
+            )
+        return _load_of_run(source, arguments)
+    if hasattr(source, "as_directory"):
+        return _load_whole([source], arguments)
+    path = os.path.expanduser(os.fspath(source))
+    if not os.path.exists(path):
+        raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
+    if os.path.isdir(path):
+        if not os.path.lexists(os.path.join(path, MODEL)) and not _is_ours(path):
+            return _load_run(path, arguments)
+        if _is_ours(path):
+            check(path)
+        return _load(os.path.join(path, MODEL), os.path.abspath(path), *arguments)
+    if not path.endswith(".keras"):
+        raise ConfigError("A model's file is a .keras file", repr(path), "Load others by Keras itself")
+    return _load(path, os.path.abspath(os.path.dirname(path)), *arguments)
+
+
+def _is_ours(folder: str) -> bool:
+    """Whether a folder holds more of raytf's than a model's file."""
+    return any(os.path.lexists(os.path.join(folder, part)) for part in (STATE, SEEDS, MANIFEST))
+
+
+def _is_bare(folder: str) -> bool:
+    """Whether a checkpoint is a model's file alone: of Ray's callback, or of Keras 2."""
+    return os.path.isfile(os.path.join(folder, MODEL)) and not _is_ours(folder)
+
+
+def _load_run(path: str, arguments):
+    """The model of a run's folder; where Ray's list of its checkpoints cannot be used, of those that lie there."""
+    from ray.train import Checkpoint, Result
+    from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError
+
+    try:
+        result = Result.from_path(path)
+    except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
+        found = [entry.path for entry in os.scandir(path) if entry.is_dir() and entry.name.startswith("checkpoint_")]
+        if found:
+            warnings.warn(
+                f"Ray's list of the checkpoints in {path!r} cannot be used ({first_line(error)}); "
+                "the newest one that is whole is taken",
+                stacklevel=3,
+            )
+            return _load_whole(newest_first(Checkpoint.from_directory(folder) for folder in found), arguments)
+        raise ConfigError(
+            f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
+            f"{path!r} ({first_line(error)})",
+            "Look for it under the storage path of the run",
+        ) from error
+    return _load_of_run(result, arguments)
+
+
+def _load_of_run(result, arguments):
+    if result.checkpoint is None:
+        raise ConfigError("A run's folder needs a checkpoint to load a model from", repr(result.path), "Train longer")
+    return _load_whole(_checkpoints(result), arguments)
+
+
+def _checkpoints(result) -> list:
+    """Those of a result with a checkpoint: the last, and then the others that are kept, newest first."""
+    others = [c for c, _ in result.best_checkpoints or () if c.path != result.checkpoint.path]
+    return [result.checkpoint, *newest_first(others)]
+
+
+def last_state(result) -> State:
+    """The `State` of a `ray.train.Result` with a checkpoint; the weights stay in the storage.
+
+    Raises:
+        DamagedCheckpointError: none of its checkpoints has one that can be read.
+    """
+    return first_whole(_checkpoints(result), read_state_of)[1]
+
+
+def _load_whole(candidates, arguments):
+    with contextlib.ExitStack() as stack:
+
+        def opened(candidate):
+            folder = stack.enter_context(candidate.as_directory())
+            if _is_bare(folder):
+                return folder
+            check(folder, name=posixpath.basename(candidate.path.rstrip("/")))
+            return folder
+
+        candidate, folder = first_whole(candidates, opened)
+        return _load(os.path.join(folder, MODEL), candidate.path, *arguments)
+
+
+def _load(file: str, place: str, compile: bool, build_model, config, custom_objects):
+    """A model from a file of Keras.
+
+    Args:
+        file: on this machine.
+        place: of its checkpoint in the storage.
+    """
+    checkpoint_files.check_archive(file, place)
+    if checkpoint_files.keras_version(file).startswith("2."):
+        return _load_keras_2(file, compile, build_model, config, custom_objects)
+    with quiet.native():
+        import keras
+
+        if build_model is None:
+            try:
+                return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+            except Exception as error:
+                known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
+                if known is None:
+                    raise _not_built(file, error) from error
+                why = _said(error)
+            warnings.warn(
+                f"Keras cannot build the model from its file ({why}); "
+                "it is built with the trainer's build_model and given the saved weights",
+                stacklevel=5,
+            )
+            build_model, before = known
+            return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)
+        return _built(file, build_model, {**_build(file)["config"], **(config or {})}, compile)
+
+
+def _load_keras_2(file: str, compile: bool, build_model, config, custom_objects):
+    """A `tf_keras.Model` from a file of Keras 2."""
+    legacy_keras.check_installed("a model of Keras 2")
+    import tf_keras
+
+    if build_model is None:
+        try:
+            return tf_keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+        except Exception as error:
+            raise _not_built(file, error) from error
+    model = build_model(dict(config or {}))
+    model.load_weights(file)
+    return model
+
+
+def _build(file: str) -> dict:
+    """What the `build.json` beside a file of Keras says, as far as there is one."""
+    folder = os.path.dirname(file)
+    none = {"build_model": None, "config": {}, "left_out": {}, "inputs": None}
+    if not os.path.lexists(os.path.join(folder, BUILD)):
+        return none
+    found = checkpoint_files.read_json(folder, BUILD)
+    try:
+        found = (
+            none
+            | {"config": plain_values.decode(found["config"]), "inputs": plain_values.decode(found["inputs"])}
+            | {name: found[name] for name in ("build_model", "left_out")}
+        )
+        if type(found["config"]) is not dict or type(found["left_out"]) is not dict:
+            raise ValueError("its config is no object")
+    except (ValueError, KeyError) as error:
+        name = os.path.basename(os.path.normpath(folder))
+        raise checkpoint_files.damaged(name, f"{BUILD}: {first_line(error)}") from error
+    return found
+
+
+def _said(error: Exception) -> str:
+    """What Keras says without the whole config, which a stranger may have written."""
+    text = first_line(error).split(" Full object config")[0]
+    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+
+
+def _not_built(file: str, error: Exception) -> ConfigError:
+    found = _build(file)
+    told = f", which was {str(found['build_model'])[:200]!r}" if found["build_model"] else ""
+    left = ", ".join(f"{str(k)[:80]!r}" for k in found["left_out"])
+    left = f" and config={{...}} with {left}, which a checkpoint cannot keep" if left else ""
+    return ConfigError(
+        "Keras builds a model from its file if all of its layers are Keras' own, registered or in custom_objects, and "
+        "none holds code",
+        f"{file} ({_said(error)})",
+        f"Pass build_model=... of the training{told}{left}, or custom_objects={{name: class}}",
+    )
+
+
+def _built(file: str, build_model: Callable, config: dict, compile: bool):
+    """A model of `build_model` with the weights of a file."""
+    import keras
+
+    found = _build(file)
+    missing = {k: v for k, v in found["left_out"].items() if k not in config}
+    try:
+        model = build_model(dict(config))
+    except KeyError as error:
+        raise ConfigError(
+            "build_model needs a config with the keys that it reads",
+            f"{error} is missing" + (f"; the checkpoint could not keep {missing}" if missing else ""),
+            "Pass config={...} with what is missing",
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise ConfigError("build_model must give a keras.Model", f"a {type(model).__name__}", "Return the model")
+    if not model_optimizers.has_call(model):
+        model_optimizers.build(model, None)
+    elif found["inputs"] is not None:
+        model(_one_row(found["inputs"]))  # `Model.build` would leave the layers of a subclassed model without weights
+    elif not model.built:
+        raise ConfigError(
+            "A model without build.json beside its file must be built by build_model",
+            "one without weights",
+            "Call it on a row, or its build(), in build_model",
+        )
+    if compile and model.optimizer is not None:
+        model.optimizer.build(model.trainable_variables)
+        model_optimizers.build_as_saved(os.path.dirname(file), model)
+    try:
+        model.load_weights(file)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            "build_model must build the model that was saved", first_line(error), "Pass the training's, and its config"
+        ) from error
+    return model
+
+
+def _one_row(inputs):
+    import keras
+
+    if isinstance(inputs, dict):
+        return {name: _one_row(part) for name, part in inputs.items()}
+    right = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple)
+    sizes = inputs[0] if right else (-1,)
+    if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(sizes) > _MOST_INPUT_VALUES:
+        raise checkpoint_files.damaged(BUILD, "its inputs have no right shape")
+    return keras.ops.zeros((1, *inputs[0]), inputs[1])

@@ -1,0 +1,97 @@
+"""The train loop that runs in this process: its config, its strategy, and `raytf.get_strategy()`. On a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from raytf.compat import legacy_keras
+from raytf.errors import ConfigError
+from raytf.runtime import ports
+from raytf.runtime.settings import Settings
+from raytf.worker import strategy
+
+
+@dataclasses.dataclass
+class Context:
+    """What this process trains with.
+
+    Args:
+        config: the run's.
+        strategy: this worker's, once it is built.
+        servers: the `servers.ServerGroup` of a ParameterServerStrategy.
+    """
+
+    config: Settings
+    strategy: tf.distribute.Strategy | None = None
+    servers: Any = None
+
+    def built(self, strategy: tf.distribute.Strategy) -> None:
+        self.strategy = strategy
+
+
+_current: list[Context] = []
+
+
+@contextlib.contextmanager
+def prepared(config: Settings):
+    """Makes this process ready for a train loop, and leaves nothing of it behind.
+
+    Where it is one for Keras 2, Keras 3 and what raytf changes in it are left alone.
+    """
+    if not legacy_keras.is_on():
+        from raytf.parallel import trainer
+
+        trainer.install(allow_untested=config.allow_untested_keras)
+    if config.seed is not None:
+        tf.random.set_seed(config.seed)
+    context = Context(config)
+    _current[:] = [context]
+    with strategy.hooked(config, context.built):
+        try:
+            yield
+        finally:
+            ports.release_port()
+            if context.servers is not None:
+                context.servers.close()
+            _current.clear()
+
+
+def get_strategy() -> tf.distribute.Strategy:
+    """Inside a train loop: the strategy of this worker, built at the first call.
+
+    It must be called, or the strategy be built by hand, before any other TensorFlow operation of the process.
+
+    Raises:
+        ConfigError: called outside a train loop of a raytf trainer.
+    """
+    if not _current:
+        raise ConfigError(
+            "raytf.get_strategy() works inside a train loop",
+            "a call outside of one",
+            "Call it in the function that a raytf trainer runs on its workers",
+        )
+    (context,) = _current
+    if context.strategy is None and context.config.strategy == "parameter_server":
+        context.strategy, context.servers = strategy.coordinate(context.config)
+    elif context.strategy is None:
+        context.strategy = strategy.build(context.config)
+    return context.strategy
+
+
+def config() -> Settings | None:
+    """The config of the train loop that runs in this process, or None outside of one."""
+    return _current[0].config if _current else None
+
+
+def servers():
+    """The `servers.ServerGroup` of this process' ParameterServerStrategy, or None."""
+    return _current[0].servers if _current else None
+
+
+def uses_tpu() -> bool:
+    """Whether this run trains on TPUs."""
+    return bool(_current) and strategy.uses_tpu(_current[0].config)

@@ -1,0 +1,135 @@
+"""What one worker of a KerasTrainer does, on one screen: strategy, model, data, restore, fit, report."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from raytf.data.feed import Feed
+from raytf.identity import same_run
+from raytf.parallel import model_optimizers
+from raytf.parallel.callbacks import settable_rate
+from raytf.worker import callbacks, checkpoint, context, input_wait, job, steps_per_execution, tpu
+from raytf.worker.callback_state import CallbackStates
+from raytf.worker.job import TrainJob
+
+
+def train(task: TrainJob, session) -> None:
+    """Runs on every worker; the user's code sees a plain Keras training.
+
+    Args:
+        task: what to train.
+        session: the run around it, see `session.py`.
+    """
+    distribution = context.get_strategy()
+    with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
+        state = checkpoint.read_state(folder) if folder else None
+        if job.ended(state, task):
+            return
+        keras.utils.set_random_seed(task.seed % 2**32)
+        with distribution.scope():
+            model = task.build_model(dict(task.config))
+        static = context.uses_tpu()
+        feeds = {name: _open(task, name, session, static and name == "train") for name in task.used()}
+        if static:
+            tpu.check_batch(task.config["batch_size"], feeds["train"].rows, distribution.num_replicas_in_sync)
+            if task.steps_per_execution == "auto" and model.steps_per_execution == 1:
+                model.steps_per_execution = min(tpu.STEPS_PER_EXECUTION, feeds["train"].steps)
+        datasets = {name: feed.dataset() for name, feed in feeds.items()}
+        with distribution.scope():
+            build_from_data(model, datasets["train"])
+        if task.steps_per_execution != "auto":
+            model.steps_per_execution = task.steps_per_execution
+        users = users_callbacks(task, session)
+        states = CallbackStates(users)
+        around = [callbacks.FeedCallback(feeds["train"]), *users]
+        if task.steps_per_execution == "auto" and not static:
+            around.insert(0, steps_per_execution.ExecutionCallback(users))
+        if task.warmup_steps:
+            around.append(callbacks.WarmupCallback(task.warmup_steps, model))
+        around += restored(folder, state, model, task, states, session)
+        if session.rank == 0 and task.board is not None:
+            around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
+        to = session.report
+        if task.report_steps is not None:
+            to = functools.partial(session.report, keep=True)
+            around.append(callbacks.StepReportCallback(task.report_steps[0], session.report, task.report_steps[1]))
+        report = report_callback(task, datasets["train"], states, state, to)
+        model.fit(
+            datasets["train"],
+            validation_data=datasets.get("validation"),
+            epochs=task.config["epochs"],
+            initial_epoch=state.epoch if state else 0,
+            callbacks=[*around, report],
+            verbose=0,
+            shuffle=False,  # the feed does
+        )
+
+
+def _open(task: TrainJob, name: str, session, static: bool):
+
+    return Feed(**task.feed(name), worker=session.rank, workers=session.size, drop_remainder=static, static=static)
+
+
+def build_from_data(model, dataset) -> None:
+    """Builds a compiled model and its optimizer from the data's shapes, as Keras does before its first step.
+
+    A checkpoint can then be restored into them.
+    """
+
+    def example(spec):
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_row_lengths(tf.zeros([2], spec.dtype), [1, 1])
+        return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+
+    model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec))
+
+
+def users_callbacks(task: TrainJob, session) -> list:
+    """The user's callbacks, and one that writes events beside the run unless they do."""
+
+    users = list(task.callbacks(dict(task.config))) if task.callbacks else []
+    return users + callbacks.tensorboard(session.storage, users)
+
+
+def restored(folder: str | None, state, model, task: TrainJob, states, session) -> list:
+    """Gives a built model the state of a checkpoint, if there is one; callbacks that do so with the user's.
+
+    Args:
+        folder, state: of the checkpoint, or None.
+        states: `callback_state.CallbackStates` of the user's callbacks.
+    """
+
+    if folder is None:
+        return []
+    rate = settable_rate(model.optimizer)
+    built = None if rate is None else float(rate)
+    checkpoint.restore(folder, model, task.config)
+    if built is not None and same_run.rates_differ(state.identity, task.identity):
+        model.optimizer.learning_rate = built  # the user was told so, and said resume=True
+    if session.rank == 0:
+        callbacks.continue_logs(states.callbacks, state.epoch)
+    return [callbacks.RestoreCallback(folder, states, session.rank == 0)]
+
+
+def report_callback(task: TrainJob, dataset, states, state, to: Callable):
+    """The callback that reports each epoch with `to(metrics, write)`; put it last."""
+
+    return callbacks.ReportCallback(
+        seed=task.seed,
+        build=(task.build_model, task.config, _inputs(dataset)),
+        callbacks=states,
+        history=state.history if state else (),
+        report=to,
+        identity=task.identity,
+    )
+
+
+def _inputs(dataset):
+
+    spec = dataset.element_spec
+    features = spec[0] if isinstance(spec, tuple) else spec
+    return tf.nest.map_structure(lambda s: (tuple(size or 1 for size in s.shape[1:]), s.dtype.name), features)

@@ -1,0 +1,180 @@
+"""What a train loop asks of the run around it: rank, checkpoint to start from, where to report. On a worker.
+
+Under `fit` that is Ray Train; in a sweep it is the worker group, which stands behind Ray Train's own functions, too,
+so that a train loop written for `ray.train.report` and `ray.train.get_context` runs there unchanged
+(`session_functions.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import posixpath
+import queue
+from collections.abc import Callable, Iterator
+
+import ray.train
+from ray.train.collective import broadcast_from_rank_zero
+from ray.train.v2.api.report_config import CheckpointConsistencyMode
+
+from raytf.storage import checkpoint_files, scratch
+
+# The controller knows the reports of a run that goes on before its workers start.
+_LIST_SECONDS = 60.0
+
+
+class RaySession:
+    """A worker of Ray Train.
+
+    Args:
+        validate: whether checkpoints are to be evaluated beside the training.
+    """
+
+    def __init__(self, validate: bool = False):
+        self._validate = validate
+        context = ray.train.get_context()
+        self.rank, self.size = context.get_world_rank(), context.get_world_size()
+        self.storage = context.get_storage()
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[str | None]:
+        """The folder of the checkpoint to go on from, or None: the last one that is whole, the same on every worker.
+
+        Raises:
+            DamagedCheckpointError: there are some, and none is whole.
+        """
+        saved = ray.train.get_checkpoint()
+        if saved is None:
+            yield None
+            return
+        with contextlib.ExitStack() as stack:
+            if self.rank == 0:
+                saved, folder = checkpoint_files.first_whole(_kept(saved), functools.partial(_opened, stack))
+            if self.size > 1:
+                name = broadcast_from_rank_zero(posixpath.basename(saved.path) if self.rank == 0 else None)
+            if self.rank != 0:
+                if posixpath.basename(saved.path) != name:
+                    beside = posixpath.join(posixpath.dirname(saved.path), name)
+                    saved = ray.train.Checkpoint(beside, filesystem=saved.filesystem)
+                folder = _opened(stack, saved, contents=False)
+            yield folder
+
+    def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
+        """Reports metrics and, from the chief, a checkpoint; every worker calls it."""
+        report(metrics, write, self._validate)
+
+
+def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
+    """The last checkpoint of the run, and then those before it, which are asked for only if they are needed."""
+    yield last
+    reported = ray.train.get_all_reported_checkpoints(
+        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=_LIST_SECONDS
+    )
+    yield from (c for c in checkpoint_files.newest_first(r.checkpoint for r in reported) if c.path != last.path)
+
+
+def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
+    """The folder of a checkpoint on this machine, once it is checked."""
+    folder = stack.enter_context(saved.as_directory())
+    checkpoint_files.check(folder, contents, posixpath.basename(saved.path))
+    return folder
+
+
+def report(metrics: dict, write: Callable[[str], None] | None, validate: bool = False) -> None:
+    """`ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
+    if write is None or ray.train.get_context().get_world_rank() != 0:
+        ray.train.report(metrics)
+        return
+    with scratch.folder() as folder:
+        write(folder)
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder), validation=validate)
+
+
+class TrialStopped(BaseException):
+    """Ends a trial's train loop at a report; no `except Exception` of the user's holds it up."""
+
+
+class TrialSession:
+    """A trial in a worker group: its thread stops at each report until it is told to go on, to save or to stop.
+
+    Args:
+        rank, size: of this worker.
+        folder: of the checkpoint to go on from, or None.
+        name: of the trial.
+    """
+
+    storage = None
+
+    def __init__(self, rank: int, size: int, folder: str | None, name: str):
+        self.rank, self.size, self.name = rank, size, name
+        self.folder = folder
+        self._write: Callable[[str], None] | None = None
+        self._mine = rank == 0  # whether this worker has files of its own
+        self.commands: queue.SimpleQueue = queue.SimpleQueue()
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[str | None]:
+        """See `RaySession`; Tune names one checkpoint, which is taken or refused."""
+        if self.folder is not None:
+            checkpoint_files.check(self.folder, contents=self.rank == 0)
+        yield self.folder
+
+    def report(
+        self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
+    ) -> None:
+        """Hands the metrics to the group, and waits for what it says; a checkpoint is written only when asked for.
+
+        Args:
+            metrics: by name.
+            write: write(folder) writes a checkpoint of this moment; None leaves that of an earlier report in force.
+            keep: write it now, as it will be asked for when this moment is over.
+            everyone: what other workers than the chief write belongs to the checkpoint, too.
+        """
+        if write is not None:
+            self._write, self._mine = write, everyone or self.rank == 0
+            if keep and self.rank == 0:
+                files = self._files()
+                self._write = lambda folder: write_files(files, folder)
+        self.events.put(("report", metrics))
+        self.park()
+
+    def park(self) -> None:
+        """Does as it is told until that is to go on.
+
+        Raises:
+            TrialStopped: it was told to stop.
+        """
+        while (command := self.commands.get()) != "go":
+            if command == "stop":
+                raise TrialStopped
+            self.events.put(("saved", self._files()))
+
+    def _files(self) -> dict[str, bytes] | None:
+        """The files of a checkpoint of this moment, by name; None where the loop wrote none here."""
+        if self._write is None or not self._mine:
+            return None
+        with scratch.folder() as folder:
+            self._write(folder)
+            return read_files(folder)
+
+
+def read_files(folder: str) -> dict[str, bytes]:
+    """The files below a folder, by their path in it."""
+    found = {}
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(where, name)
+            with open(path, "rb") as file:
+                found[os.path.relpath(path, folder)] = file.read()
+    return found
+
+
+def write_files(files: dict[str, bytes], folder: str) -> None:
+    """Writes what `read_files` gave."""
+    for name, content in files.items():
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)

@@ -1,0 +1,139 @@
+"""How many steps one call of the training function makes: chosen from the time that Python takes between two calls."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+
+import keras
+import numpy as np
+
+from raytf.collectives import communicator
+from raytf.parallel import callbacks as callbacks_module
+from raytf.parallel import epoch_iterator
+
+logger = logging.getLogger(__name__)
+
+# Executions that are measured, and those before them that still warm up.
+_LOOKED_AT, _WARM_UP = 24, 8
+# Python's share of a step from which it is worth a new trace, and what may be left of it.
+_MIN_OVERHEAD, _OVERHEAD_TARGET = 0.03, 0.01
+# One execution is to stay short: progress, and a stop, come between two.
+_MAX_CALL_SECONDS = 1.0
+_MOST = 64
+
+
+def choose(between: float, within: float, first: float, steps_left: int) -> int:
+    """Steps an execution that leave little of the time between two calls, or 1 where more would not pay.
+
+    Args:
+        between: seconds between two executions.
+        within: seconds of an execution of one step.
+        first: seconds of the first execution, which traces; another number of steps costs about as much again.
+        steps_left: of the whole training.
+
+    Returns:
+        A power of two, at most `_MOST`, with executions of at most a second.
+    """
+    if between < _MIN_OVERHEAD * (between + within):
+        return 1
+    wanted = between / (_OVERHEAD_TARGET * (between + within))
+    longest = _MAX_CALL_SECONDS / max(within, 1e-9)
+    number = 2 ** math.floor(math.log2(max(1.0, min(wanted, longest, _MOST))))
+    saved = steps_left * between * (1 - 1 / number)
+    return number if saved > 2 * first else 1
+
+
+class ExecutionCallback(keras.callbacks.Callback):
+    """Measures the first steps and raises `steps_per_execution` where Python between steps costs; put it first.
+
+    All workers follow the chief, at the same step. If the executions of several steps turn out slower, the training
+    goes back to single steps. Nothing happens where the model was compiled with more than one step an execution, runs
+    eagerly or has callbacks that look at batches, nor for data of unknown length.
+
+    Args:
+        callbacks: the user's callbacks.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(self, callbacks):
+        super().__init__()
+        self._fixed = any(callbacks_module.looks_at_batches(c) for c in callbacks)
+
+    def on_train_begin(self, logs=None):
+        model = self.model
+        self._steps = self.params["steps"]
+        # under several workers all look or none: a callback may be the chief's alone
+        fixed = self._fixed or model.__dict__.get("_raytf_sync_batches", False)
+        self._looking = not (fixed or model.steps_per_execution > 1 or model.run_eagerly or not self._steps)
+        self._iterator = epoch_iterator.newest_iterator() if self._looking else None
+        self._single = None  # the function of single steps and its time, once another is in use
+        self._start_over()
+        self._left = None
+        self._first = 0.0
+
+    def _start_over(self):
+        self._count, self._ended = 0, None
+        self._between, self._within = [], []  # seconds between executions, and of a step within one
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._left = (self.params["epochs"] - epoch) * (self._steps or 0)
+        self._ended = None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._looking:
+            self._began, self._begin = time.perf_counter(), batch
+            if self._ended is not None:
+                self._between.append(self._began - self._ended)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self._looking:
+            return
+        self._ended = time.perf_counter()
+        self._within.append((self._ended - self._began) / (batch - self._begin + 1))
+        self._count += 1
+        if self._count == 1:
+            self._first = self._within[0]
+        if self._single is None and self._count == _WARM_UP + _LOOKED_AT:
+            self._decide(batch)
+        elif self._single is not None and self._count == 1 + max(2, _LOOKED_AT // self.model.steps_per_execution):
+            self._judge()
+
+    def _decide(self, batch):
+        if len(self._between) <= _WARM_UP:  # epochs of one step have nothing between
+            self._looking = False
+            return
+        between, within = (statistics.median(times[_WARM_UP:]) for times in (self._between, self._within))
+        number = self._chiefs(choose(between, within, self._first, self._left - batch - 1))
+        if number == 1:
+            self._looking = False
+            return
+        self._single = self.model.train_function, between + within
+        logger.info(
+            "steps_per_execution: %d, as Python took %.0f %% of a step", number, 100 * between / (between + within)
+        )
+        self._use(number)
+        self.model.make_train_function(force=True)
+        self._start_over()
+
+    def _judge(self):
+        function, single = self._single
+        slower = self._chiefs(int(statistics.median(self._within[1:]) > single))
+        if slower:
+            logger.info("steps_per_execution: 1 again, as more did not help")
+            self._use(1)
+            self.model.train_function = function
+        self._looking = False
+
+    def _use(self, number: int):
+        self.model.steps_per_execution = number
+        self._iterator.steps_per_execution = number
+
+    def _chiefs(self, number: int) -> int:
+        strategy = self.model.distribute_strategy
+        if not communicator.spans_workers(strategy):
+            return number
+        return int(communicator.from_chief(strategy, [np.int64(number)])[0])

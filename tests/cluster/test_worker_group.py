@@ -1,0 +1,138 @@
+"""Worker groups whose workers die, stop, or only take their time; and the guard that tells one from the other."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import raytf
+from raytf import liveness
+from raytf.runtime import guard
+from raytf.runtime.guard import FrozenError, Guard
+from raytf.train.worker_group import TrialRun, WorkerGroup, WorkerGroupLostError
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+
+
+class DiesWhileItOpens:
+    """Settings that end worker 1 when TensorFlow is prepared; worker 0 then waits for it."""
+
+    @property
+    def intra_op_threads(self):
+        if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+            os._exit(1)
+        return 1
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(raytf.TensorflowConfig(), name)
+
+
+def takes_its_time(session, config):
+    """Worker 1 holds Python's lock for a while, reports, and stops."""
+    if session.rank == 1:
+        ctypes.PyDLL(None).sleep(6)
+    session.report({"loss": 1.0}, None)
+    if session.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    session.report({"loss": 0.5}, None)
+
+
+class Leader:
+    """Stands for a trial's actor."""
+
+    def __init__(self):
+        guard._PATIENCE_SECONDS, liveness.STOPPED_SECONDS, liveness.LOOK_SECONDS = 0.5, 2.0, 0.5
+
+    def open(self, tensorflow_config) -> str:
+        try:
+            self._lane = WorkerGroup(tensorflow_config, {"CPU": 1}, 2, {})
+        except WorkerGroupLostError as error:
+            return str(error)
+        return ""
+
+    def train(self, loop) -> tuple[dict | None, str]:
+        self._lane.begin(TrialRun(train=loop, config={}, name="trial"))
+        metrics = self._lane.go_on()
+        try:
+            self._lane.go_on()
+        except WorkerGroupLostError as error:
+            return metrics, str(error)
+        finally:
+            self._lane.close(well=False)
+        return metrics, ""
+
+
+@pytest.fixture
+def leader():
+    group = placement_group([{"CPU": 1}] * 2)
+    place = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    actor = ray.remote(Leader).options(num_cpus=0, scheduling_strategy=place).remote()
+    yield actor
+    ray.kill(actor)
+    remove_placement_group(group)
+
+
+def test_a_worker_that_dies_while_its_lane_opens(leader):
+    assert "worker 1 of the trial died" in ray.get(leader.open.remote(DiesWhileItOpens()), timeout=120)
+
+
+def test_a_stopped_worker_is_named_and_one_that_is_busy_is_not(leader):
+    assert ray.get(leader.open.remote(raytf.TensorflowConfig()), timeout=120) == ""
+    metrics, said = ray.get(leader.train.remote(takes_its_time), timeout=120)
+    assert metrics == {"loss": 1.0}
+    assert re.fullmatch(r"worker 1 on \S+ is frozen: its process \d+ is stopped by a signal .*, for \d+ s", said)
+
+
+class Sleeper:
+    def place(self):
+        return guard.here()
+
+
+def test_hosts_are_looked_at_by_an_actor_there(monkeypatch):
+    """As if this node were another one: a stopped process is seen, and a watcher that does not answer is none."""
+    for name, seconds in (("_PATIENCE_SECONDS", 0.0), ("_SILENT_SECONDS", 1.0)):
+        monkeypatch.setattr(guard, name, seconds)
+    for name in ("STOPPED_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(liveness, name, 0.3)
+    actor = ray.remote(Sleeper).options(num_cpus=0).remote()
+    place = ray.get(actor.place.remote())
+    looks = Guard({"worker 3": place})
+    looks._mine, looks._hosts = "", {place.node: guard._Host(place)}
+    host = looks._hosts[place.node]
+
+    def until(done, seconds=60):
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end
+            looks.look()
+            time.sleep(0.05)
+
+    until(lambda: host.looks)
+    assert looks.standing() is None
+    os.kill(place.pid, signal.SIGSTOP)
+    with pytest.raises(FrozenError, match=rf"^worker 3 on {place.host} is frozen: its process {place.pid} is stopped"):
+        until(lambda: False)
+    assert looks.standing() is not None
+    os.kill(place.pid, signal.SIGCONT)
+    looks.begin()
+    until(lambda: not looks.standing() and looks._watches["worker 3"]._last)
+    watcher = ray.get(host._actor.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(watcher, signal.SIGSTOP)
+    with pytest.raises(FrozenError, match=f"^the host {place.host} has given no answer for 1 s"):
+        until(lambda: False)
+    ray.kill(actor)
+    looks.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(watcher, signal.SIGKILL)

@@ -1,0 +1,141 @@
+"""The rooms of raytf: what may import what, and where TensorFlow is imported; see CONTRIBUTING.md."""
+
+import ast
+import functools
+import pathlib
+
+import raytf
+
+# A room imports those to its left; what is within one room has no circle.
+ORDER = (
+    *("errors", "validation", "liveness", "console", "storage", "compat", "runtime", "collectives", "data", "parallel"),
+    *("identity", "worker", "parameter_server", "train", "fitting", "launch", "tune", "cli_options", "cli"),
+)
+# Left of each other, and strangers all the same.
+STRANGERS = [("fitting", "launch"), ("fitting", "tune"), ("launch", "tune"), ("runtime", "parallel")]
+# Of data, Keras under several replicas knows whose rows a dataset holds.
+KNOWN_TO_PARALLEL = {"raytf.data.worker_part"}
+# Rooms whose files may import TensorFlow or Keras as they are imported; of the others nobody waits for it.
+WITH_TENSORFLOW = {"collectives", "data", "parallel", "worker", "parameter_server", "fitting"}
+# Of these rooms, what drivers and processes without TensorFlow import.
+WITHOUT = {
+    "raytf.collectives.ring",
+    "raytf.collectives.scaled_float16",
+    "raytf.data.columns",
+    "raytf.data.gather",
+    "raytf.data.ingest",
+    "raytf.data.partitions",
+    "raytf.data.reader",
+    "raytf.data.sampling",
+    "raytf.data.stored",
+    "raytf.data.streamed",
+    "raytf.parallel.model_optimizers",
+    "raytf.parameter_server.servers",
+    "raytf.fitting.fit_worker",
+    "raytf.fitting.warm",
+    "raytf.worker.callback_state",
+    "raytf.worker.checkpoint",
+    "raytf.worker.job",
+    "raytf.worker.session",
+}
+FOLDER = pathlib.Path(raytf.__file__).parent
+
+
+def _name(path: pathlib.Path) -> str:
+    parts = ("raytf", *path.relative_to(FOLDER).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_name(path): path for path in FOLDER.rglob("*.py")}
+
+
+@functools.cache
+def imported(name: str, nested: bool) -> frozenset:
+    """What a module imports: at its top, or anywhere."""
+    tree = ast.parse(MODULES[name].read_text())
+    found = set()
+    for node in ast.walk(tree) if nested else tree.body:
+        if isinstance(node, ast.ImportFrom):
+            wholes = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (wholes & MODULES.keys()) | ({node.module} if wholes - MODULES.keys() else set())
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(found)
+
+
+def own(name: str, nested: bool) -> set:
+    return {m for m in imported(name, nested) if m in MODULES}
+
+
+def room(name: str) -> str:
+    return [*name.split("."), ""][1]
+
+
+def takes_tensorflow(name: str) -> bool:
+    """Whether TensorFlow or Keras comes with a module."""
+    seen, left = set(), [name]
+    while left:
+        module = left.pop()
+        if {m.split(".")[0] for m in imported(module, False)} & {"tensorflow", "keras"}:
+            return True
+        seen.add(module)
+        left += own(module, False) - seen
+    return False
+
+
+def test_every_room_has_a_place_and_says_what_it_is_for():
+    assert {room(name) for name in MODULES} - {""} == set(ORDER)
+    for path in FOLDER.rglob("__init__.py"):
+        if path.parent != FOLDER:
+            (only,) = ast.parse(path.read_text()).body
+            assert isinstance(only, ast.Expr) and isinstance(only.value.value, str), f"{path} is one docstring"
+
+
+def test_rooms_import_those_to_their_left():
+    for name in MODULES.keys() - {"raytf"}:
+        for other in own(name, True):
+            if room(other) and room(other) != room(name):
+                assert ORDER.index(room(other)) < ORDER.index(room(name)), f"{name} imports {other} from its right"
+
+
+def test_strangers_stay_strangers():
+    for name in MODULES:
+        for other in own(name, True) - KNOWN_TO_PARALLEL:
+            for strangers in [*STRANGERS, ("data", "parallel")]:
+                assert {room(name), room(other)} != set(strangers), f"{name} imports {other}"
+
+
+def test_no_circle_of_files():
+    done, way = set(), []
+
+    def visit(name):
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            way.append(name)
+            for other in own(name, True):
+                visit(other)
+            way.pop()
+            done.add(name)
+
+    for name in MODULES:
+        visit(name)
+
+
+def test_tensorflow_is_imported_where_it_belongs():
+    for name in MODULES:
+        allowed = room(name) in WITH_TENSORFLOW and name not in WITHOUT
+        assert allowed or not takes_tensorflow(name), name
+    assert {name for name in WITHOUT if name not in MODULES} == set()
+
+
+def test_imports_inside_functions_are_those_that_bring_tensorflow():
+    """A module that does without TensorFlow, imported by drivers, may import what needs it where it is called.
+
+    The command line and the face of the package import anything late.
+    """
+    late = {"raytf", "raytf.cli"}
+    # what differs between Keras 2 and 3 is imported where it is known which of them this process has
+    late |= {"raytf.worker.context", "raytf.worker.strategy", "raytf.worker.callbacks", "raytf.train.backend"}
+    for name in MODULES.keys() - late:
+        for other in own(name, True) - own(name, False):
+            assert takes_tensorflow(other) and not takes_tensorflow(name), f"{name} imports {other} in a function"
