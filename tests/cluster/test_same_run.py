@@ -118,7 +118,7 @@ def test_one_driver_has_the_folder(tmp_path):
     """Of a KerasTrainer, a TensorflowTrainer and a sweep."""
     named = {"name": "run", "storage_path": str(tmp_path)}
     loop = raytf.TensorflowTrainer(print, run_config=RunConfig(**named))
-    keras = run(tmp_path)
+    keras = run(tmp_path, workers=1)
     with RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")):
         for fit in (keras.fit, loop.fit, lambda: raytf.sweep(keras, {"learning_rate": 0.1}, progress=False)):
             with pytest.raises(raytf.ConfigError, match=f"takes one driver at a time; .*held by process {os.getpid()}"):
@@ -167,7 +167,7 @@ def read_csv(path):
 def test_resume_must_find_something(tmp_path):
     for changes in ({"name": "nowhere"}, {"name": None}):
         with pytest.raises(raytf.ConfigError, match="With resume=True a run goes on from a checkpoint; received: no"):
-            run(tmp_path, resume=True, **changes).fit()
+            run(tmp_path, resume=True, workers=1, **changes).fit()
     assert os.listdir(tmp_path) == []
     with pytest.raises(raytf.ConfigError, match='resume must be "auto", True or False'):
         run(tmp_path, resume="yes")
