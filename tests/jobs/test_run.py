@@ -68,12 +68,6 @@ def test_sequences_of_varying_length():
     assert "[worker 0] loss fell: True" in out and "worker 1" not in out
 
 
-def test_a_loop_of_its_own():
-    out, _ = run("--num-workers", 2, "custom_loop.py")
-    found = dict(re.findall(r"\[(worker \d)\] weights: (.*)", out))
-    assert found["worker 0"] == found["worker 1"] and found["worker 0"].endswith("converged: True")
-
-
 def test_mixed_precision():
     out, _ = run("--num-workers", 2, "mixed_precision.py")
     assert "policy: float16 scaled: LossScaleOptimizer" in out and "loss fell: True" in out
