@@ -21,8 +21,9 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
 from raytf.console import progress
 from raytf.console.output import Output
-from raytf.data import columns, ingest, streamed
+from raytf.data import ingest, streamed
 from raytf.data.feed import Feed
+from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, TrainingError
 from raytf.fitting import arrays, fit_worker, transport, warm
@@ -30,7 +31,7 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.connection import connect
 from raytf.runtime.processes import worker_environment
-from raytf.train.backend import TensorflowConfig
+from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit
 
@@ -61,12 +62,11 @@ class Call:
         if not datasets:
             return
         self._connect()
-        self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].specs)
+        self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
         for name, found in self._found.items():
             if not found.rows:
                 raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
-            for role, spec in self._parts[name].specs.items():
-                columns.check_names(spec, found.columns, role)
+            self._parts[name].batch.check(found.columns)
 
     def _connect(self) -> None:
         bundles = resources.bundles(self._scaling)
@@ -82,7 +82,7 @@ class Call:
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
             blocks = self._found[name]
-        feed = Feed(blocks, **part.specs, global_batch=2, shuffle="none", shapes_only=True)
+        feed = Feed(blocks, part.batch, Sampling(global_batch=2, shuffle="none"), shapes_only=True)
         return fit_worker.structured(feed.dataset(), part.structure)
 
     def build(self, do: str) -> float:
@@ -142,8 +142,8 @@ class Call:
             order = shuffle if name == "train" else "none"
             if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
-            feed = {"blocks": blocks, **part.specs, "global_batch": batches[name], "seed": seed, "shuffle": order}
-            rows[name] = fit_worker.Rows(feed=feed, structure=part.structure)
+            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order)
+            rows[name] = fit_worker.Rows(dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure)
         settings = transport.settings()
         key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()
         self._sending = {"key": key, "values": self._values, "settings": settings, "folder": os.getcwd()}
@@ -157,11 +157,11 @@ class Call:
         Raises:
             TrainingError: one failed.
         """
-        config = TensorflowConfig(seed=0)
+        setup = WorkerSetup(config=TensorflowConfig(seed=0))
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
         try:
-            self._group = warm.take(self._scaling, self._run, config)
+            self._group = warm.take(self._scaling, self._run, setup)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]

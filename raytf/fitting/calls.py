@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from raytf import validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_train import resources_per_worker
+from raytf.data.columns import ColumnSpecs
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
@@ -32,30 +33,30 @@ _CHUNK_BYTES = 32 << 20
 
 
 def fit(
-    model,
-    x=None,
-    y=None,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: str | int = "auto",
-    callbacks=None,
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
     validation_split: float = 0.0,
-    validation_data=None,
+    validation_data: Any = None,
     shuffle: bool = True,
     class_weight: Mapping[int, float] | None = None,
-    sample_weight=None,
+    sample_weight: Any = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq=1,
+    validation_freq: int | Sequence[int] = 1,
     *,
-    features=None,
-    labels=None,
+    features: ColumnSpecs | None = None,
+    labels: ColumnSpecs | None = None,
     num_workers: int | None = None,
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
-):
+) -> keras.callbacks.History:
     """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
 
     The model travels to the workers as it is, with classes and functions of a notebook, and its weights, optimizers,
@@ -146,22 +147,22 @@ def fit(
 
 
 def evaluate(
-    model,
-    x=None,
-    y=None,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
     batch_size: int | None = None,
     verbose: str | int = "auto",
-    sample_weight=None,
+    sample_weight: Any = None,
     steps: int | None = None,
-    callbacks=None,
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
     return_dict: bool = False,
     *,
-    features=None,
-    labels=None,
+    features: ColumnSpecs | None = None,
+    labels: ColumnSpecs | None = None,
     num_workers: int | None = None,
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
-):
+) -> Any:
     """Evaluates a compiled model on several workers, as `model.evaluate` would in this process.
 
     Args:
@@ -201,18 +202,18 @@ def evaluate(
 
 
 def predict(
-    model,
-    x,
+    model: keras.Model,
+    x: Any,
     batch_size: int | None = None,
     verbose: str | int = "auto",
     steps: int | None = None,
-    callbacks=None,
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
     *,
-    features=None,
+    features: ColumnSpecs | None = None,
     num_workers: int | None = None,
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
-):
+) -> Any:
     """Predicts on several workers, as `model.predict` would in this process: one row out for each row in, in order.
 
     Args:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from raytf.compat.tensorflow import register_function
 from raytf.data.feed import Feed
+from raytf.runtime.topology import Shard
 
 # TensorFlow keeps weak references only.
 _kept: list[Callable] = []
@@ -29,7 +30,7 @@ def register(feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> Non
     """
     _kept.clear()
     for name, arguments in feeds.items():
-        function = _rows(Feed(**arguments, reader=(worker, workers)))
+        function = _rows(Feed(**arguments, reader_shard=Shard(worker, workers)))
         _kept.append(function)
         register_function(_token(name), function)
 

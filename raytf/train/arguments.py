@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ray
 from ray import cloudpickle
-from ray.train import ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 
 from raytf import validation
+from raytf.compat import legacy_keras
 from raytf.compat.ray_train import resources_per_worker
 from raytf.errors import ConfigError
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime.resources import fewest_workers
+from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import pick_strategy
 
 
@@ -78,3 +81,10 @@ def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tu
         label_selector=scaling_config.label_selector,
     )
     return coordinator, plan
+
+
+def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
+    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
+    worker = (run_config.worker_runtime_env if run_config else None) or {}
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))

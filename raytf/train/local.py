@@ -26,6 +26,7 @@ from raytf.compat.ray_train import (
 )
 from raytf.errors import ConfigError, TrainingError
 from raytf.runtime.processes import Process, WarmPool
+from raytf.train.entry import import_raytf
 
 
 class Here(WarmPool):
@@ -39,7 +40,7 @@ class Here(WarmPool):
 
     def __init__(self, scaling_config, run_config):
         self.run_config = run_config
-        super().__init__(Process, scaling_config, run_config, 1)
+        super().__init__(Process, scaling_config, run_config, 1, import_raytf)
 
     def settle(self) -> None:
         """Ends the process, as none becomes a worker."""

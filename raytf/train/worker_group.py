@@ -96,7 +96,7 @@ class WorkerGroup:
     """Opens workers in the current placement group; see the module.
 
     Args:
-        tensorflow_config: of the workers.
+        setup: of the workers, a `settings.WorkerSetup`.
         resources: of each worker.
         workers: how many.
         environment: runtime environment of their processes.
@@ -109,7 +109,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        tensorflow_config,
+        setup,
         resources: dict[str, float],
         workers: int,
         environment: dict,
@@ -128,20 +128,18 @@ class WorkerGroup:
         ]
         self._guard: Guard | None = None
         try:
-            self._open(tensorflow_config, cpus)
+            self._open(setup, cpus)
         except BaseException:
             self.close(well=False)
             raise
 
-    def _open(self, tensorflow_config, cpus: int) -> None:
-        found = self._all(
-            "reserve_address", tensorflow_config.ports, seconds=_OPEN_SECONDS, what="the start of its process"
-        )
+    def _open(self, setup, cpus: int) -> None:
+        found = self._all("reserve_address", setup.config.ports, seconds=_OPEN_SECONDS, what="the start of its process")
         addresses = [address for address, _ in found]
         self._guard = Guard({f"worker {rank}": place for rank, (_, place) in enumerate(found)})
         self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
         token, nodes = ring.new_token(), tuple(place.node for _, place in found)
-        arguments = [(tensorflow_config, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
+        arguments = [(setup, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
     def begin(self, job: TrialRun) -> None:
@@ -288,17 +286,15 @@ class GroupWorker(Process):
         """Ends this process, which the driver started, when the group's actor has ended."""
         threading.Thread(target=_end_with, args=(leader,), daemon=True).start()
 
-    def open(
-        self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]
-    ) -> None:
+    def open(self, setup, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
-        backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
+        backend.set_environment(setup.config, addresses, rank, cpus, token)
         from raytf.worker import context
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
-        self._stack.enter_context(context.prepared(tensorflow_config))
+        self._stack.enter_context(context.prepared(setup))
         self._stack.enter_context(backend.spoken(rank == 0, None))
-        self._stack.enter_context(once.shown(tensorflow_config.warned))
+        self._stack.enter_context(once.shown(setup.warned))
         with autograph_files.removed():
             context.get_strategy()  # the ring tells its addresses by a collective
         self._defaults = _keras_defaults()

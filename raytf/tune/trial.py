@@ -35,7 +35,7 @@ class SweepSpec:
         train: train(session, config), on a worker; train.apart() is the same for one group, and train.rest() lets go
             of what its datasets have read ahead.
         config: the trainer's, which a trial's values are laid over.
-        scaling_config, tensorflow_config: the trainer's.
+        scaling_config, setup: the trainer's.
         environment: runtime environment of the workers.
         datasets: `ray.data.Dataset` by name, for loops that ask for shards.
         dataset_config: how they are cut.
@@ -48,7 +48,7 @@ class SweepSpec:
     train: Callable
     config: dict[str, Any]
     scaling_config: Any
-    tensorflow_config: Any
+    setup: Any
     environment: dict
     datasets: dict[str, Any]
     dataset_config: Any
@@ -129,7 +129,7 @@ class Trial(tune.Trainable):
                 each = ray_train.resources_per_worker(plan.scaling_config)
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
-                self._worker_group = WorkerGroup(plan.tensorflow_config, each, workers, plan.environment, **places)
+                self._worker_group = WorkerGroup(plan.setup, each, workers, plan.environment, **places)
             around = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
             around |= {
                 "filesystem": ray_tune.storage_of(self).storage_filesystem,

@@ -6,6 +6,8 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -65,11 +67,11 @@ class ReportCallback(keras.callbacks.Callback):
         checkpoint: bool = True,
         *,
         seed: int = 0,
-        build=None,
-        callbacks=(),
-        history=(),
-        report=session.report,
-        identity=None,
+        build: tuple | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | CallbackStates = (),
+        history: Sequence[Mapping[str, float]] = (),
+        report: Callable = session.report,
+        identity: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self._identity = dict(identity or {})
@@ -79,14 +81,14 @@ class ReportCallback(keras.callbacks.Callback):
         self._history = list(history)
         self._reported = None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict | None = None) -> None:
         self._states.begin()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._history.append({"epoch": epoch + 1, **_numbers(logs)})
         self._report(stopped=bool(self.model.stop_training))
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict | None = None) -> None:
         # EarlyStopping and averaged weights may have put other weights in place after the last epoch
         if self._history and self._reported is not None and self._fingerprint() != self._reported:
             self._report(stopped=bool(self.model.stop_training))

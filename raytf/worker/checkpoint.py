@@ -31,6 +31,7 @@ import os
 import posixpath
 import warnings
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from raytf.compat import keras_objects, legacy_keras
 from raytf.console import quiet
@@ -53,6 +54,10 @@ from raytf.storage.checkpoint_files import (
     read_state_of,
 )
 from raytf.worker.callback_state import CallbackStates
+
+if TYPE_CHECKING:
+    import keras
+    from ray.train import Checkpoint, Result
 
 __all__ = [
     "State",
@@ -241,13 +246,13 @@ def remember(run: str, build_model: Callable, config: Mapping) -> None:
 
 
 def load_model(
-    source,
+    source: Result | Checkpoint | str | os.PathLike,
     compile: bool = True,
     *,
     build_model: Callable | None = None,
     config: Mapping | None = None,
     custom_objects: Mapping | None = None,
-):
+) -> keras.Model:
     """The Keras model of a run, a checkpoint or a folder. Nothing in it is run, whoever wrote it.
 
     Keras builds the model from its file where all layers are its own, or registered, or in `custom_objects`. It refuses
