@@ -27,8 +27,10 @@ def free_ports(count):
     raise AssertionError(f"fewer than {count} ports of {_PORTS} are free")
 
 
-def run_group(world, command, folder, timeout=600, env=None, behind=False, running=None):
+def run_group(world, command, folder, timeout=600, env=None, behind=False, running=None, python=sys.executable):
     """Runs `python *command` once for each of `world` workers; returns their logs, and raises if one failed.
+
+    `python` is that of this environment unless another is given.
 
     With `behind`, all else on the machine goes before it. The processes are in the set `running` as long as they run.
     """
@@ -41,7 +43,7 @@ def run_group(world, command, folder, timeout=600, env=None, behind=False, runni
             own["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
         logs.append(os.path.join(folder, f"log.{world}.{rank}"))
         with open(logs[-1], "a") as log:
-            processes.append(subprocess.Popen([sys.executable, *command], env=own, stdout=log, stderr=log))
+            processes.append(subprocess.Popen([python, *command], env=own, stdout=log, stderr=log))
         if behind:
             # Ray lowers the priority of its workers, so that a nice value would hardly be behind them
             os.sched_setscheduler(processes[-1].pid, os.SCHED_IDLE, os.sched_param(0))
