@@ -74,7 +74,13 @@ if not TYPE_CHECKING:  # checkers would take any name for one of raytf's
             from raytf.compat import legacy_keras
 
             place = "raytf.worker.legacy_callbacks" if legacy_keras.is_on() else place
-        return getattr(importlib.import_module(place), name)
+        try:
+            return getattr(importlib.import_module(place), name)
+        except ImportError as error:
+            from raytf.compat import selfcheck
+
+            selfcheck.explain(error)
+            raise
 
 
 def __dir__() -> list[str]:

@@ -24,6 +24,15 @@ def refuse(found: list[str]) -> None:
         )
 
 
+def explain(error: ImportError) -> None:
+    """Raises UnsupportedVersionError for an import of what a version that is not tested has elsewhere."""
+    if error.name is not None and names.is_private(error.name) and versions.untested():
+        try:
+            refuse([str(error)])
+        except UnsupportedVersionError as explained:
+            raise explained from error
+
+
 def warning() -> str:
     """The line that says that versions are used which are not tested."""
     return (

@@ -12,12 +12,12 @@ import traceback
 
 from ray import cloudpickle
 
-from raytf.compat import keras_objects, legacy_names
+from raytf.compat import keras_objects, legacy_names, versions
 from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
@@ -33,8 +33,12 @@ _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
 
 
-def inspect(pickled: bytes, block: StoredDataset, rows: int | None = None) -> ConfigError | Tried:
+def inspect(
+    pickled: bytes, block: StoredDataset, rows: int | None = None
+) -> ConfigError | UnsupportedVersionError | Tried:
     """What is wrong with the model or the columns, for the driver to raise; else what the model is.
+
+    Versions of Ray, Keras and TensorFlow that raytf is not tested with are looked at before.
 
     Args:
         pickled: (build_model, config, the `batch_spec.BatchSpec`), by cloudpickle.
@@ -42,6 +46,9 @@ def inspect(pickled: bytes, block: StoredDataset, rows: int | None = None) -> Co
         rows: of the steps that are measured, or None for no figures.
     """
     block = block.here()
+    warning = _in_a_copy(_look_at_versions) if versions.untested() else None
+    if isinstance(warning, Exception):
+        return warning
 
     def answer() -> ConfigError | Tried:
         # no Ray from here on
@@ -53,9 +60,16 @@ def inspect(pickled: bytes, block: StoredDataset, rows: int | None = None) -> Co
         except ConfigError as error:
             return error
         identity = _identity(model, noted, config, block, build_model, batch)
-        return Tried(None if rows is None else _facts(model, _feed(block, batch, rows)), identity)
+        return Tried(None if rows is None else _facts(model, _feed(block, batch, rows)), identity, warning)
 
     return _in_a_copy(answer)
+
+
+def _look_at_versions():
+    os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
+    from raytf.parallel import step_check
+
+    return step_check.refusal()
 
 
 def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_model, batch: BatchSpec) -> dict:
@@ -76,10 +90,12 @@ class Tried:
     Args:
         facts: figures, where they were asked for.
         identity: what the model and the columns' types are, see `fingerprint.of_model`.
+        warning: a line of versions that raytf is not tested with and fits all the same, or None.
     """
 
     facts: ModelFacts | None
     identity: dict
+    warning: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

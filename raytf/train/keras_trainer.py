@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -397,6 +398,8 @@ class KerasTrainer:
     def try_model(self, processes: WarmPool, blocks: dict, config: Mapping[str, Any], rows: int | None = None) -> Tried:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
+        Also UnsupportedVersionError if raytf does not fit the versions of Ray, Keras or TensorFlow that are installed.
+
         Returns:
             What the model is, and figures of it in steps of so many rows, where they are asked for.
         """
@@ -408,8 +411,10 @@ class KerasTrainer:
             self.batch.check(found.columns)
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch))
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
-        if isinstance(found, ConfigError):
+        if isinstance(found, Exception):
             raise found
+        if found.warning is not None:
+            print(found.warning, file=sys.stderr)
         return found
 
 
