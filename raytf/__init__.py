@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.fitting.calls import fit as fit
     from raytf.fitting.calls import predict as predict
     from raytf.parallel.chief_callbacks import on_chief as on_chief
-    from raytf.train.backend import TensorflowConfig as TensorflowConfig
+    from raytf.runtime.settings import TensorflowConfig as TensorflowConfig
+    from raytf.train.keras_trainer import KerasTrainer as KerasTrainer
     from raytf.train.plan import plan as plan
     from raytf.train.results import show_result as show_result
-    from raytf.train.trainer import KerasTrainer as KerasTrainer
-    from raytf.train.trainer import TensorflowTrainer as TensorflowTrainer
+    from raytf.train.tensorflow_trainer import TensorflowTrainer as TensorflowTrainer
     from raytf.tune.sweep import sweep as sweep
     from raytf.worker.callbacks import ReportCallback as ReportCallback
     from raytf.worker.checkpoint import load_model as load_model
@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
 # What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
 _PLACES = {
     "Column": "raytf.data.columns",
-    "KerasTrainer": "raytf.train.trainer",
-    "TensorflowTrainer": "raytf.train.trainer",
-    "TensorflowConfig": "raytf.train.backend",
+    "KerasTrainer": "raytf.train.keras_trainer",
+    "TensorflowTrainer": "raytf.train.tensorflow_trainer",
+    "TensorflowConfig": "raytf.runtime.settings",
     "ReportCallback": "raytf.worker.callbacks",
     "ReportCheckpointCallback": "ray.train.tensorflow.keras",
     "TensorflowCheckpoint": "ray.train.tensorflow",

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 
+from raytf.compat import loggers
+
 _NATIVE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     r"|To enable the following instructions: "
@@ -27,10 +29,10 @@ _NATIVE = re.compile(
     r"|cuda_\w+\.cc:\d+\] failed call to cuInit: .*(?:\(303\)|CUDA_ERROR_NO_DEVICE)"
     r")"
 )
-_RAY_STARTS = ("ray._private.worker", "ray._private.authentication.authentication_token_setup")
+_RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
 # Whose calls of `ray.init` nobody has written.
-_NOBODYS = {"ray._private.auto_init_hook", "raytf.runtime.connection"}
+_NOBODYS = {loggers.AUTO_INIT, "raytf.runtime.connection"}
 _FILTER_ENDS_SECONDS = 2.0
 
 _lock = threading.Lock()

@@ -50,13 +50,6 @@ class _Loader(importlib.abc.Loader):
 
 
 def _look_for_devices_quietly() -> None:
-    from tensorflow.python.eager.context import Context
+    from raytf.compat import tensorflow
 
-    original = Context._initialize_physical_devices
-
-    def look(self, reinitialize=False):
-        Context._initialize_physical_devices = original
-        with quiet.native():
-            return original(self, reinitialize)
-
-    Context._initialize_physical_devices = look
+    tensorflow.look_for_devices(quiet.native)

@@ -10,12 +10,14 @@ import numpy as np
 import pyarrow as pa
 import ray
 import tensorflow as tf
-from keras.src import tree
-from keras.src.random.seed_generator import make_default_seed
+from keras import tree
 from ray.data.extensions import ArrowTensorArray
 from ray.train import RunConfig, ScalingConfig
 
 from raytf import validation
+from raytf.compat import keras_objects
+from raytf.compat.keras import make_default_seed
+from raytf.compat.ray_train import resources_per_worker
 from raytf.data.columns import ColumnSpecs
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
@@ -194,7 +196,7 @@ def evaluate(
         (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
         call.objects.assign(told[0]["values"])
         logs = told[0]["logs"]
-        return logs if return_dict else model._flatten_metrics_in_order(logs)
+        return logs if return_dict else keras_objects.in_order(model, logs)
     finally:
         call.close()
 
@@ -305,10 +307,10 @@ def _check_model(model, method: str) -> None:
         )
     if not model.compiled:
         raise ConfigError(f"raytf.{method} needs a compiled model", f"{model.name!r}", "Call model.compile(...) first")
-    if model._distribute_strategy is not None:
+    if keras_objects.given_strategy(model) is not None:
         raise ConfigError(
             f"raytf.{method} takes a model of this process, and gives it to the workers' strategy itself",
-            f"one that was made in the scope of a {type(model._distribute_strategy).__name__}",
+            f"one that was made in the scope of a {type(keras_objects.given_strategy(model)).__name__}",
             "Make the model outside of the scope",
         )
 
@@ -348,7 +350,7 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
 def _check_batch(batch_size, workers: ScalingConfig, name: str) -> int:
     batch_size = _BATCH if batch_size is None else batch_size
     validation.check_whole(name, batch_size, 1)
-    devices = max(1, int(workers._resources_per_worker_not_none.get("GPU", 0)))
+    devices = max(1, int(resources_per_worker(workers).get("GPU", 0)))
     per_replica_batch(int(batch_size), workers.num_workers * devices)
     return int(batch_size)
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from raytf.compat import legacy_keras
+from raytf.compat import keras_objects, legacy_keras
 from raytf.errors import ConfigError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import model_optimizers
@@ -138,7 +138,7 @@ class StepReportCallback(keras.callbacks.Callback):
         if done < self._next or done >= (self.params["steps"] or math.inf):
             return
         self._next = done + self._every
-        metrics = self._last | _numbers(self.model._get_metrics_result_or_logs(logs))
+        metrics = self._last | _numbers(keras_objects.epoch_logs(self.model, logs))
         if self._needed in metrics:
             self._to({**metrics, "epoch": self._epoch, "step": done}, None)
 
@@ -173,7 +173,7 @@ class WarmupCallback(keras.callbacks.Callback):
             optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
             raise ConfigError(
                 "warmup_steps needs an optimizer with a number for its learning rate",
-                f"a schedule of type {type(optimizer._learning_rate).__name__}",
+                f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
         self._steps, self._rate = steps, float(rate)

@@ -1,7 +1,8 @@
-"""An evaluator that dies is started again, and a training is not lost by what becomes of it."""
+"""What an evaluator says beside a run; it is started again when it dies, and no training is lost by that."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import ray
 from ray.train import RunConfig, ScalingConfig
@@ -38,26 +39,31 @@ def dies_of(epochs):
     return build
 
 
-def fit(tmp_path, epochs, deaths):
+def trainer(folder, deaths, workers, **options):
     return raytf.KerasTrainer(
         dies_of(deaths),
-        config={"batch_size": 25, "epochs": epochs, "marker": str(tmp_path / "died")},
+        config={"batch_size": 25, "epochs": 3, "marker": str(folder / "died")},
         datasets={"train": models.dataset(97), "validation": models.dataset(41, 1)},
         features=models.FEATURES,
         labels="label",
-        scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(storage_path=str(tmp_path)),
-        evaluator=True,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(storage_path=str(folder)),
         progress=False,
-    ).fit()
+        **options,
+    )
 
 
-def test_deaths_of_the_evaluator(tmp_path):
-    """It dies once of the first checkpoint, which is evaluated again, and twice of the second: the training has its
-    result, without that evaluation."""
+def test_an_evaluator_beside_the_training_and_its_deaths(tmp_path):
+    """Its metrics are those of validation within the training, for every epoch and in the result. It dies once of the
+    first checkpoint, which is evaluated again, and twice of the second: the training goes on without that one."""
+    within = trainer(tmp_path, {}, 0).fit()
     with pytest.warns(UserWarning, match=r"evaluation is missing of epoch 2 \(the evaluator's process was killed"):
-        result = fit(tmp_path, 2, {1: 1, 2: 2})
-    history = result.metrics_dataframe
-    assert list(history["epoch"]) == [1, 2] and history["loss"].notna().all()
-    assert list(history["eval_loss"].notna()) == [True, False]
+        beside = trainer(tmp_path, {1: 1, 2: 2}, 2, evaluator=True).fit()
+    history = beside.metrics_dataframe
+    assert list(history["epoch"]) == [1, 2, 3] and history["loss"].notna().all()
+    for name in ("loss", "accuracy"):
+        expected = within.metrics_dataframe[f"val_{name}"].where([True, False, True])
+        np.testing.assert_allclose(history[f"eval_{name}"], expected, rtol=0, atol=1e-9)
+        assert beside.metrics[f"eval_{name}"] == pytest.approx(within.metrics[f"val_{name}"], abs=1e-9)
+    assert "val_loss" not in beside.metrics
     assert sorted(path.name for path in tmp_path.glob("died_*")) == ["died_1_0", "died_2_0", "died_2_1"]

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-import raytf
 from cluster import local
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -108,22 +107,6 @@ def quiet(log):
 
 
 @pytest.mark.slow
-def test_digits_on_two_workers(cluster, tmp_path):
-    """The accuracy that the README names; the line that loads the model works."""
-    code, log = submit(
-        cluster, REPOSITORY, "python", "jobs/digits.py", "--num-workers", "2", "--storage", str(tmp_path)
-    )
-    assert code == 0 and quiet(log), log
-    lines = [line for line in log.splitlines() if line.startswith("epoch ")]
-    assert re.match(r"epoch 2/\d+  step 12/12  .*loss \d.*examples/s  \d+% waiting for input  \d+:\d\d left", lines[1])
-    assert float(re.search(r"val_accuracy\W+(0\.\d+)\W*$", log, re.MULTILINE)[1]) >= 0.97
-    model = raytf.load_model(re.search(r'raytf.load_model\("(.*)"\)', log)[1])
-    assert model.output_shape == (None, 10)
-    events = re.search(r"--logdir (\S+)", log)[1]
-    assert any("tfevents" in f for f in os.listdir(os.path.join(events, "train")))
-
-
-@pytest.mark.slow
 def test_a_sweep_on_two_workers(cluster, tmp_path):
     command = ["python", "jobs/sweep_digits.py", "--num-workers", "2", "--smoke", "--storage", str(tmp_path)]
     code, log = submit(cluster, REPOSITORY, *command)
@@ -139,7 +122,8 @@ def test_raytf_run_is_a_job(cluster):
     scripts = pathlib.Path(REPOSITORY) / "tests" / "jobs" / "scripts"
     code, log = submit(cluster, scripts, "python", "-m", "raytf.cli", "run", "--num-workers", "2", "custom_loop.py")
     assert code == 0, log
-    assert re.search(r"^\[worker 0\] weights: .* converged: True", log, re.MULTILINE), log
+    found = dict(re.findall(r"^\[(worker \d)\] weights: (.*)", log, re.MULTILINE))
+    assert found["worker 0"] == found["worker 1"] and found["worker 0"].endswith("converged: True"), log
     assert "[worker 1] epoch 8: loss" in log
 
 

@@ -62,7 +62,7 @@ def trainer(tmp_path, name, *, workers=2, failures=0, build=table_model, **optio
 @pytest.fixture(scope="module")
 def alone(ray_cluster, tmp_path_factory):
     """The result of one process without parameter servers."""
-    return trainer(tmp_path_factory.mktemp("alone"), "alone", workers=1).fit()
+    return trainer(tmp_path_factory.mktemp("alone"), "alone", workers=0).fit()
 
 
 def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
@@ -104,8 +104,9 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
     assert 4 * 25 <= steps <= 4 * 25 + 2 * 3
 
 
-def test_a_dead_server_ends_in_a_restore(tmp_path, alone):
-    marker = str(tmp_path / "killed")
+def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, alone):
+    """It dies before the third epoch, which is that of an undisturbed run, and again before the fourth."""
+    folder = str(tmp_path)
 
     def callbacks(config):
         import keras
@@ -115,20 +116,25 @@ def test_a_dead_server_ends_in_a_restore(tmp_path, alone):
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
-                if epoch == 2 and not os.path.exists(marker):
+                marker = os.path.join(folder, f"killed_{epoch}")
+                if epoch >= 2 and not os.path.exists(marker):
                     open(marker, "w").close()
                     context.servers().kill(Task("ps", 0))
 
+            def on_epoch_end(self, epoch, logs=None):
+                if epoch == 2:
+                    np.savez(os.path.join(folder, "third.npz"), *self.model.get_weights())
+
         return [Kill()]
 
-    options = {"strategy": "parameter_server", "num_ps": 1, "callbacks": callbacks}
-    result = trainer(tmp_path, "lost", workers=1, failures=1, **options).fit()
-    for mine, its in zip(raytf.load_model(result).weights, raytf.load_model(alone).weights, strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
-
-    os.remove(marker)
+    options = {"strategy": "parameter_server", "num_ps": 1, "config": {"batch_size": 10, "epochs": 4}}
     with pytest.raises(raytf.errors.TrainingError, match="ps 0 died, and with it the variables that it held"):
-        trainer(tmp_path, "ended", workers=1, **options).fit()
+        trainer(tmp_path, "lost", workers=1, failures=1, callbacks=callbacks, **options).fit()
+    assert sorted(path.name for path in tmp_path.glob("killed_*")) == ["killed_2", "killed_3"]
+    with np.load(tmp_path / "third.npz") as third:
+        found = [third[name] for name in third.files]
+    for mine, its in zip(found, raytf.load_model(alone).get_weights(), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
 
 
 def _where(config):

@@ -1,4 +1,4 @@
-"""What `raytf.plan` says against what a run does; and what an evaluator says beside a run."""
+"""What `raytf.plan` says against what a run does."""
 
 from __future__ import annotations
 
@@ -89,15 +89,3 @@ def test_a_plan_is_what_a_run_does(tmp_path):
 
     with pytest.raises(ResourceError, match="MiB for workers that have 1.0 MiB each"):
         raytf.plan(trainer(tmp_path, each={"CPU": 1, "memory": 2**20}))
-
-
-def test_an_evaluator_beside_the_training(tmp_path):
-    """Its metrics are those of validation within the training, for every epoch and in the result."""
-    within = trainer(tmp_path, build=models.mlp).fit()
-    beside = trainer(tmp_path, build=models.mlp, evaluator=True).fit()
-    for name in ("loss", "accuracy"):
-        np.testing.assert_allclose(
-            beside.metrics_dataframe[f"eval_{name}"], within.metrics_dataframe[f"val_{name}"], rtol=0, atol=1e-9
-        )
-        assert beside.metrics[f"eval_{name}"] == pytest.approx(within.metrics[f"val_{name}"], abs=1e-9)
-    assert "val_loss" not in beside.metrics

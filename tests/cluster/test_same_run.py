@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 import numpy as np
 import pandas as pd
@@ -37,10 +36,11 @@ def mlp_of(activation="relu", optimizer="adam"):
     return build
 
 
-def run(tmp_path, epochs=1, optimizer="adam", activation="relu", data=None, **kwargs):
+def run(tmp_path, epochs=1, optimizer="adam", activation="relu", data=None, workers=0, **kwargs):
+    """A trainer; one that trains in this process unless told otherwise: what a run is does not depend on it."""
     config = {"epochs": epochs} | kwargs.pop("config", {})
     datasets = {"train": data or models.dataset()}
-    return trainer(tmp_path, 1, build=mlp_of(activation, optimizer), config=config, datasets=datasets, **kwargs)
+    return trainer(tmp_path, workers, build=mlp_of(activation, optimizer), config=config, datasets=datasets, **kwargs)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     # asked for again
     capsys.readouterr()
     with monkeypatch.context() as without_workers:
-        without_workers.setattr("raytf.train.trainer.Startup", None)
+        without_workers.setattr("raytf.train.keras_trainer.Startup", None)
         again = run(tmp_path).fit()
     assert "run: has trained after 1 epoch(s); finished, nothing to do" in capsys.readouterr().out
     assert again.metrics == first.metrics and again.path == folder
@@ -93,7 +93,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
 
     # goes on with what is new
     with pytest.warns(UserWarning, match=r"run: goes on with learning_rate 1e-12, was 0\.01"):
-        on = run(tmp_path, 2, config={"learning_rate": 1e-12}, resume=True).fit()
+        on = run(tmp_path, 2, config={"learning_rate": 1e-12}, resume=True, workers=1).fit()
     assert list(on.metrics_dataframe["epoch"]) == [1, 2] and on.path == folder
     for a, b in zip(weights(first), weights(on), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6, err_msg="the new learning rate was not taken")
@@ -118,7 +118,7 @@ def test_one_driver_has_the_folder(tmp_path):
     """Of a KerasTrainer, a TensorflowTrainer and a sweep."""
     named = {"name": "run", "storage_path": str(tmp_path)}
     loop = raytf.TensorflowTrainer(print, run_config=RunConfig(**named))
-    keras = run(tmp_path)
+    keras = run(tmp_path, workers=1)
     with RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")):
         for fit in (keras.fit, loop.fit, lambda: raytf.sweep(keras, {"learning_rate": 0.1}, progress=False)):
             with pytest.raises(raytf.ConfigError, match=f"takes one driver at a time; .*held by process {os.getpid()}"):
@@ -167,7 +167,7 @@ def read_csv(path):
 def test_resume_must_find_something(tmp_path):
     for changes in ({"name": "nowhere"}, {"name": None}):
         with pytest.raises(raytf.ConfigError, match="With resume=True a run goes on from a checkpoint; received: no"):
-            run(tmp_path, resume=True, **changes).fit()
+            run(tmp_path, resume=True, workers=1, **changes).fit()
     assert os.listdir(tmp_path) == []
     with pytest.raises(raytf.ConfigError, match='resume must be "auto", True or False'):
         run(tmp_path, resume="yes")
@@ -177,7 +177,5 @@ def test_resume_must_find_something(tmp_path):
 
 def test_a_storage_that_cannot_be_written_is_said_before_the_training(tmp_path):
     (tmp_path / "file").write_text("")
-    began = time.monotonic()
     with pytest.raises(raytf.ConfigError, match="The storage of a run must be one that this process can write to"):
-        run(tmp_path / "file").fit()
-    assert time.monotonic() - began < 60
+        run(tmp_path / "file", workers=1).fit()

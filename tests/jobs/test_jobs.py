@@ -1,4 +1,4 @@
-"""The examples, the command line and the README's snippet, run as a user runs them."""
+"""The command line, run as a user runs it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ def run(*command, cwd=ROOT, code=0, program=sys.executable):
     done = subprocess.run([program, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("number, shown", [(0, "epoch 5/5"), (1, "loss")], ids=["fit", "trainer"])
-def test_the_examples_of_the_readme(number, shown, tmp_path):
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[number]
-    assert len(code.strip().splitlines()) <= 15
-    (tmp_path / "example.py").write_text(code)
-    out, _ = run("example.py", cwd=tmp_path)
-    assert shown in out
 
 
 MODULE = """

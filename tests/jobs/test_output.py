@@ -49,6 +49,7 @@ def example(tmp_path):
     """The README's first two examples, of raytf.fit and of a KerasTrainer, as a file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
     assert "raytf.fit(" in blocks[0] and "raytf.KerasTrainer(" in blocks[1]
+    assert all(len(block.strip().splitlines()) <= 15 for block in blocks)
     (tmp_path / "example.py").write_text("".join(blocks))
     return tmp_path / "example.py"
 

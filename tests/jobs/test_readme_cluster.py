@@ -19,6 +19,7 @@ import tempfile
 import psutil
 import pytest
 
+import raytf
 from cluster import local
 
 pytestmark = pytest.mark.slow
@@ -120,7 +121,25 @@ def test_the_section_as_written(hosts):
         said = hosts.run(f"{command} {NODE}" if command.startswith("ray start") else command)
         if command.startswith("ray job"):
             assert "raytf.load_model(" in said and "succeeded" in said, said
+        if "jobs/digits.py" in command:
+            _digits(said)
     _by_hand(hosts, head)
+
+
+def _digits(said):
+    """The accuracy that the README names; the line that loads the model works; no line that is not for the user."""
+    log = said[re.search(r"^Running entrypoint for job .*\n", said, re.MULTILINE).end() :].splitlines()
+    log = log[: next(i for i, line in enumerate(log) if " cli.py:" in line)]
+    noise = [line for line in log if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
+    # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
+    assert not [line for line in noise if "worker processes have been started on node" not in line], said
+    lines = [line for line in log if line.startswith("epoch ")]
+    assert re.match(r"epoch 2/\d+  step 12/12  .*loss \d.*examples/s  \d+% waiting for input  \d+:\d\d left", lines[1])
+    assert float(re.search(r"val_accuracy\W+(0\.\d+)\W*$", "\n".join(log), re.MULTILINE)[1]) >= 0.97
+    model = raytf.load_model(re.search(r'raytf.load_model\("(.*)"\)', said)[1])
+    assert model.output_shape == (None, 10)
+    events = re.search(r"--logdir (\S+)", said)[1]
+    assert any("tfevents" in f for f in os.listdir(os.path.join(events, "train")))
 
 
 def _by_hand(hosts, head):

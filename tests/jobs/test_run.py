@@ -68,12 +68,6 @@ def test_sequences_of_varying_length():
     assert "[worker 0] loss fell: True" in out and "worker 1" not in out
 
 
-def test_a_loop_of_its_own():
-    out, _ = run("--num-workers", 2, "custom_loop.py")
-    found = dict(re.findall(r"\[(worker \d)\] weights: (.*)", out))
-    assert found["worker 0"] == found["worker 1"] and found["worker 0"].endswith("converged: True")
-
-
 def test_mixed_precision():
     out, _ = run("--num-workers", 2, "mixed_precision.py")
     assert "policy: float16 scaled: LossScaleOptimizer" in out and "loss fell: True" in out
@@ -183,7 +177,7 @@ def here(folder, text, *, monkeypatch, **options):
     """Runs a script in this process, as `run` does in one of its own; the exit code."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
-    code = launcher.run(launcher.Script(script="script.py", **options))
+    code = launcher.run(launcher.LaunchSpec(script="script.py", **options))
     _, alive = psutil.wait_procs(left(), timeout=30)
     assert not alive, "processes outlive the run"
     return code

@@ -9,8 +9,8 @@ import pytest
 
 from raytf.collectives import ring
 from raytf.errors import ConfigError
+from raytf.runtime.settings import TensorflowConfig
 from raytf.train import backend
-from raytf.train.backend import TensorflowConfig
 
 # Reserves a port, prints it, frees it at a word as TensorFlow's bind needs, and lives on until it is told to end.
 CHILD = """
