@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Made anew when the dependencies change, so that a later `make` skips what is installed.
 STAMP := $(VENV)/installed
 
-.PHONY: train test lint compat venv clean
+.PHONY: train test test-fast lint compat venv clean
 .DELETE_ON_ERROR:
 
 train: venv
@@ -12,6 +12,10 @@ train: venv
 
 test: venv
 	$(BIN)/python -m pytest
+
+# What needs no cluster: single parts, and processes against one.
+test-fast: venv
+	$(BIN)/python -m pytest tests/unit tests/processes/test_parity.py
 
 lint: venv
 	$(BIN)/ruff check .

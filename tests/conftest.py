@@ -23,6 +23,11 @@ _FREE_VARIABLES = (
 )
 
 
+def pytest_collection_modifyitems(items):
+    """Parity is compared last: its processes run behind all else, and nobody is to wait for them meanwhile."""
+    items.sort(key=lambda item: item.path.name == "test_parity.py")
+
+
 def pytest_unconfigure():
     """Ends a pytest that cannot end, and shows what it waits for: CI would wait for it until its own limit."""
     faulthandler.dump_traceback_later(120, exit=True)

@@ -9,7 +9,6 @@ from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
 from tensorflow.python.distribute.values import DistributedVariable  # variables with a value for each replica
 from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
-from tensorflow.python.eager.context import Context  # its first look for devices prints
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
@@ -18,7 +17,6 @@ from raytf.compat.names import uses
 
 __all__ = [
     "AggregatingVariable",
-    "Context",
     "DistributedVariable",
     "Function",
     "OwnedIterator",
@@ -117,20 +115,3 @@ def mirrored_replica_context() -> type:
 def plain_merge_call(replica, fn, args, kwargs):
     """A merge call as it is made where there is one replica: a call."""
     return distribute_lib.ReplicaContextBase._merge_call(replica, fn, args, kwargs)
-
-
-@uses("tensorflow.python.eager.context:Context._initialize_physical_devices")
-def look_for_devices(around):
-    """Has the first look for devices of this process made within a context: it prints, and nothing public makes it.
-
-    Args:
-        around: gives a context manager.
-    """
-    original = Context._initialize_physical_devices
-
-    def look(self, reinitialize=False):
-        Context._initialize_physical_devices = original
-        with around():
-            return original(self, reinitialize)
-
-    Context._initialize_physical_devices = look

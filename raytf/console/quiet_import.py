@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 
+from raytf.compat import devices
 from raytf.console import quiet
 
 
@@ -50,6 +51,4 @@ class _Loader(importlib.abc.Loader):
 
 
 def _look_for_devices_quietly() -> None:
-    from raytf.compat import tensorflow
-
-    tensorflow.look_for_devices(quiet.native)
+    devices.look_for_devices(quiet.native)

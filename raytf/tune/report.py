@@ -145,7 +145,7 @@ def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
         found |= _flat(value, f"{before}{name}/") if isinstance(value, dict) else {before + name: value}
     return found
@@ -277,7 +277,9 @@ def _batch_and_rate(good, rest, metric, mode):
 def _curves(good, rest, metric, mode):
     import plotly.graph_objects as go
 
-    figure = go.Figure(layout={"xaxis_title": "report", "yaxis_title": _label(metric), "showlegend": False})
+    longest = max((len(t.curve) for t in good + rest), default=0)
+    reports = {"title": "report", "tick0": 1, "dtick": max(1, round(longest / 10))}
+    figure = go.Figure(layout={"xaxis": reports, "yaxis_title": _label(metric), "showlegend": False})
     for trial in reversed(good + rest):
         if not any(map(_finite, trial.curve)):
             continue

@@ -54,7 +54,7 @@ class ReportCallback(keras.callbacks.Callback):
     raytf_local_batches = True
     raytf_after_agreement = True
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args, **kwargs) -> ReportCallback:
         # imported where `tf.keras` was Keras 3, and called where it is Keras 2
         if cls is ReportCallback and legacy_keras.is_on():
             from raytf.worker import legacy_callbacks

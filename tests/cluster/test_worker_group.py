@@ -105,8 +105,7 @@ class Sleeper:
 
 def test_hosts_are_looked_at_by_an_actor_there(monkeypatch):
     """As if this node were another one: a stopped process is seen, and a watcher that does not answer is none."""
-    for name, seconds in (("_PATIENCE_SECONDS", 0.0), ("_SILENT_SECONDS", 1.0)):
-        monkeypatch.setattr(guard, name, seconds)
+    monkeypatch.setattr(guard, "_PATIENCE_SECONDS", 0.0)
     for name in ("STOPPED_SECONDS", "LOOK_SECONDS"):
         monkeypatch.setattr(liveness, name, 0.3)
     actor = ray.remote(Sleeper).options(num_cpus=0).remote()
@@ -133,6 +132,7 @@ def test_hosts_are_looked_at_by_an_actor_there(monkeypatch):
     until(lambda: not looks.standing() and looks._watches["worker 3"]._last)
     watcher = ray.get(host._actor.__ray_call__.remote(lambda self: os.getpid()))
     os.kill(watcher, signal.SIGSTOP)
+    monkeypatch.setattr(guard, "_SILENT_SECONDS", 1.0)
     with pytest.raises(FrozenError, match=f"^the host {place.host} has given no answer for 1 s"):
         until(lambda: False)
     ray.kill(actor)

@@ -186,11 +186,12 @@ def here(folder, text, *, monkeypatch, **options):
 def test_a_stopped_process_is_named_and_a_restart_goes_on(tmp_path, monkeypatch, capfd):
     """A stop that ends in time is none: worker 0 stops, too, and its child lets it go on."""
     text = """
-import json, os, signal, subprocess, sys
+import json, os, signal, subprocess
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-if rank == 0:
-    child = f"import os, signal, time; time.sleep(1); os.kill({os.getpid()}, signal.SIGCONT)"
-    subprocess.Popen([sys.executable, "-c", child])
+if rank == 0 and not os.path.exists("stopped0"):
+    me = os.getpid()
+    stopped = f"grep -qs '^State:.T' /proc/{me}/status"
+    subprocess.Popen(["sh", "-c", f"until {stopped}; do sleep 0.1; done; sleep 1; kill -CONT {me}"])
 if not os.path.exists(f"stopped{rank}"):
     open(f"stopped{rank}", "w").close()
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -199,7 +200,7 @@ if rank == 0 and not os.path.exists("again"):
     open("again", "w").close()
     signal.pause()
 """
-    options = {"num_workers": 2, "max_restarts": 1, "frozen_after": 4.0}
+    options = {"num_workers": 2, "max_restarts": 1, "frozen_after": 6.0}
     assert here(tmp_path, text, monkeypatch=monkeypatch, **options) == 0
     out, err = capfd.readouterr()
     assert [out.count(f"[worker {rank}] went on") for rank in (0, 1)] == [2, 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -404,53 +405,69 @@ def steps_per_execution(p):
 
 
 class _Busy(keras.callbacks.Callback):
-    """Python that takes its time after every execution, of the chief alone; ends the training after four epochs.
+    """Python that takes its time after each execution that is measured, of the chief alone; ends after some epochs.
 
-    On a machine with other work it takes as long as the steps, so that it stays worth while to call it less often.
+    On a machine with other work it takes longer than the steps, so that it stays worth while to call it less often.
     """
 
     raytf_local_batches = True
 
-    def __init__(self, place):
+    def __init__(self, place, epochs):
         super().__init__()
-        self.place, self.executions, self.began = place, 0, 0.0
+        self.place, self.epochs, self.executions, self.began = place, epochs, 0, 0.0
+        self.seconds = []  # of each measured execution, with the time after it
 
     def on_train_batch_begin(self, batch, logs=None):
         self.began = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
         self.executions += 1
-        if self.place.rank == 0:
-            time.sleep(max(0.03, time.perf_counter() - self.began))
+        if self.place.rank == 0 and self.executions <= 32:
+            took = time.perf_counter() - self.began
+            self.seconds.append(took + max(0.03, 2 * took))
+            time.sleep(max(0.03, 2 * took))
 
     def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = epoch == 3
+        self.model.stop_training = epoch == self.epochs - 1
+
+    def late(self, tensor):
+        """A tensor that comes later than two such executions would need."""
+
+        def wait(value):
+            time.sleep(2 * statistics.median(self.seconds))
+            return value
+
+        late = tf.numpy_function(wait, [tensor], tensor.dtype)
+        late.set_shape(tensor.shape)
+        return late
 
 
-def _fit_with_chosen_execution(p, build):
+def _fit_with_chosen_execution(p, build, busy):
     from raytf.worker.steps_per_execution import ExecutionCallback
 
-    busy = _Busy(p)
     # many epochs are ahead, so that a new trace seems to pay
     model, out = p.fit(build, vectors(rows=61 * 4 - 1), batch=4, epochs=10_000, callbacks=[ExecutionCallback([]), busy])
-    assert int(model.optimizer.iterations) == 4 * 61
-    return model, busy, out
+    assert int(model.optimizer.iterations) == busy.epochs * 61
+    return model, out
 
 
 @scenario
 def steps_per_execution_chosen_by_measurement(p):
-    model, busy, out = _fit_with_chosen_execution(p, mlp())
+    busy = _Busy(p, epochs=3)
+    model, out = _fit_with_chosen_execution(p, mlp(), busy)
     assert model.steps_per_execution > 1
-    assert 32 < busy.executions < 4 * 61 / 2, busy.executions
+    assert 32 < busy.executions < 2 * 61, busy.executions
     return out
 
 
 @scenario
 def steps_per_execution_goes_back_where_it_does_not_help(p):
+    busy = _Busy(p, epochs=4)
+
     class Slow(keras.Sequential):
         def train_step(self, data):
             if self.steps_per_execution > 1 and p.rank == 0:
-                data = tf.nest.map_structure(_late, data)
+                data = busy.late(data[0]), data[1]
             return super().train_step(data)
 
     def build():
@@ -458,20 +475,10 @@ def steps_per_execution_goes_back_where_it_does_not_help(p):
         model.compile("sgd", "sparse_categorical_crossentropy")
         return model
 
-    model, busy, out = _fit_with_chosen_execution(p, build)
+    model, out = _fit_with_chosen_execution(p, build, busy)
     assert model.steps_per_execution == 1
-    assert busy.executions > 61
+    assert busy.executions > 61 + 32
     return out
-
-
-def _late(tensor):
-    def wait(value):
-        time.sleep(0.2)
-        return value
-
-    late = tf.numpy_function(wait, [tensor], tensor.dtype)
-    late.set_shape(tensor.shape)
-    return late
 
 
 @scenario

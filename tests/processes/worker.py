@@ -1,64 +1,137 @@
-"""One TensorFlow process of a parity test: runs scenarios and writes what each returned, or how it failed."""
+"""The TensorFlow processes of the parity tests: runs scenarios and writes what each returned, or how it failed.
+
+python -m tests.processes.worker '[{"folder": FOLDER, "dtype": "float64", "place": "2", ...}, ...]'
+
+TensorFlow is imported once; each process of a group is a fork of the one that has it. A group's folder gets a file for
+each scenario and rank, a log for each rank, and `codes.json` when its processes have ended.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import pathlib
 import pickle
+import random
+import signal
+import socket
 import sys
 import traceback
 
+# So many groups run at a time.
+AT_ONCE = 2
+# Above the ports of raytf's own workers, below those that Linux hands out by itself.
+_PORTS = range(32_000, 32_700)
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", required=True)
-    parser.add_argument("--dtype", default="float64")
-    parser.add_argument("--only", nargs="*")
-    parser.add_argument("--communication", default="auto")
-    parser.add_argument("--place", required=True, help="a number of processes, or a strategy of two devices in one")
-    options = parser.parse_args()
-    task = json.loads(os.environ.get("TF_CONFIG", "{}"))
-    rank = task.get("task", {}).get("index", 0)
-    world = len(task.get("cluster", {}).get("worker", [None]))
 
+def main(groups: list[dict]) -> None:
     from raytf.compat.fast_import import import_keras
 
     import_keras()
-    import tensorflow as tf
+    import tests.processes.optimizer_scenarios  # noqa: F401  # all that a fork is to have
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    if not options.place.isdigit():
-        (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    waiting, running = list(groups), []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(_Running(waiting.pop(0)))
+        pid, status = os.wait()
+        for group in running:
+            group.ended(pid, os.waitstatus_to_exitcode(status))
+        running = [group for group in running if group.left]
+
+
+class _Running:
+    """A group whose processes run; one that fails ends the others."""
+
+    def __init__(self, group: dict):
+        self._folder = pathlib.Path(group["folder"])
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(group["world"])]
+        self.left = {_fork(group, rank, addresses): rank for rank in range(group["world"])}
+        self._codes = {}
+
+    def ended(self, pid: int, code: int) -> None:
+        if pid not in self.left:
+            return
+        self._codes[self.left.pop(pid)] = code
+        if code != 0:
+            for other in self.left:
+                os.kill(other, signal.SIGKILL)
+        if not self.left:
+            (self._folder / "codes.new").write_text(json.dumps(self._codes))
+            (self._folder / "codes.new").rename(self._folder / "codes.json")
+
+
+def free_ports(count: int) -> list[int]:
+    """Different free ports of this machine."""
+    found = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) != 0:
+                found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"fewer than {count} ports of {_PORTS} are free")
+
+
+def _fork(group: dict, rank: int, addresses: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = os.open(os.path.join(group["folder"], f"log.{rank}"), os.O_WRONLY | os.O_CREAT, 0o644)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        _be_one_of(group, rank, addresses)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
     import keras
+    import tensorflow as tf
 
     from raytf.collectives import ring
     from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+    from raytf.runtime.topology import tf_config
     from raytf.worker import context
-    from tests.processes.optimizer_scenarios import SCENARIOS
     from tests.processes.scenarios import Place
 
+    world = len(addresses)
+    if world > 1:
+        os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    if not group["place"].isdigit():
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     ring.keep_token(bytes(ring.TOKEN_BYTES))  # what starts processes gives them one; here nobody is to be kept out
-    with context.prepared(WorkerSetup(config=TensorflowConfig(communication=options.communication))):
+    with context.prepared(WorkerSetup(config=TensorflowConfig(communication=group["communication"]))):
         distribution = tf.distribute.get_strategy()
         if world > 1:
             distribution = tf.distribute.MultiWorkerMirroredStrategy()
-        elif options.place == "mirrored":
+        elif group["place"] == "mirrored":
             distribution = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        elif options.place == "central_storage":
+        elif group["place"] == "central_storage":
             distribution = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
-        keras.config.set_floatx(options.dtype)
-        place = Place(distribution, rank, world, options.folder)
-        run(options, place, SCENARIOS, keras)
+        keras.config.set_floatx(group["dtype"])
+        _run(group, Place(distribution, rank, world, group["folder"]))
 
 
-def run(options, place, scenarios, keras):
-    for name in options.only or scenarios:
-        path = os.path.join(options.folder, f"{name}.{options.dtype}.{options.place}.{place.rank}.pkl")
+def _run(group: dict, place) -> None:
+    import keras
+
+    from tests.processes.scenarios import SCENARIOS
+
+    for name in group["scenarios"]:
+        path = os.path.join(place.folder, f"{name}.{place.rank}.pkl")
         try:
-            result = scenarios[name](place)
+            result = SCENARIOS[name](place)
         except Exception:
             result = traceback.format_exc()
             print(f"{name}: {result}", file=sys.stderr, flush=True)
@@ -71,4 +144,4 @@ def run(options, place, scenarios, keras):
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

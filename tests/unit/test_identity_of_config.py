@@ -12,9 +12,12 @@ import pytest
 PROGRAM = """
 import json, sys
 import cloudpickle, numpy as np, pyarrow as pa
+from raytf.compat.fast_import import import_keras
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.stored import StoredDataset
 from raytf.train import dry_run
+
+import_keras()  # as in a worker's process: what is forked has it
 
 def keras_model(loss="mse"):
     import keras
