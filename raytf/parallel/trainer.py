@@ -222,7 +222,7 @@ def check_versions() -> None:
             f"raytf trains with Keras' TensorFlow backend; received: {keras.backend.backend()}. "
             "Unset KERAS_BACKEND or set it to tensorflow."
         )
-    if versions.untested():
+    if versions.untested("keras", "tensorflow"):
         selfcheck.refuse(selfcheck.differences())
 
 
