@@ -14,8 +14,6 @@ import subprocess
 import sys
 import threading
 
-from raytf.compat import loggers
-
 _NATIVE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     r"|To enable the following instructions: "
@@ -29,10 +27,7 @@ _NATIVE = re.compile(
     r"|cuda_\w+\.cc:\d+\] failed call to cuInit: .*(?:\(303\)|CUDA_ERROR_NO_DEVICE)"
     r")"
 )
-_RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
-# Whose calls of `ray.init` nobody has written.
-_NOBODYS = {loggers.AUTO_INIT, "raytf.runtime.connection"}
 _FILTER_ENDS_SECONDS = 2.0
 
 _lock = threading.Lock()
@@ -103,7 +98,9 @@ def ray_starts() -> None:
     """
     import logging
 
-    for name in _RAY_STARTS:
+    from raytf.compat import loggers  # not at the top: this file runs by itself, too
+
+    for name in loggers.RAY_STARTS:
         logger = logging.getLogger(name)
         if _is_told not in logger.filters:
             logger.addFilter(_is_told)
@@ -117,7 +114,11 @@ def ray_starts() -> None:
 
 def _is_told(record) -> bool:
     says_only = record.levelname == "INFO" or "Token authentication is enabled for this" in str(record.msg)
-    return not (says_only and _NOBODYS & set(_callers()))
+    from raytf.compat import loggers
+
+    # calls of `ray.init` that nobody has written
+    nobodys = {loggers.AUTO_INIT, "raytf.runtime.connection"}
+    return not (says_only and nobodys & set(_callers()))
 
 
 def _callers():
