@@ -13,11 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 from ray.data._internal.compute import TaskPoolStrategy  # how many tasks of an operator run at once, by its plan
-from ray.data._internal.execution.interfaces.ref_bundle import (
-    BlockEntry,
-    BlockSlice,
-    RefBundle,
-)  # blocks as plans have them
+
+# Blocks, and rows of them, as plans have them: what is to be read by one task.
+from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, BlockSlice, RefBundle
 from ray.data._internal.execution.operators.map_operator import MapOperator  # what a plan becomes: counted
 from ray.data._internal.logical.interfaces import LogicalPlan, SourceOperator  # what a Dataset is made of
 from ray.data._internal.logical.operators import (  # operators, told apart and made anew on another source

@@ -31,9 +31,11 @@ from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
-from raytf.parallel import local_sgd, metrics, model_optimizers, verbosity
+from raytf.parallel import epoch_iterator, local_sgd, losses, metrics, model_optimizers, optimizers, verbosity
 from raytf.parallel import step as step_module
 
+# Those that say what stands in the place of Keras' functions, beside this one.
+REPLACING = (epoch_iterator, losses, metrics, optimizers, step_module)
 _installed: list[bool] = []
 
 
@@ -222,7 +224,7 @@ def check_versions() -> None:
             f"raytf trains with Keras' TensorFlow backend; received: {keras.backend.backend()}. "
             "Unset KERAS_BACKEND or set it to tensorflow."
         )
-    if versions.untested():
+    if versions.untested("keras", "tensorflow"):
         selfcheck.refuse(selfcheck.differences())
 
 

@@ -11,6 +11,7 @@ from raytf.compat import names, patching, selfcheck, signatures, versions
 from raytf.errors import UnsupportedVersionError
 
 COMPAT = pathlib.Path(names.__file__).parent
+DOORS = ("keras_objects", "ray_configs", "ray_core", "ray_data", "ray_train", "ray_tune", "tensorflow")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +37,15 @@ def test_signatures_are_as_recorded():
 def test_functions_say_what_they_touch():
     """A private attribute in a function of this package is one of its `uses`, or of a name that the module imports."""
     for path in sorted(COMPAT.glob("*.py")):
-        if path.stem not in ("keras_objects", "ray_core", "ray_data", "ray_train", "ray_tune", "tensorflow"):
+        if path.stem not in (
+            "keras_objects",
+            "ray_configs",
+            "ray_core",
+            "ray_data",
+            "ray_train",
+            "ray_tune",
+            "tensorflow",
+        ):
             continue
         for function in ast.parse(path.read_text()).body:
             if not isinstance(function, ast.FunctionDef):
@@ -72,6 +81,14 @@ def test_replacements_stand_in_place_once_installed():
     trainer.install()
     for one in patching.replacements():
         assert getattr(one.owner, one.name).__code__ is patching.replacing(None, one.function).__code__, one.path
+
+
+def test_all_that_say_replacements_come_with_the_trainer():
+    from raytf.parallel import trainer
+
+    folder = pathlib.Path(trainer.__file__).parent
+    saying = {f"raytf.parallel.{path.stem}" for path in folder.glob("*.py") if "\n@patch(" in path.read_text()}
+    assert {module.__name__ for module in (trainer, *trainer.REPLACING)} == saying
 
 
 def test_installed_versions_are_in_the_table():
