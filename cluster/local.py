@@ -21,14 +21,15 @@ import pathlib
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import psutil
 
 from raytf.errors import ConfigError, RaytfError
 
@@ -46,6 +47,7 @@ LONGEST_FOLDER = 107 - 75
 START_SECONDS = 180
 # `ray start` ends its processes in order within a few seconds of SIGTERM; what is left then is killed.
 GRACE_SECONDS = 10
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 # Runs in a process of its own: Ray's client keeps settings, among them the token, for the life of a process.
 ASK_RAY = """
@@ -64,14 +66,6 @@ class LocalClusterError(RaytfError, RuntimeError):
     """A cluster did not start, or did not end; the message says which node and what its log says."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """A process, told from a later one of the same id by its start: clock ticks since the machine booted."""
-
-    pid: int
-    started: int
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A running cluster, as its state file holds it.
@@ -80,9 +74,8 @@ class Cluster:
         folder: where the state file is.
         ray_folder: files, logs and token of the nodes, removed when the cluster ends.
         mark: value of the environment variable that its processes bear.
-        boot: id of the machine's boot, as process ids start anew with each.
         cpus: CPUs of each node.
-        nodes: the `ray start` processes, head first.
+        nodes: ids of the `ray start` processes, head first; later ones of these ids do not bear the mark.
         address: host:port of the GCS, for `ray.init` and RAY_ADDRESS; "" until it is known.
         dashboard: URL for `ray job submit`; "" until it is known.
     """
@@ -90,9 +83,8 @@ class Cluster:
     folder: str
     ray_folder: str
     mark: str
-    boot: str
     cpus: int
-    nodes: tuple[Process, ...] = ()
+    nodes: tuple[int, ...] = ()
     address: str = ""
     dashboard: str = ""
 
@@ -164,8 +156,9 @@ def down(folder: str | os.PathLike | None = None) -> None:
     """
     cluster = load(folder)
     processes = members(cluster)
-    for node in cluster.nodes:
-        send(node, signal.SIGTERM)
+    for process in processes:
+        if process.pid in cluster.nodes:
+            _end(process.terminate)
     kill, give_up = time.monotonic() + GRACE_SECONDS, time.monotonic() + 2 * GRACE_SECONDS
     # Looked up again and again, as an ending Ray still starts processes; one that was a member stays one.
     while processes := {process for process in processes | members(cluster) if lives(process)}:
@@ -175,10 +168,10 @@ def down(folder: str | os.PathLike | None = None) -> None:
             raise LocalClusterError(f"These processes of the cluster in {cluster.folder} outlive SIGKILL: {pids}")
         if now > kill:
             for process in processes:
-                send(process, signal.SIGKILL)
+                _end(process.kill)
         time.sleep(0.05)
     for node in cluster.nodes:
-        if child := _children.pop(node.pid, None):
+        if child := _children.pop(node, None):
             child.wait()
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(cluster.ray_folder)
@@ -212,7 +205,7 @@ def load(folder: str | os.PathLike | None = None) -> Cluster:
     if not _state(folder).exists():
         raise ConfigError("A cluster must be up in the folder", folder, "Start one, or name its folder with --folder")
     values = json.loads(_state(folder).read_text())
-    return Cluster(**{**values, "nodes": tuple(Process(**node) for node in values["nodes"])})
+    return Cluster(**{**values, "nodes": tuple(values["nodes"])})
 
 
 def ask(cluster: Cluster, nodes: int, deadline: float, host: Host | None = None) -> dict:
@@ -246,70 +239,48 @@ def ask(cluster: Cluster, nodes: int, deadline: float, host: Host | None = None)
 # --------------------------------------------------------------------------------------------------- processes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    parent: int
-    session: int
-    started: int
-
-
-def members(cluster: Cluster) -> set[Process]:
-    """The cluster's living processes: its nodes' sessions, all descendants, and whoever bears its mark.
+def members(cluster: Cluster) -> set[psutil.Process]:
+    """The cluster's living processes: whoever bears its mark, its nodes' sessions, and all descendants.
 
     No one of these is enough: Ray's workers overwrite their environment with their title, and a job's driver has a
     session of its own.
     """
-    if cluster.boot != _boot():
-        return set()
-    table = _table()
-    heads = {p.pid for p in cluster.nodes if p.pid in table and table[p.pid].started == p.started}
-    pids = {pid for pid, row in table.items() if row.session in heads or _bears(pid, cluster.mark)} | heads
-    while found := {pid for pid, row in table.items() if row.parent in pids} - pids:
+    table = {p.pid: p for p in psutil.process_iter(["environ", "ppid", "status"]) if p.info["status"] not in _ENDED}
+    heads = {node for node in cluster.nodes if node in table and _is_up(node, cluster)}
+    pids = {pid for pid, process in table.items() if (process.info["environ"] or {}).get(MARK) == cluster.mark} | heads
+    pids |= {pid for pid in table if _session(pid) in heads}
+    while found := {pid for pid, process in table.items() if process.info["ppid"] in pids} - pids:
         pids |= found
-    return {Process(pid, table[pid].started) for pid in pids}
+    return {table[pid] for pid in pids}
 
 
-def lives(process: Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     """Whether the process is still there, and not a zombie or a later one of the same id."""
-    row = _row(process.pid)
-    return row is not None and row.started == process.started
-
-
-def send(process: Process, number: signal.Signals) -> None:
-    """Signals the process; one that has ended, or a later one of its id, gets nothing."""
-    with contextlib.suppress(ProcessLookupError):
-        handle = os.pidfd_open(process.pid)
-        try:
-            # Only now, as the handle stays with the process that it was opened for.
-            if lives(process):
-                signal.pidfd_send_signal(handle, number)
-        finally:
-            os.close(handle)
-
-
-def _table() -> dict[int, _Row]:
-    rows = {int(name): _row(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-    return {pid: row for pid, row in rows.items() if row is not None}
-
-
-def _row(pid: int) -> _Row | None:
     try:
-        # The second field is the name in brackets, which may hold spaces and brackets itself.
-        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else _Row(int(fields[1]), int(fields[3]), int(fields[19]))
-
-
-def _bears(pid: int, mark: str) -> bool:
-    try:
-        return f"{MARK}={mark}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return process.is_running() and process.status() not in _ENDED
+    except psutil.NoSuchProcess:
         return False
 
 
-def _boot() -> str:
-    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def _is_up(node: int, cluster: Cluster) -> bool:
+    if child := _children.get(node):  # its environment cannot be read yet when it has just been started
+        return child.poll() is None
+    try:
+        process = psutil.Process(node)
+        return process.environ().get(MARK) == cluster.mark and lives(process)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _session(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+
+
+def _end(signalled: Callable[[], None]) -> None:
+    """Signals a process; psutil refuses one that has ended, or a later one of its id."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        signalled()
 
 
 # ------------------------------------------------------------------------------------------------------ start
@@ -321,7 +292,7 @@ _children: dict[int, subprocess.Popen] = {}
 def _new(folder: str, cpus: int) -> Cluster:
     """A cluster without a node yet, with its state file."""
     if not sys.platform.startswith("linux"):
-        raise ConfigError("A local cluster needs /proc, which is Linux's", sys.platform, "Use a Linux machine")
+        raise ConfigError("A local cluster runs on Linux", sys.platform, "Use a Linux machine")
     if not _ray().exists():
         raise ConfigError("Ray must be installed beside this Python", sys.executable, "Run it with the venv's Python")
     if _state(folder).exists():
@@ -341,7 +312,7 @@ def _new(folder: str, cpus: int) -> Cluster:
     token = pathlib.Path(ray_folder, "auth_token")
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    cluster = Cluster(folder=folder, ray_folder=ray_folder, mark=secrets.token_hex(8), boot=_boot(), cpus=cpus)
+    cluster = Cluster(folder=folder, ray_folder=ray_folder, mark=secrets.token_hex(8), cpus=cpus)
     return _save(cluster)
 
 
@@ -371,17 +342,14 @@ def _start(cluster: Cluster, role: list[str], options: Sequence[str], host: Host
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     _children[child.pid] = child
-    row = _row(child.pid)
-    if row is None:
-        raise _ended(cluster, index)
-    return _save(dataclasses.replace(cluster, nodes=(*cluster.nodes, Process(child.pid, row.started))))
+    return _save(dataclasses.replace(cluster, nodes=(*cluster.nodes, child.pid)))
 
 
 def _wait(ready, cluster: Cluster, deadline: float):
     """Polls until `ready()` gives something true, which is returned; raises if a node ends or the deadline passes."""
     while not (value := ready()):
         for index, node in enumerate(cluster.nodes):
-            if not lives(node):
+            if not _is_up(node, cluster):
                 raise _ended(cluster, index)
         if time.monotonic() > deadline:
             logs = "\n".join(_tail(cluster, index) for index in range(len(cluster.nodes)))

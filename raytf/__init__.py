@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from raytf.console import quiet, quiet_import
+
+if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
+    from ray.train.tensorflow import TensorflowCheckpoint as TensorflowCheckpoint
+    from ray.train.tensorflow import prepare_dataset_shard as prepare_dataset_shard
+    from ray.train.tensorflow.keras import ReportCheckpointCallback as ReportCheckpointCallback
+
+    from raytf.collectives.ring import keep_token as keep_token
+    from raytf.data.columns import Column as Column
+    from raytf.errors import ConfigError as ConfigError
+    from raytf.errors import RaytfError as RaytfError
+    from raytf.errors import TrainingError as TrainingError
+    from raytf.fitting.calls import evaluate as evaluate
+    from raytf.fitting.calls import fit as fit
+    from raytf.fitting.calls import predict as predict
+    from raytf.parallel.chief_callbacks import on_chief as on_chief
+    from raytf.runtime.settings import TensorflowConfig as TensorflowConfig
+    from raytf.train.keras_trainer import KerasTrainer as KerasTrainer
+    from raytf.train.plan import plan as plan
+    from raytf.train.results import show_result as show_result
+    from raytf.train.tensorflow_trainer import TensorflowTrainer as TensorflowTrainer
+    from raytf.tune.sweep import sweep as sweep
+    from raytf.worker.callbacks import ReportCallback as ReportCallback
+    from raytf.worker.checkpoint import load_model as load_model
+    from raytf.worker.context import get_strategy as get_strategy
+    from raytf.worker.dataset import get_dataset as get_dataset
 
 # What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
 _PLACES = {
     "Column": "raytf.data.columns",
-    "KerasTrainer": "raytf.train.trainer",
-    "TensorflowTrainer": "raytf.train.trainer",
-    "TensorflowConfig": "raytf.train.backend",
+    "KerasTrainer": "raytf.train.keras_trainer",
+    "TensorflowTrainer": "raytf.train.tensorflow_trainer",
+    "TensorflowConfig": "raytf.runtime.settings",
     "ReportCallback": "raytf.worker.callbacks",
     "ReportCheckpointCallback": "ray.train.tensorflow.keras",
     "TensorflowCheckpoint": "ray.train.tensorflow",
@@ -38,16 +64,24 @@ quiet.ray_starts()
 quiet_import.when_imported()
 
 
-def __getattr__(name: str):
-    if name not in _PLACES:
-        raise AttributeError(f"module 'raytf' has no attribute {name!r}")
-    place = _PLACES[name]
-    if name == "ReportCallback":
-        from raytf.compat import legacy_keras
+if not TYPE_CHECKING:  # checkers would take any name for one of raytf's
 
-        place = "raytf.worker.legacy_callbacks" if legacy_keras.is_on() else place
-    return getattr(importlib.import_module(place), name)
+    def __getattr__(name: str):
+        if name not in _PLACES:
+            raise AttributeError(f"module 'raytf' has no attribute {name!r}")
+        place = _PLACES[name]
+        if name == "ReportCallback":
+            from raytf.compat import legacy_keras
+
+            place = "raytf.worker.legacy_callbacks" if legacy_keras.is_on() else place
+        try:
+            return getattr(importlib.import_module(place), name)
+        except ImportError as error:
+            from raytf.compat import selfcheck
+
+            selfcheck.explain(error)
+            raise
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return [*globals(), *__all__]

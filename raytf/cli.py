@@ -242,7 +242,7 @@ def _trainer(model: str, options: dict, resume: str | bool = "auto", largest=lam
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from raytf.runtime.connection import connect
-    from raytf.train.trainer import KerasTrainer
+    from raytf.train.keras_trainer import KerasTrainer
 
     # the workers import the model function from where the command runs
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}

@@ -126,15 +126,16 @@ def _to_tf(dataset, kind: str, batch: int, shuffled: bool):
 
 def _raytf(blocks, kind: str, batch: int, shuffle: str):
     from raytf.data.feed import Feed
+    from raytf.data.sampling import Sampling
 
-    feed = Feed(blocks, **_specs(kind), global_batch=batch, shuffle=shuffle)
+    feed = Feed(blocks, _spec(kind), Sampling(global_batch=batch, shuffle=shuffle))
     return feed.dataset
 
 
-def _specs(kind: str) -> dict:
-    from raytf.data import columns
+def _spec(kind: str):
+    from raytf.data.batch_spec import BatchSpec
 
-    return {"features": columns.parse(_features(kind), "features"), "labels": columns.parse("label", "labels")}
+    return BatchSpec.parsed(_features(kind), "label")
 
 
 def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: str) -> None:
@@ -156,7 +157,7 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: st
     path = os.path.join(folder.name, "rows.parquet")
     _write(path, made, kind)
     del made
-    blocks = stored.read(whole, _specs(kind))
+    blocks = stored.read(whole, _spec(kind).roles)
     ready = {
         way: _raytf(blocks, kind, batch, shuffle) for way, shuffle in (("raytf unshuffled", "none"), ("raytf", "full"))
     }

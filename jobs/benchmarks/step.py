@@ -57,13 +57,14 @@ def once(way: str, kind: str, steps: str) -> None:
     with contextlib.ExitStack() as stack:
         if name == "raytf":
             from raytf.collectives import ring
-            from raytf.train.backend import TensorflowConfig
+            from raytf.runtime.settings import TensorflowConfig, WorkerSetup
             from raytf.worker import context
 
             ring.keep_token(bytes(ring.TOKEN_BYTES))  # processes of this benchmark alone
             wire = execution if execution.startswith("bf") else None
             way = "ring" if execution == "grpc" else "auto"
-            stack.enter_context(context.prepared(TensorflowConfig(communication=way, gradient_dtype=wire)))
+            config = TensorflowConfig(communication=way, gradient_dtype=wire)
+            stack.enter_context(context.prepared(WorkerSetup(config=config)))
         many = "TF_CONFIG" in os.environ
         strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
         common.give(_rate(strategy, name, kind, int(steps), execution))

@@ -74,13 +74,15 @@ def once(way: str, folder: str, address: str) -> None:
     dataset, names = ray.data.read_parquet(files), [f"x{j}" for j in range(COLUMNS)]
     kind = "to_tf"
     if way == "raytf":
-        from raytf.data import columns, ingest
+        from raytf.data import ingest
+        from raytf.data.batch_spec import BatchSpec
         from raytf.data.feed import Feed
+        from raytf.data.sampling import Sampling
 
         found = ingest.read_all({"train": dataset}, "auto", ScalingConfig(num_workers=1))["train"]
         kind = type(found).__name__
-        spec = {"features": columns.parse(names, "features"), "labels": columns.parse("y", "labels")}
-        batches = Feed(found, **spec, global_batch=BATCH, shuffle="window").dataset()
+        batch = BatchSpec.parsed(names, "y")
+        batches = Feed(found, batch, Sampling(global_batch=BATCH, shuffle="window")).dataset()
     else:
         batches = dataset.to_tf(names, "y", batch_size=BATCH)
     with _Peak() as peak:

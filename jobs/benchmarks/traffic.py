@@ -40,12 +40,12 @@ def once(way: str, steps: str) -> None:
     from raytf.collectives import gradient_ring
     from raytf.collectives import ring as sockets
     from raytf.data import worker_part
-    from raytf.train.backend import TensorflowConfig
+    from raytf.runtime.settings import TensorflowConfig, WorkerSetup
     from raytf.worker import context
 
     steps = int(steps)
     sockets.keep_token(bytes(sockets.TOKEN_BYTES))  # processes of this benchmark alone
-    with context.prepared(TensorflowConfig(**WAYS[way])):
+    with context.prepared(WorkerSetup(config=TensorflowConfig(**WAYS[way]))):
         distribution = tf.distribute.MultiWorkerMirroredStrategy()
         keras.utils.set_random_seed(0)
         with distribution.scope():

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from raytf.compat.tensorflow import in_multi_worker_mode
+from raytf.compat.tensorflow import is_chief as strategy_is_chief
+
 SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64, tf.int32})
 
 
 def spans_workers(strategy) -> bool:
     """Whether `strategy` trains in step with other processes through collectives."""
-    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.extended._in_multi_worker_mode()
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and in_multi_worker_mode(strategy)
 
 
 def many_replicas(strategy) -> bool:
@@ -29,7 +32,7 @@ def many_replicas(strategy) -> bool:
 
 def is_chief(strategy) -> bool:
     """Whether this process writes the files: the chief of the cluster, or the only process."""
-    return not spans_workers(strategy) or bool(strategy.extended._is_chief)
+    return not spans_workers(strategy) or strategy_is_chief(strategy)
 
 
 def local_replicas(strategy) -> int:

@@ -20,6 +20,7 @@ import tensorflow as tf
 from raytf.collectives import ring, scaled_float16
 from raytf.collectives.communicator import local_replicas, spans_workers, sum_over_workers
 from raytf.collectives.ring import Listener, Ring
+from raytf.compat.tensorflow import rank as strategy_rank
 from raytf.errors import ConfigError
 from raytf.runtime.ports import bound
 
@@ -221,7 +222,7 @@ def attach(
         return
     cluster = strategy.cluster_resolver.cluster_spec().as_dict()
     hosts = [a.rpartition(":")[0].strip("[]") for job in ("chief", "worker") for a in cluster.get(job, [])]
-    rank = strategy.extended._id_in_cluster
+    rank = strategy_rank(strategy)
     token = ring.token()
     listener = None if token is None else Listener(hosts[rank], bound(hosts[rank], ports))
     found = np.zeros(len(hosts), np.int64)

@@ -13,15 +13,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import click
-import ray
-from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 
-from raytf.console import quiet
+from raytf.compat import ray_core
+from raytf.console import native_lines, quiet
 
 _OURS = "raytf "
 # A process that may become a worker, and until then at most tries the model.
@@ -44,7 +42,7 @@ _LAST_SECONDS, _LAST_OF_FAILED_SECONDS = 5.0, 1.5
 
 def say_who(name: str) -> None:
     """Names what this process prints from now on, such as "worker 0"; nothing where it is no process of Ray's."""
-    _tell(f"{LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")
+    _tell(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")
 
 
 @contextlib.contextmanager
@@ -58,8 +56,7 @@ def telling():
 
 
 def _tell(line: str) -> None:
-    worker = ray._private.worker
-    if worker.global_worker.mode == worker.WORKER_MODE:
+    if ray_core.is_worker():
         for stream in (sys.stdout, sys.stderr):
             print(line, file=stream, flush=True)
 
@@ -115,7 +112,7 @@ class Output:
                 self._open.discard((name, is_error))
             elif not line and name == CHECK:
                 continue  # a line of nobody's, before the process is a worker
-            elif not _ON_PURPOSE.search(line) and (self._native or not quiet.is_native(line)):
+            elif not _ON_PURPOSE.search(line) and (self._native or not native_lines.is_native(line)):
                 self._new.append((name, is_error, line))
         if self._stop.is_set():
             self._show_new()
@@ -135,27 +132,19 @@ class Output:
         click.echo(f"{label} {line.rpartition(chr(13))[2]}", file=sys.stderr if is_error else sys.stdout)
 
 
-_print_to_stdstream = ray._private.worker.print_to_stdstream
 # The last one shows what comes when its run has ended.
 _listeners: list[Output] = []
 
 
 def _listen() -> None:
     """Takes the lines of raytf's processes out of what Ray prints, for as long as this process is connected to it."""
-    dispatcher = global_worker_stdstream_dispatcher
-    # what the raylets of the cluster say goes another way
-    ray._private.worker.print_to_stdstream = _print_of_raylet
-    with dispatcher._lock:
-        dispatcher.handlers = [
-            (name, handler if isinstance(handler, _Sorted) or name != "ray_print_logs" else _Sorted(handler))
-            for name, handler in dispatcher.handlers
-        ]
+    ray_core.take_lines(lambda handler: handler if isinstance(handler, _Sorted) else _Sorted(handler), _print_of_raylet)
 
 
-def _print_of_raylet(batch: dict, ignore_prefix: bool) -> None:
-    """`print_to_stdstream` without what is on purpose."""
+def _print_of_raylet(original: Callable, batch: dict, ignore_prefix: bool) -> None:
+    """Prints what the raylets of the cluster say, which comes another way, without what is on purpose."""
     if not any(_ON_PURPOSE.search(line) for line in batch["lines"]):
-        _print_to_stdstream(batch, ignore_prefix)
+        original(batch, ignore_prefix)
 
 
 class _Sorted:

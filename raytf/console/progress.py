@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 
-from ray.experimental import internal_kv
+from raytf.compat import ray_core
 
 
 class Entries:
@@ -23,22 +23,22 @@ class Entries:
         self._prefix = f"raytf/{kind}/{uuid.uuid4().hex}/"
 
     def put(self, name: str, value) -> None:
-        internal_kv._internal_kv_put(self._prefix + name, json.dumps(value), True)
+        ray_core.put(self._prefix + name, json.dumps(value))
 
     def claim(self, name: str) -> bool:
         """Whether this process is the first to say this name, which is an entry from then on."""
-        return not internal_kv._internal_kv_put(self._prefix + name, "null", False)
+        return not ray_core.put(self._prefix + name, "null", overwrite=False)
 
     def get(self, name: str):
         """The value, or None."""
-        text = internal_kv._internal_kv_get(self._prefix + name)
+        text = ray_core.get(self._prefix + name)
         return json.loads(text) if text else None
 
     def names(self) -> list[str]:
-        return [key.decode().removeprefix(self._prefix) for key in internal_kv._internal_kv_list(self._prefix)]
+        return [key.decode().removeprefix(self._prefix) for key in ray_core.keys(self._prefix)]
 
     def clear(self) -> None:
-        internal_kv._internal_kv_del(self._prefix, del_by_prefix=True)
+        ray_core.remove_all(self._prefix)
 
 
 class Board:

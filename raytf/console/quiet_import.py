@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 
+from raytf.compat import devices
 from raytf.console import quiet
 
 
@@ -50,13 +51,4 @@ class _Loader(importlib.abc.Loader):
 
 
 def _look_for_devices_quietly() -> None:
-    from tensorflow.python.eager.context import Context
-
-    original = Context._initialize_physical_devices
-
-    def look(self, reinitialize=False):
-        Context._initialize_physical_devices = original
-        with quiet.native():
-            return original(self, reinitialize)
-
-    Context._initialize_physical_devices = look
+    devices.look_for_devices(quiet.native)

@@ -2,61 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from raytf.data import columns as columns_module
-from raytf.data.columns import Columns
+from raytf.data.batch_spec import BatchSpec
 from raytf.data.gather import ColumnSource, Lists
-from raytf.errors import ConfigError
-
-
-class BatchSpec:
-    """What a batch consists of.
-
-    Args:
-        structure: (features, labels, weights) as far as there are any; each `Columns`, or a dict of them.
-        map: the user's function of a batch and its seeds, or None.
-    """
-
-    def __init__(self, structure: tuple, map: Callable | None):
-        self._structure, self._map = structure, map
-        self.columns: list[Columns] = [c for spec in structure for c in columns_module.flat(spec)]
-        buckets = [i for i, c in enumerate(self.columns) if not c.stacked and c.parts[0].bucket]
-        if len(buckets) > 1:
-            raise ConfigError(
-                "One column at most can say which rows share a batch",
-                f"bucket=True for {', '.join(self.columns[i].names[0] for i in buckets)}",
-                "Leave it for one",
-            )
-        self.bucket: int | None = buckets[0] if buckets else None
-        self.seeded = map is not None
-
-    def of(self, sources: Sequence[ColumnSource]) -> Batcher:
-        """With the shapes and dtypes of the sources of these columns."""
-        return Batcher(self._structure, self.columns, sources, self._map)
 
 
 @dataclass
 class Batcher:
-    """How superblocks become batches."""
+    """How superbatches become batches.
 
-    structure: tuple
-    columns: list[Columns]
+    Args:
+        spec: what a batch consists of.
+        sources: of each of its columns.
+    """
+
+    spec: BatchSpec
     sources: Sequence[ColumnSource]
-    map: Callable | None
 
     @property
     def computes(self) -> bool:
         """Whether a batch is worked on, with the user's `map` or by decoding images."""
-        return self.map is not None or any(not c.stacked and c.parts[0].image for c in self.columns)
+        return self.spec.map is not None or any(not c.stacked and c.parts[0].image for c in self.spec.columns)
 
     @property
     def heavy(self) -> bool:
-        """Whether a batch is more than cut out of a superblock."""
+        """Whether a batch is more than cut out of a superbatch."""
         return self.computes or any(isinstance(source, Lists) for source in self.sources)
 
     @property
@@ -66,22 +41,22 @@ class Batcher:
 
     @property
     def signature(self) -> tuple[tf.TensorSpec, ...]:
-        """Of a superblock: an array for each source, two for lists (values and lengths), and seeds."""
+        """Of a superbatch: an array for each source, two for lists (values and lengths), and seeds."""
         specs = []
         for source in self.sources:
             if isinstance(source, Lists):
                 specs += [tf.TensorSpec((None,), source.dtype), tf.TensorSpec((None,), tf.int64)]
             else:
                 specs.append(tf.TensorSpec((None, *source.shape), _tf_dtype(source.dtype)))
-        return (*specs, *([tf.TensorSpec((None, 2), tf.int32)] if self.map else []))
+        return (*specs, *([tf.TensorSpec((None, 2), tf.int32)] if self.spec.map else []))
 
     def batches(
         self, dataset: tf.data.Dataset, rows: int, *, static: bool = False, empty: bool = False
     ) -> tf.data.Dataset:
-        """Superblocks to what the model takes: images decoded, the user's `map` applied, in the user's structure.
+        """Superbatchs to what the model takes: images decoded, the user's `map` applied, in the user's structure.
 
         Args:
-            dataset: of superblocks, as `signature` has them, each of whole batches but for the last.
+            dataset: of superbatchs, as `signature` has them, each of whole batches but for the last.
             rows: of a batch.
             static: all batches have as many.
             empty: one batch without rows at the end.
@@ -97,7 +72,7 @@ class Batcher:
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(nothing).map(self._nothing))
         if self.computes:
             return dataset.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        plain = len(self.structure) > 1 and not any(isinstance(spec, dict) for spec in self.structure)
+        plain = len(self.spec.structure) > 1 and not any(isinstance(spec, dict) for spec in self.spec.structure)
         return dataset if self._ragged or plain else dataset.map(self._finish)
 
     def _nothing(self, *flat):
@@ -107,13 +82,13 @@ class Batcher:
     @property
     def _ragged(self) -> bool:
         """Whether a batch's lists are cut out, and filled up, one batch at a time."""
-        lists = zip(self.columns, self.sources, strict=True)
+        lists = zip(self.spec.columns, self.sources, strict=True)
         return any(isinstance(source, Lists) and not isinstance(c.parts[0].pad, int) for c, source in lists)
 
     def _split(self, flat) -> list:
         """For each column a tensor of all rows, or for lists of different lengths (values, row splits)."""
         flat, out = iter(flat), []
-        for columns, source in zip(self.columns, self.sources, strict=True):
+        for columns, source in zip(self.spec.columns, self.sources, strict=True):
             if not isinstance(source, Lists):
                 out.append(next(flat))
                 continue
@@ -124,7 +99,7 @@ class Batcher:
         return [*out, *flat]
 
     def _cut(self, split, rows: int, static: bool) -> tf.data.Dataset:
-        """Batches of a superblock that holds lists."""
+        """Batches of a superbatch that holds lists."""
         first = split[0]
         total = tf.size(first[1], tf.int64) - 1 if isinstance(first, tuple) else tf.shape(first, tf.int64)[0]
         begins = tf.range(0, total // rows * rows if static else total, rows, tf.int64)
@@ -157,20 +132,20 @@ class Batcher:
                 continue
             first, size = next(lists), next(lists)
             ragged = _lists(tf.slice(one[0], first, size), tf.slice(one[1], begin, more) - first)
-            (column,) = self.columns[i].parts
+            (column,) = self.spec.columns[i].parts
             parts.append(_pad(ragged, column, None) if column.pad == "batch" else ragged)
         return tuple(parts) if self.computes or not self._ragged else self._finish(*parts)
 
     def _finish(self, *flat):
         flat = list(flat)
-        seeds = flat.pop() if self.map else None
-        for i, columns in enumerate(self.columns):
+        seeds = flat.pop() if self.spec.map else None
+        for i, columns in enumerate(self.spec.columns):
             if not columns.stacked and columns.parts[0].image:
                 flat[i] = decode_images(flat[i], columns.parts[0].image)
         flat = iter(flat)
-        parts = tuple({k: next(flat) for k in s} if isinstance(s, dict) else next(flat) for s in self.structure)
-        if self.map:
-            mapped = self.map(*parts, seeds)
+        parts = tuple({k: next(flat) for k in s} if isinstance(s, dict) else next(flat) for s in self.spec.structure)
+        if self.spec.map:
+            mapped = self.spec.map(*parts, seeds)
             parts = mapped if isinstance(mapped, tuple) else (mapped,)
         return parts if len(parts) > 1 else parts[0]
 

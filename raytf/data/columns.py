@@ -69,6 +69,11 @@ class Column:
         return self.ragged or self.pad is not None
 
 
+# As users write them: what one tensor is made of, and such by the names of a model's inputs or outputs.
+ColumnSpec = str | Column | Sequence[str | Column]
+ColumnSpecs = ColumnSpec | Mapping[str, ColumnSpec]
+
+
 @dataclass(frozen=True)
 class Columns:
     """What one tensor is made of.
@@ -91,7 +96,7 @@ class Columns:
         return f"raytf: {self.parts!r}"
 
     @staticmethod
-    def of(spec, role: str) -> Columns:
+    def of(spec: ColumnSpec, role: str) -> Columns:
         """From "column", Column("column"), or a list of them."""
         if isinstance(spec, str | Column):
             return Columns((_column(spec),), False)
@@ -108,7 +113,7 @@ def _column(spec: str | Column) -> Column:
     return Column(spec) if isinstance(spec, str) else spec
 
 
-def parse(spec, role: str) -> Columns | dict[str, Columns] | None:
+def parse(spec: ColumnSpecs | None, role: str) -> Columns | dict[str, Columns] | None:
     """The columns of `features`, `labels` or `sample_weights` as the trainers take them."""
     if spec is None:
         return None

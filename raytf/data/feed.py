@@ -1,6 +1,6 @@
 """A dataset to `tf.data.Dataset`: this worker's part of every global batch, in the order of `raytf.data.sampling`.
 
-Rows are copied once, in superblocks of many steps, from Arrow memory into memory of their own; TensorFlow cuts these
+Rows are copied once, in superbatchs of many steps, from Arrow memory into memory of their own; TensorFlow cuts these
 into batches in C++, so that Python is called seldom.
 """
 
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from raytf.data import batches, sampling, worker_part
+from raytf.data import worker_part
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.batches import Batcher
 from raytf.data.reader import Reader, StreamReader, open_reader
+from raytf.data.sampling import Sampling, row_seeds
 from raytf.data.stored import StoredDataset
+from raytf.data.streamed import StreamedDataset
 from raytf.errors import ConfigError
-from raytf.runtime.topology import share
+from raytf.runtime.topology import Shard
 
 # Bytes that are gathered at once: large enough that Python is called seldom, small enough to stay in the allocator.
-SUPERBLOCK = 8 << 20
+SUPERBATCH = 8 << 20
 # Of the first in an epoch, which the first step waits for.
-FIRST_SUPERBLOCK = 1 << 20
-# Batches ready before the step that takes them, where making one out of a superblock takes time.
+FIRST_SUPERBATCH = 1 << 20
+# Batches ready before the step that takes them, where making one out of a superbatch takes time.
 PREFETCH = 2
 HEAVY_BATCH = 1 << 20  # bytes
 
@@ -27,18 +31,12 @@ class Feed:
     """One worker's part of a dataset.
 
     Args:
-        blocks: where the rows lie: `stored.StoredDataset`, or a `streamed.StreamedDataset`.
-        features, labels, sample_weights: parsed columns (`columns.parse`); labels and weights may be None.
-        global_batch: rows of a step over all workers.
-        worker, workers: this worker's rank and the number of workers.
-        seed: of the shuffle.
-        shuffle: "full", "window" or "none", see `sampling.Sampler`.
-        window: rows of a window.
-        drop_remainder: leave out the last step of an epoch where it is smaller.
-        map: map(features, labels, weights, seeds) -> the same without seeds; parts that are None are left out. In
-            TensorFlow operations on a batch; seeds are int32, (rows, 2), a function of seed, epoch and row.
+        dataset: where its rows lie: a `stored.StoredDataset`, or a `streamed.StreamedDataset`.
+        batch: what a batch consists of.
+        sampling: how steps take rows.
+        shard: this worker among all.
         static: batches of one fixed shape, as TPUs need; with `drop_remainder`.
-        reader: (index, number) of the processes that read, where that is not (worker, workers).
+        reader_shard: this process among those that read, where these are not the workers.
         shapes_only: other processes read; this one needs steps, shapes and dtypes, and looks at the first rows.
 
     Attributes:
@@ -52,40 +50,27 @@ class Feed:
 
     def __init__(
         self,
-        blocks: StoredDataset,
+        dataset: StoredDataset | StreamedDataset,
+        batch: BatchSpec,
+        sampling: Sampling,
+        shard: Shard = Shard(),  # noqa: B008 - it is frozen
         *,
-        features,
-        labels=None,
-        sample_weights=None,
-        global_batch: int,
-        worker: int = 0,
-        workers: int = 1,
-        seed: int = 0,
-        shuffle: str = "full",
-        window: int = 65_536,
-        drop_remainder: bool = False,
-        map=None,
         static: bool = False,
-        reader: tuple[int, int] | None = None,
+        reader_shard: Shard | None = None,
         shapes_only: bool = False,
     ):
-        if shuffle not in sampling.SHUFFLES:
-            raise ConfigError(f"shuffle must be one of {', '.join(sampling.SHUFFLES)}", repr(shuffle), "Choose one")
-        self._place = {"global_batch": global_batch, "worker": worker, "workers": workers}
-        self._order = sampling.Sampler(
-            rows=tuple(blocks.rows), global_batch=global_batch, seed=seed, shuffle=shuffle, window=window
-        )
-        structure = tuple(spec for spec in (features, labels, sample_weights) if spec is not None)
-        self._tensors = batches.BatchSpec(structure, map)
-        seen = blocks.first() if shapes_only and blocks.rows else blocks
-        self._reader: Reader = open_reader(seen, self._tensors.columns, self._order, *(reader or (worker, workers)))
-        if isinstance(self._reader, StreamReader) and reader is None:
+        self._batch, self._sampling, self._shard = batch, sampling, shard
+        self._order = sampling.of(dataset.rows)
+        reads = reader_shard or shard
+        seen = dataset.first() if shapes_only and dataset.rows else dataset
+        self._reader: Reader = open_reader(seen, batch.columns, self._order, reads.index, reads.count)
+        if isinstance(self._reader, StreamReader) and reader_shard is None:
             self._reader.prepare = self._prepare
-        self.shape = self._tensors.of(self._reader.sources)
-        self.global_batch, self.chunk_steps = global_batch, self._order.chunk_steps
+        self.shape = Batcher(batch, self._reader.sources)
+        self.global_batch, self.chunk_steps = sampling.global_batch, self._order.chunk_steps
         self._chunk: tuple = (None, None)
         self.rows, self._static = self._order.total, static
-        self.steps = sampling.steps_per_epoch(self._order.total, global_batch, drop_remainder)
+        self.steps = sampling.steps(self._order.total)
         self.epoch = 0
         self.first_step = 0
         self._counts_itself = True
@@ -96,12 +81,12 @@ class Feed:
 
     def dataset(self) -> tf.data.Dataset:
         """A `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
-        start, stop = share(self._place["global_batch"], self._place["workers"], self._place["worker"])
+        start, stop = self._shard.of(self.global_batch)
         shape = self.shape
-        dataset = tf.data.Dataset.from_generator(self._superblocks, output_signature=shape.signature)
-        rest = self._order.total - (self.steps - 1) * self._place["global_batch"]
+        dataset = tf.data.Dataset.from_generator(self._superbatchs, output_signature=shape.signature)
+        rest = self._order.total - (self.steps - 1) * self.global_batch
         # a step of which this worker has no row is a step
-        empty = share(rest, self._place["workers"], self._place["worker"])[0] == rest
+        empty = self._shard.of(rest)[0] == rest
         dataset = shape.batches(dataset.prefetch(1), stop - start, static=self._static, empty=empty)
         if self._static:
             _check_static(dataset.element_spec)
@@ -109,18 +94,18 @@ class Feed:
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         options.autotune.enabled = shape.computes
-        # A thread more costs a step more than it saves where a batch is only cut out of a superblock.
+        # A thread more costs a step more than it saves where a batch is only cut out of a superbatch.
         if shape.heavy or shape.row_bytes * (stop - start) > HEAVY_BATCH:
             dataset = dataset.prefetch(PREFETCH)
         return worker_part.mark_worker_part(dataset.with_options(options))
 
-    def _superblocks(self):
+    def _superbatchs(self):
         number, first = self.epoch, self.first_step
         self.first_step = 0
         if self._counts_itself:
             self.epoch += 1
-        epoch, size = self._order.epoch(number), FIRST_SUPERBLOCK
-        part = -(-self._place["global_batch"] // self._place["workers"])
+        epoch, size = self._order.epoch(number), FIRST_SUPERBATCH
+        part = -(-self.global_batch // self._shard.count)
         for chunk, rows in self._reader.chunks(epoch, number, first // self._order.chunk_steps):
             whole = self._positions(epoch, chunk, rows)
             begin = chunk * self._order.chunk_steps
@@ -129,22 +114,22 @@ class Feed:
                 count = max(1, int(size // max(1, rows.row_bytes * part)))
                 steps = slice(step - begin, min(end, step + count) - begin)
                 yield self._arrays(epoch, number, chunk, rows, whole, steps)
-                step, size = begin + steps.stop, SUPERBLOCK
+                step, size = begin + steps.stop, SUPERBATCH
 
     def _positions(self, epoch, chunk, rows):
         """Those of a whole chunk, where this worker's alone cannot be worked out."""
-        if self._tensors.bucket is not None:
+        if self._batch.bucket is not None:
             return epoch.positions(chunk, rows.lengths)
         return epoch.positions(chunk) if epoch.by_chunk else None
 
     def _prepare(self, epoch, number: int, chunk: int, rows) -> None:
         """Fetches this worker's rows of a chunk of a stream, before they are due."""
         whole, steps = self._positions(epoch, chunk, rows), slice(0, self._order.chunk_steps)
-        rows.fetch(epoch.part(chunk, steps, self._place["worker"], self._place["workers"], whole))
+        rows.fetch(epoch.part(chunk, steps, self._shard.index, self._shard.count, whole))
 
     def _arrays(self, epoch, number, chunk, rows, whole, steps: slice) -> tuple:
-        mine = epoch.part(chunk, steps, self._place["worker"], self._place["workers"], whole)
-        seeds = (sampling.row_seeds(self._order.seed, number, epoch.row_numbers(mine)),) if self._tensors.seeded else ()
+        mine = epoch.part(chunk, steps, self._shard.index, self._shard.count, whole)
+        seeds = (row_seeds(self._order.seed, number, epoch.row_numbers(mine)),) if self._batch.map else ()
         return (*rows.gather(mine), *seeds)
 
     def span(self, number: int, first: int, count: int) -> tuple:

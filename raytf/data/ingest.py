@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data._internal.logical.operators import AbstractFrom, InputData
 
+from raytf.compat import ray_data
 from raytf.data import partitions as partitions_module
 from raytf.data import stored, streamed
 from raytf.data.partitions import Partitions
@@ -92,9 +92,9 @@ def _read(
 
 def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions, pa.Table | None] | None:
     """The pieces of a dataset that is to be streamed, and rows of it if there are any."""
-    dag = dataset._logical_plan.dag
+    dag = ray_data.last_operator(dataset)
     # what lies in the object store is read from there anyhow
-    if materialize is True or (materialize == "auto" and isinstance(dag, InputData | AbstractFrom)):
+    if materialize is True or (materialize == "auto" and isinstance(dag, ray_data.InputData | ray_data.AbstractFrom)):
         return None
     room = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
     fits = _STORE_FRACTION * room
@@ -128,7 +128,7 @@ def _first(pieces: Partitions) -> list[pa.Table]:
     found: list[pa.Table] = []
     if not pieces.rows:
         return found
-    with partitions_module.executed(pieces.dataset([0])) as bundles:
+    with ray_data.executed(pieces.dataset([0])) as bundles:
         for bundle in bundles:
             found += [as_table(block) for block in ray.get(bundle.block_refs)]
             if sum(block.nbytes for block in found) > _MEASURED_BYTES and any(block.num_rows for block in found):

@@ -7,7 +7,6 @@ waits for a free CPU: workers, servers, trials and other drivers may hold all, f
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,27 +18,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 from ray.data import DataContext, Dataset
-from ray.data._internal.compute import TaskPoolStrategy
-from ray.data._internal.datasource_v2.common.listing_utils import _build_pruners
-from ray.data._internal.datasource_v2.formats.parquet.parquet_footer_types import ParquetRowGroupChunkMetadata
-from ray.data._internal.datasource_v2.interfaces.file_manifest import FileManifest
-from ray.data._internal.datasource_v2.interfaces.scanner import Scanner
-from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, BlockSlice, RefBundle
-from ray.data._internal.execution.operators.map_operator import MapOperator
-from ray.data._internal.logical.interfaces import LogicalPlan, SourceOperator
-from ray.data._internal.logical.operators import (
-    AbstractFrom,
-    AbstractMap,
-    InputData,
-    ListFiles,
-    MapBatches,
-    Read,
-    ReadFiles,
-)
-from ray.data._internal.logical.optimizers import LogicalOptimizer, get_execution_plan
-from ray.data._internal.stats import DatasetStats
 from ray.data.block import BlockAccessor, BlockMetadataWithSchema
 
+from raytf.compat import ray_data
+from raytf.compat.ray_data import (
+    AbstractFrom,
+    AbstractMap,
+    BlockEntry,
+    BlockSlice,
+    DatasetStats,
+    FileManifest,
+    InputData,
+    ListFiles,
+    LogicalOptimizer,
+    LogicalPlan,
+    MapBatches,
+    MapOperator,
+    Read,
+    ReadFiles,
+    RefBundle,
+    Scanner,
+    SourceOperator,
+    TaskPoolStrategy,
+    get_execution_plan,
+    last_operator,
+)
 from raytf.errors import ConfigError
 
 # Rows of a file, or files, are read together up to this size, uncompressed: a task each.
@@ -56,21 +59,33 @@ _UNKNOWN_TASKS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Parts that are rows of one table in the object store: what is to be read, for each piece."""
+    """Parts that are rows of one table in the object store: what is to be read, for each piece.
+
+    Args:
+        entry: the table.
+        schema: of it.
+        edges: part i is rows edges[i] to edges[i + 1].
+    """
 
     entry: BlockEntry
     schema: pa.Schema
+    edges: Sequence[int]
 
     @staticmethod
-    def of(table: pa.Table) -> Table:
-        """Puts a table there; `ray.data.from_arrow` would ask for a CPU to look at it."""
+    def of(table: pa.Table, edges: Sequence[int] | None = None) -> Table:
+        """Puts a table there, of which each row is a part unless `edges` are given.
+
+        `ray.data.from_arrow` would ask for a CPU to look at it.
+        """
         metadata = BlockAccessor.for_block(table).get_metadata()
         described = BlockMetadataWithSchema.from_metadata(metadata, schema=table.schema)
-        return Table(BlockEntry(ray.put(table), described), table.schema)
+        edges = range(table.num_rows + 1) if edges is None else edges
+        return Table(BlockEntry(ray.put(table), described), table.schema, edges)
 
     def bundle(self, first: int, stop: int) -> RefBundle:
-        """What one task reads: neighbouring rows."""
-        return RefBundle((self.entry,), self.schema, owns_blocks=False, slices=(BlockSlice(first, stop),))
+        """What one task reads: neighbouring parts."""
+        rows = BlockSlice(self.edges[first], self.edges[stop])
+        return RefBundle((self.entry,), self.schema, owns_blocks=False, slices=(rows,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +148,7 @@ def divide(dataset: Dataset) -> Partitions:
     Raises:
         ConfigError: an operator that needs all rows at once (sort, shuffle, join, limit, ...).
     """
-    dag, context = dataset._logical_plan.dag, dataset.context
+    dag, context = last_operator(dataset), dataset.context
     if isinstance(_chain(dag)[-1], Read):  # filters and columns that the source takes itself become part of it
         dag = LogicalOptimizer().optimize(LogicalPlan(dag, context)).dag
     operators = _chain(dag)
@@ -142,9 +157,8 @@ def divide(dataset: Dataset) -> Partitions:
             raise _not_cut(f"the operator {operator.name}")
     source = operators[-1]
     if isinstance(source, ListFiles):
-        table, rows, size = _row_groups(source)
-        parts = Table.of(table)
-        if not all(op.scanner.metadata_row_count_is_exact() for op in operators if isinstance(op, ReadFiles)):
+        parts, rows, size = _row_groups(source)
+        if not all(ray_data.rows_are_exact(op.scanner) for op in operators if isinstance(op, ReadFiles)):
             rows = [None] * len(rows)
     elif isinstance(source, InputData | AbstractFrom):
         parts = Bundles([one for bundle in source.output_data() for one in _single(bundle)])
@@ -175,18 +189,6 @@ def counted(pieces: Partitions, say: Callable[[str], None] = lambda text: None) 
     return dataclasses.replace(pieces, rows=tuple(rows[i] for i in kept), numbers=pieces.numbers[kept])
 
 
-@contextlib.contextmanager
-def executed(dataset: Dataset) -> Iterator[Iterator[RefBundle]]:
-    """The blocks of a dataset as they come; what is still to be read is not when the context ends."""
-    bundles, _, executor = dataset._execute_to_iterator(capture_executor=False)
-    try:
-        yield bundles
-    finally:
-        if executor is not None:
-            with contextlib.suppress(Exception):  # it may have ended by itself
-                executor.shutdown(force=True)
-
-
 def unbound(dataset: Dataset) -> Dataset:
     """The same dataset, whose reading and mapping tasks ask for no CPU, for an execution that must not wait for one.
 
@@ -196,24 +198,24 @@ def unbound(dataset: Dataset) -> Dataset:
 
     def changed(operator):
         if isinstance(operator, ListFiles):  # Ray's own listing takes CPUs
-            table = _row_groups(operator)[0]
-            parts, edges = Table.of(table), _edges(table.num_rows)
+            parts, rows, _ = _row_groups(operator)
+            edges = _edges(len(rows))
             return InputData([parts.bundle(a, b) for a, b in zip(edges, edges[1:], strict=False)])
         return _without_cpus(operator, tasks) if isinstance(operator, AbstractMap) else operator
 
-    return _dataset(dataset._logical_plan.dag._apply_transform(changed), dataset.context)
+    return _dataset(ray_data.transformed(last_operator(dataset), changed), dataset.context)
 
 
 def source_bytes(dataset: Dataset) -> int | None:
     """About how many bytes a dataset's sources hold, files as they lie there; None where one does not tell."""
-    operators = dataset._logical_plan.dag.post_order_iter()
+    operators = last_operator(dataset).post_order_iter()
     sizes = [_source_bytes(operator) for operator in operators if isinstance(operator, SourceOperator)]
     return None if None in sizes else sum(sizes)
 
 
 def _source_bytes(source) -> int | None:
     if isinstance(source, ListFiles):
-        return sum(info.size for info in _files(source))
+        return sum(size for _, size in ray_data.files_of(source))
     if isinstance(source, Read):
         return _estimate(source)
     known = source.infer_metadata().size_bytes
@@ -296,43 +298,18 @@ def _single(bundle) -> list:
     return [type(bundle)([block], owns_blocks=False, schema=bundle.schema) for block in bundle.blocks]
 
 
-def _files(source: ListFiles) -> list:
-    """The files of a source, in order: Ray's own listing asks for CPUs, and comes in the order of threads."""
-    pruners = _build_pruners(source.file_extensions, source.partition_filter, source.partition_pruner)
-    listed = source.file_indexer.list_file_infos(
-        pa.array(source.paths, pa.string()), filesystem=source.filesystem, pruners=pruners, preserve_order=True
-    )
-    listed = list(listed)
-    given = [info.path for info in listed] == list(source.paths)
-    return listed if given else sorted(listed, key=lambda info: info.path)
-
-
-def _row_groups(source: ListFiles) -> tuple[pa.Table, list[int], int]:
-    """A manifest of neighbouring row groups, its rows' rows, and the bytes of all."""
-    files = _files(source)
+def _row_groups(source: ListFiles) -> tuple[Table, list[int], int]:
+    """(parts of neighbouring row groups, the rows of each, the bytes of all)."""
+    files = ray_data.files_of(source)
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        footers = pool.map(lambda info: pq.read_metadata(info.path, filesystem=source.filesystem), files)
-        units = [[(i, g.num_rows, g.total_byte_size) for i, g in _groups(footer)] for footer in footers]
-    paths, sizes, chunks, rows, total = [], [], [], [], 0
-    for info, found in zip(files, units, strict=True):
-        for run in _runs(found):
-            ids, counts, lengths = (tuple(column) for column in zip(*run, strict=True))
-            chunks.append(
-                ParquetRowGroupChunkMetadata(
-                    row_group_ids=ids,
-                    num_rows=sum(counts),
-                    uncompressed_size=sum(lengths),
-                    fully_matched=True,
-                    rg_sizes=lengths,
-                    rg_rows=counts,
-                )
-            )
-            paths.append(str(info.path))
-            sizes.append(int(info.size))
-            rows.append(sum(counts))
-            total += sum(lengths)
-    manifest = FileManifest.construct_manifest(paths=paths, sizes=sizes, chunk_metadatas=chunks)
-    return manifest.as_block(), rows, int(total)
+        footers = list(pool.map(lambda file: pq.read_metadata(file[0], filesystem=source.filesystem), files))
+    runs = []
+    for (path, size), footer in zip(files, footers, strict=True):
+        groups = [(i, g.num_rows, g.total_byte_size) for i, g in _groups(footer)]
+        runs += [ray_data.Run(path, size, run, len(groups)) for run in _runs(groups)]
+    rows = [sum(count for _, count, _ in run.groups) for run in runs]
+    total = sum(length for run in runs for _, _, length in run.groups)
+    return Table.of(*ray_data.manifest_of(runs)), rows, int(total)
 
 
 def _groups(footer) -> Iterator[tuple[int, Any]]:
@@ -369,10 +346,7 @@ def _read_tasks(source: Read, context: DataContext):
         compute=source.compute,
         input_dependencies=[InputData([])],
     )
-    manifest = FileManifest.construct_manifest(
-        paths=["piece"] * len(tasks), sizes=list(range(len(tasks))), chunk_metadatas=[None] * len(tasks)
-    )
-    return Table.of(manifest.as_block()), [task.metadata.num_rows for task in tasks], size or 0, read
+    return Table.of(ray_data.numbered_manifest(len(tasks))), [task.metadata.num_rows for task in tasks], size or 0, read
 
 
 class _Tasks(Scanner):
@@ -430,7 +404,7 @@ def _count(dataset: Dataset) -> int:
 
 
 def _map_operators(dataset: Dataset) -> int:
-    plan, _ = get_execution_plan(dataset._logical_plan)
+    plan, _ = get_execution_plan(ray_data.plan_of(dataset))
     return sum(isinstance(operator, MapOperator) for operator in plan.dag.post_order_iter())
 
 
@@ -455,7 +429,7 @@ def _countable(operator):
 
     return MapBatches(
         _rows_of,
-        input_dependencies=[operator._apply_transform(alike)],
+        input_dependencies=[ray_data.transformed(operator, alike)],
         can_modify_num_rows=True,
         batch_format="pyarrow",
         compute=TaskPoolStrategy(),

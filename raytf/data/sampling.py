@@ -6,12 +6,13 @@ batches, and a run that is resumed at any (epoch, step) goes on with the very ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from raytf.runtime.topology import share
+from raytf.validation import check_word
 
 SHUFFLES = ("full", "window", "none")
 # What a random stream is for; part of its counter, so that no two purposes share numbers.
@@ -118,6 +119,40 @@ def _hash(numbers: np.ndarray, keys: np.ndarray, out: np.ndarray, other: np.ndar
 def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) -> int:
     """Number of steps of an epoch; the last batch is smaller where `global_batch` does not divide `rows`."""
     return rows // global_batch if drop_remainder else -(-rows // global_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How steps take rows, whatever dataset they are of.
+
+    Args:
+        global_batch: rows of a step over all workers, at least 1.
+        seed: of the shuffle, 0 to 2**63 - 1.
+        shuffle, window: see `Sampler`.
+        drop_remainder: leave out the last step of an epoch where it is smaller.
+
+    Raises:
+        ConfigError: another word for `shuffle`.
+    """
+
+    global_batch: int
+    seed: int = 0
+    shuffle: str = "full"
+    window: int = 65_536
+    drop_remainder: bool = False
+
+    def __post_init__(self):
+        check_word("shuffle", self.shuffle, SHUFFLES)
+
+    def of(self, rows: Iterable[int]) -> Sampler:
+        """The order of a dataset whose pieces have so many rows."""
+        return Sampler(
+            rows=tuple(rows), global_batch=self.global_batch, seed=self.seed, shuffle=self.shuffle, window=self.window
+        )
+
+    def steps(self, rows: int) -> int:
+        """Steps of an epoch of so many rows."""
+        return steps_per_epoch(rows, self.global_batch, self.drop_remainder)
 
 
 @dataclass(frozen=True, kw_only=True)

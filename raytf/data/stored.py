@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 import ray
-from ray.data._internal.logical.operators import AbstractFrom, InputData
-from ray.data._internal.pandas_block import PandasBlockSchema
 from ray.util.debug import reset_log_once
 
+from raytf.compat import loggers, ray_data
+from raytf.compat.ray_data import AbstractFrom, InputData, PandasBlockSchema, last_operator
 from raytf.data import columns as columns_module
 from raytf.data import gather
 from raytf.errors import ConfigError
@@ -136,7 +136,7 @@ def _names(specs: Mapping) -> list[str]:
 
 
 def _in_memory(dataset) -> bool:
-    return isinstance(dataset._logical_plan.dag, InputData | AbstractFrom)
+    return isinstance(last_operator(dataset), InputData | AbstractFrom)
 
 
 def _stacked(dataset, specs: Mapping):
@@ -147,7 +147,7 @@ def _stacked(dataset, specs: Mapping):
     if not specs:
         return dataset
     if _in_memory(dataset):
-        bundles = dataset._logical_plan.dag.output_data()
+        bundles = last_operator(dataset).output_data()
         stacked = any(part.stacked for spec in specs.values() for part in columns_module.flat(spec))
         pandas = any(isinstance(bundle.schema, PandasBlockSchema) for bundle in bundles)
         large = sum(bundle.size_bytes() for bundle in bundles) > gather.COPIED_BYTES
@@ -205,7 +205,7 @@ def _refused_here(context):
 @contextlib.contextmanager
 def quiet():
     """Ray Data tells of its plan and progress at length; the trainer has a line of its own."""
-    levels = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
+    levels = {"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}
     before = {name: logging.getLogger(name).level for name in levels}
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
@@ -240,11 +240,9 @@ class _NeedsNoCpu(logging.Filter):
 def limit_footer_readers(dataset) -> None:
     """Lists Parquet files with no more actors than an eighth of the cluster's CPUs.
 
-    Ray 2.60 starts 32 for each listing unless an environment variable of its own says otherwise, and takes the number
-    when `read_parquet` is called. On two cores their processes alone took 6 to 70 s for one small file.
+    Ray starts 32 for each listing since 2.60, unless an environment variable of its own says otherwise, and takes the
+    number when `read_parquet` is called. On two cores their processes alone took 6 to 70 s for one small file.
     """
     most = max(1, int(ray.cluster_resources().get("CPU", 1)) // 8)
-    for operator in dataset._logical_plan.dag.post_order_iter():
-        indexer = getattr(operator, "file_indexer", None)
-        if hasattr(indexer, "_num_actors"):
-            indexer._num_actors = min(indexer._num_actors, most)
+    for operator in last_operator(dataset).post_order_iter():
+        ray_data.limit_footer_readers(operator, most)

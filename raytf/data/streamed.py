@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
+from raytf.compat import ray_data
 from raytf.data import partitions
 from raytf.data import stored as stored_module
 from raytf.data.partitions import AT_ONCE, Partitions
@@ -305,7 +306,7 @@ class EpochRead:
     def _execute(self, indices: np.ndarray) -> bool:
         """Reads some pieces; whether to go on."""
         here = ray.get_runtime_context().get_node_id()
-        with partitions.executed(self._pieces.dataset(indices)) as bundles:
+        with ray_data.executed(self._pieces.dataset(indices)) as bundles:
             for bundle in bundles:
                 known = ray.experimental.get_local_object_locations(bundle.block_refs)
                 for block in bundle.blocks:

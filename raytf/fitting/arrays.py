@@ -17,11 +17,12 @@ import pandas as pd
 import pyarrow as pa
 import ray
 import tensorflow as tf
-from keras.src import tree
-from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras import tree
 from ray.data.extensions import ArrowTensorArray
 
+from raytf.compat.keras import array_slicing, data_adapter_utils
 from raytf.data import columns
+from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import Column, Columns
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
@@ -38,14 +39,14 @@ class Data:
     Args:
         dataset: a `ray.data.Dataset` that is still to be read, or None.
         table: the rows, where they are in memory.
-        specs: parsed columns by role.
+        batch: what a batch consists of.
         structure: (x, y, sample weights) as far as there are any, with the name of a column for each tensor, where that
-            is not what `specs` say; else None.
+            is not what `batch` says; else None.
     """
 
     dataset: Any
     table: pa.Table | None
-    specs: dict[str, Any]
+    batch: BatchSpec
     structure: tuple | None = None
 
     @property
@@ -56,8 +57,8 @@ class Data:
     def head(self, rows: int) -> Data:
         """The first rows alone."""
         if self.table is None:
-            return Data(self.dataset.limit(rows), None, self.specs, self.structure)
-        return Data(None, self.table.slice(0, rows), self.specs, self.structure)
+            return Data(self.dataset.limit(rows), None, self.batch, self.structure)
+        return Data(None, self.table.slice(0, rows), self.batch, self.structure)
 
     def stored(self) -> StoredDataset:
         """The table in Ray's object store."""
@@ -125,17 +126,19 @@ def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> 
         raise ConfigError(
             "Rows with columns need features= (and labels=), which name columns", f"{name}= alone", "Name the columns"
         )
-    specs = {
-        role: columns.parse(spec, shown)
-        for role, shown, spec in zip(
-            _ROLES, ("features", "labels", "sample_weight"), (features, labels, sample_weight), strict=True
-        )
-    }
+    batch = BatchSpec(
+        **{
+            role: columns.parse(spec, shown)
+            for role, shown, spec in zip(
+                _ROLES, ("features", "labels", "sample_weight"), (features, labels, sample_weight), strict=True
+            )
+        }
+    )
     table = x
     if isinstance(x, (str, os.PathLike)):
-        return Data(_parquet(x, name), None, specs)
+        return Data(_parquet(x, name), None, batch)
     if isinstance(x, ray.data.Dataset):
-        return Data(x, None, specs)
+        return Data(x, None, batch)
     if isinstance(x, pd.DataFrame):
         table = pa.Table.from_pandas(x, preserve_index=False)
     elif isinstance(x, Mapping):
@@ -146,10 +149,9 @@ def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> 
             f"{name} of type {type(x).__name__}",
             "Leave them out for arrays",
         )
-    for role, spec in specs.items():
-        columns.check_names(spec, table.column_names, role)
+    batch.check(table.column_names)
     _check_rows(table.num_rows, name)
-    return Data(None, table, specs)
+    return Data(None, table, batch)
 
 
 def _parquet(path, name: str):
@@ -198,7 +200,7 @@ def _arrays(x, y, sample_weight, class_weight, name: str) -> Data:
             one = lambda column: Columns((Column(column, ragged=_is_lists(table, column)),), False)
             flat = names if plain else {column: column for column in tree.flatten(names)}
             specs[role] = one(flat) if isinstance(flat, str) else {key: one(column) for key, column in flat.items()}
-    return Data(None, table, specs, None if plain else structure)
+    return Data(None, table, BatchSpec(**specs), None if plain else structure)
 
 
 def _is_lists(table: pa.Table, column: str) -> bool:

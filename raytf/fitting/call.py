@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -13,13 +14,16 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import backend, tree
+from keras import tree
 from ray.train import RunConfig, ScalingConfig
 
+from raytf.compat import keras_objects
+from raytf.compat.keras import compute_output_spec
 from raytf.console import progress
 from raytf.console.output import Output
-from raytf.data import columns, ingest, streamed
+from raytf.data import ingest, streamed
 from raytf.data.feed import Feed
+from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, TrainingError
 from raytf.fitting import arrays, fit_worker, transport, warm
@@ -27,7 +31,7 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.connection import connect
 from raytf.runtime.processes import worker_environment
-from raytf.train.backend import TensorflowConfig
+from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit
 
@@ -58,12 +62,11 @@ class Call:
         if not datasets:
             return
         self._connect()
-        self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].specs)
+        self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
         for name, found in self._found.items():
             if not found.rows:
                 raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
-            for role, spec in self._parts[name].specs.items():
-                columns.check_names(spec, found.columns, role)
+            self._parts[name].batch.check(found.columns)
 
     def _connect(self) -> None:
         bundles = resources.bundles(self._scaling)
@@ -79,7 +82,7 @@ class Call:
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
             blocks = self._found[name]
-        feed = Feed(blocks, **part.specs, global_batch=2, shuffle="none", shapes_only=True)
+        feed = Feed(blocks, part.batch, Sampling(global_batch=2, shuffle="none"), shapes_only=True)
         return fit_worker.structured(feed.dataset(), part.structure)
 
     def build(self, do: str) -> float:
@@ -139,8 +142,8 @@ class Call:
             order = shuffle if name == "train" else "none"
             if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
-            feed = {"blocks": blocks, **part.specs, "global_batch": batches[name], "seed": seed, "shuffle": order}
-            rows[name] = fit_worker.Rows(feed=feed, structure=part.structure)
+            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order)
+            rows[name] = fit_worker.Rows(dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure)
         settings = transport.settings()
         key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()
         self._sending = {"key": key, "values": self._values, "settings": settings, "folder": os.getcwd()}
@@ -154,11 +157,11 @@ class Call:
         Raises:
             TrainingError: one failed.
         """
-        config = TensorflowConfig(seed=0)
+        setup = WorkerSetup(config=TensorflowConfig(seed=0))
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
         try:
-            self._group = warm.take(self._scaling, self._run, config)
+            self._group = warm.take(self._scaling, self._run, setup)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
@@ -240,7 +243,7 @@ class Call:
 
 def _build_rest(model, spec) -> None:
     """Layers that only a `train_step` of the user's uses are built by tracing it; nothing runs."""
-    layers = [layer for layer in model._flatten_layers(include_self=False) if not layer.built]
+    layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
     if layers and not model.run_eagerly and type(model).train_step is not keras.Model.train_step:
         tf.function(model.train_step).get_concrete_function(spec)
 
@@ -254,13 +257,16 @@ def _check_shapes(model, spec, with_loss: bool) -> float:
         return 0.0
 
     def example(one):
-        return backend.KerasTensor((2, *(size or 1 for size in one.shape[1:])), backend.standardize_dtype(one.dtype))
+        return keras.KerasTensor(
+            (2, *(size or 1 for size in one.shape[1:])), keras.backend.standardize_dtype(one.dtype)
+        )
 
     data = tf.nest.map_structure(example, spec)
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-    outputs = backend.compute_output_spec(model, x, training=False)
-    if with_loss and y is not None and model._compile_loss is not None:
-        backend.compute_output_spec(model._compute_loss, x, y, outputs, sample_weight=weights, training=False)
+    outputs = compute_output_spec(model, x, training=False)
+    if with_loss and y is not None and keras_objects.compiled_parts(model)[0] is not None:
+        loss = functools.partial(keras_objects.step_loss, model)
+        compute_output_spec(loss, x, y, outputs, sample_weight=weights, training=False)
     return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,12 +10,15 @@ import numpy as np
 import pyarrow as pa
 import ray
 import tensorflow as tf
-from keras.src import tree
-from keras.src.random.seed_generator import make_default_seed
+from keras import tree
 from ray.data.extensions import ArrowTensorArray
 from ray.train import RunConfig, ScalingConfig
 
 from raytf import validation
+from raytf.compat import keras_objects
+from raytf.compat.keras import make_default_seed
+from raytf.compat.ray_train import resources_per_worker
+from raytf.data.columns import ColumnSpecs
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
@@ -30,30 +33,30 @@ _CHUNK_BYTES = 32 << 20
 
 
 def fit(
-    model,
-    x=None,
-    y=None,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: str | int = "auto",
-    callbacks=None,
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
     validation_split: float = 0.0,
-    validation_data=None,
+    validation_data: Any = None,
     shuffle: bool = True,
     class_weight: Mapping[int, float] | None = None,
-    sample_weight=None,
+    sample_weight: Any = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq=1,
+    validation_freq: int | Sequence[int] = 1,
     *,
-    features=None,
-    labels=None,
+    features: ColumnSpecs | None = None,
+    labels: ColumnSpecs | None = None,
     num_workers: int | None = None,
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
-):
+) -> keras.callbacks.History:
     """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
 
     The model travels to the workers as it is, with classes and functions of a notebook, and its weights, optimizers,
@@ -144,22 +147,22 @@ def fit(
 
 
 def evaluate(
-    model,
-    x=None,
-    y=None,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
     batch_size: int | None = None,
     verbose: str | int = "auto",
-    sample_weight=None,
+    sample_weight: Any = None,
     steps: int | None = None,
-    callbacks=None,
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
     return_dict: bool = False,
     *,
-    features=None,
-    labels=None,
+    features: ColumnSpecs | None = None,
+    labels: ColumnSpecs | None = None,
     num_workers: int | None = None,
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
-):
+) -> Any:
     """Evaluates a compiled model on several workers, as `model.evaluate` would in this process.
 
     Args:
@@ -193,24 +196,24 @@ def evaluate(
         (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
         call.objects.assign(told[0]["values"])
         logs = told[0]["logs"]
-        return logs if return_dict else model._flatten_metrics_in_order(logs)
+        return logs if return_dict else keras_objects.in_order(model, logs)
     finally:
         call.close()
 
 
 def predict(
-    model,
-    x,
+    model: keras.Model,
+    x: Any,
     batch_size: int | None = None,
     verbose: str | int = "auto",
     steps: int | None = None,
-    callbacks=None,
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
     *,
-    features=None,
+    features: ColumnSpecs | None = None,
     num_workers: int | None = None,
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
-):
+) -> Any:
     """Predicts on several workers, as `model.predict` would in this process: one row out for each row in, in order.
 
     Args:
@@ -304,10 +307,10 @@ def _check_model(model, method: str) -> None:
         )
     if not model.compiled:
         raise ConfigError(f"raytf.{method} needs a compiled model", f"{model.name!r}", "Call model.compile(...) first")
-    if model._distribute_strategy is not None:
+    if keras_objects.given_strategy(model) is not None:
         raise ConfigError(
             f"raytf.{method} takes a model of this process, and gives it to the workers' strategy itself",
-            f"one that was made in the scope of a {type(model._distribute_strategy).__name__}",
+            f"one that was made in the scope of a {type(keras_objects.given_strategy(model)).__name__}",
             "Make the model outside of the scope",
         )
 
@@ -347,7 +350,7 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
 def _check_batch(batch_size, workers: ScalingConfig, name: str) -> int:
     batch_size = _BATCH if batch_size is None else batch_size
     validation.check_whole(name, batch_size, 1)
-    devices = max(1, int(workers._resources_per_worker_not_none.get("GPU", 0)))
+    devices = max(1, int(resources_per_worker(workers).get("GPU", 0)))
     per_replica_batch(int(batch_size), workers.num_workers * devices)
     return int(batch_size)
 

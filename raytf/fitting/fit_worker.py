@@ -13,7 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytf.compat import keras_objects
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.sampling import Sampling
+from raytf.data.stored import StoredDataset
+from raytf.data.streamed import StreamedDataset
 from raytf.parallel import model_optimizers
+from raytf.runtime.topology import Shard
 from raytf.train.worker_group import GroupWorker
 
 # Of the model that is here: its key, itself, its objects, and the function that predicts.
@@ -44,11 +50,13 @@ class Rows:
     """A dataset on its way to the workers.
 
     Args:
-        feed: arguments of a `feed.Feed`, without those that say who reads.
+        dataset, batch, sampling: see `feed.Feed`.
         structure: see `arrays.Data`.
     """
 
-    feed: dict[str, Any]
+    dataset: StoredDataset | StreamedDataset
+    batch: BatchSpec
+    sampling: Sampling
     structure: tuple | None = None
 
 
@@ -126,13 +134,13 @@ def _dataset(rows: Rows, session):
     """(the feed, its dataset in the structure that the model takes)."""
     from raytf.data.feed import Feed
 
-    feed = Feed(**rows.feed, worker=session.rank, workers=session.size)
+    feed = Feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size))
     return feed, structured(feed.dataset(), rows.structure)
 
 
 def structured(dataset, structure: tuple | None):
     """A feed's dataset in the user's structure."""
-    from keras.src import tree
+    from keras import tree
 
     if structure is None:
         return dataset
@@ -168,7 +176,7 @@ def _fit(session, work: Work, model, sent, distribution) -> None:
         model.make_train_function(force=True)
     around = [steps_per_execution_module.ExecutionCallback(users), callbacks.FeedCallback(feed), *users]
     if session.rank == 0 and work.board is not None:
-        around.append(callbacks.ProgressCallback(work.board, work.rows["train"].feed["global_batch"], None))
+        around.append(callbacks.ProgressCallback(work.board, work.rows["train"].sampling.global_batch, None))
 
     class Report(keras.callbacks.Callback):
         """Hands each epoch's state to the driver, which has it when it interrupts the next one."""
@@ -208,7 +216,7 @@ def _built(model, everything) -> dict[str, tuple[list[int], list]]:
     for name, optimizer in model_optimizers.of(model).items():
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
-            trained = [everything.numbers.get(id(v)) for v in optimizer._trainable_variables]
+            trained = [everything.numbers.get(id(v)) for v in keras_objects.trained_by(optimizer)]
             found[name] = trained, [transport.value_of(v) for v in optimizer.variables]
     return found
 
@@ -247,7 +255,7 @@ def _plain(value):
 def _predict(session, work: Work, model, sent, distribution) -> None:
     """Each worker its rows of each step, alone; the driver puts them in order."""
     import numpy as np
-    from keras.src import tree
+    from keras import tree
 
     _, dataset = _dataset(work.rows["train"], session)
     step = _predict_function(model, distribution)

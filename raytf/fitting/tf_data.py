@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from raytf.compat.tensorflow import functions_of, inputs_of
 from raytf.errors import ConfigError, in_a_line
 
 _SHUFFLES = ("ShuffleDataset", "ShuffleAndRepeatDataset")
@@ -99,13 +100,13 @@ def _check_same(dataset: tf.data.Dataset, name: str) -> bool:
 
 def _all(dataset) -> Iterator:
     yield dataset
-    for one in dataset._inputs():
+    for one in inputs_of(dataset):
         yield from _all(one)
 
 
 def _operations(dataset) -> Iterator[str]:
     """Kinds of the operations in a dataset's functions, and in what these call."""
-    for function in dataset._functions():
+    for function in functions_of(dataset):
         definition = function.function.graph.as_graph_def(add_shapes=False)
         for node in (*definition.node, *(n for f in definition.library.function for n in f.node_def)):
             yield node.op

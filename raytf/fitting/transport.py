@@ -21,16 +21,11 @@ import keras
 import numpy as np
 import ray.cloudpickle
 import tensorflow as tf
-from keras.src import backend
-from keras.src.losses.loss import Loss
-from keras.src.ops.function import Function, make_node_key
-from keras.src.ops.operation import Operation
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.utils import tracking
-from keras.src.utils.backend_utils import DynamicBackend
-from tensorflow.python.distribute.values import DistributedVariable
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as TfFunction
 
+from raytf.compat import keras_objects
+from raytf.compat.keras import TRACKED, BaseOptimizer, DynamicBackend, make_node_key, tracking
+from raytf.compat.tensorflow import DistributedVariable, default_of, function_arguments
+from raytf.compat.tensorflow import Function as TfFunction
 from raytf.errors import ConfigError, in_a_line
 
 # What belongs to a process, and is made anew: of all objects, of layers and of models.
@@ -38,11 +33,10 @@ _ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_w
 _ANEW_OF_LAYERS = ("_losses", "_loss_ids", "build", "quantize")
 _ANEW_OF_MODELS = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "stop_training")
 _ANEW_OF_MODELS += ("_distribute_strategy", "_raytf_last", "_raytf_sync_batches", "_raytf_synchronize")
-_TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedOrderedDict, tracking.TrackedSet)
 _PREDICATES = {
-    "variables": lambda x: isinstance(x, backend.Variable),
-    "trainable_variables": lambda x: isinstance(x, backend.Variable) and x.trainable,
-    "non_trainable_variables": lambda x: isinstance(x, backend.Variable) and not x.trainable,
+    "variables": lambda x: isinstance(x, keras.Variable),
+    "trainable_variables": lambda x: isinstance(x, keras.Variable) and x.trainable,
+    "non_trainable_variables": lambda x: isinstance(x, keras.Variable) and not x.trainable,
     "metrics": lambda x: isinstance(x, keras.metrics.Metric),
     "layers": lambda x: isinstance(x, keras.layers.Layer) and not isinstance(x, keras.metrics.Metric),
     "seed_generators": lambda x: isinstance(x, keras.random.SeedGenerator),
@@ -74,7 +68,8 @@ class Sent:
         return {
             number: one
             for number, one in enumerate(self.objects)
-            if isinstance(one, tf.Variable) or (isinstance(one, backend.Variable) and one._value is not None)
+            if isinstance(one, tf.Variable)
+            or (isinstance(one, keras.Variable) and keras_objects.held_by(one) is not None)
         }
 
     def values(self) -> dict[int, np.ndarray]:
@@ -95,9 +90,13 @@ class Sent:
         return both
 
 
+def _has_value(variable) -> bool:
+    return keras_objects.held_by(variable) is not None
+
+
 def _locals(variable) -> list:
     """The variables of this process behind one; a read of metrics through a strategy would wait for other workers."""
-    inner = variable._value if isinstance(variable, backend.Variable) else variable
+    inner = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
     return list(inner.values) if isinstance(inner, DistributedVariable) else [inner]
 
 
@@ -126,41 +125,35 @@ class _Pickler(ray.cloudpickle.Pickler):
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     def _reduced(self, value):
-        if isinstance(value, backend.Variable):
+        if isinstance(value, keras.Variable):
             return self._variable(value)
         if isinstance(value, tf.Variable):
             return self._tf_variable(value)
         if isinstance(value, BaseOptimizer):
             return self._numbered(value, _optimizer_state(value), _set_optimizer)
-        if isinstance(value, (Operation, keras.metrics.Metric, Loss)):
+        if isinstance(value, (keras.Operation, keras.metrics.Metric, keras.Loss)):
             return self._numbered(value, _state(value), _set_operation)
         if isinstance(value, keras.callbacks.Callback):
             state = {k: v for k, v in vars(value).items() if k not in _OF_A_TRAINING}
             return self._numbered(value, state, _set_callback)
         if isinstance(value, tracking.Tracker):
             return _new, (type(value),), _tracker_state(value), None, None, _set_tracker
-        if isinstance(value, _TRACKED):
+        if isinstance(value, TRACKED):
             items = dict.copy(value) if isinstance(value, dict) else list(value)
             return _new_tracked, (type(value),), (value.tracker, items), None, None, _set_tracked
         if isinstance(value, DynamicBackend):
-            return DynamicBackend, (value._backend,)
+            return DynamicBackend, (keras_objects.backend_of(value),)
         return self._of_tensorflow(value)
 
     def _of_tensorflow(self, value):
         if isinstance(value, TfFunction):
-            given = {
-                "input_signature": value.input_signature,
-                "autograph": value._autograph,
-                "jit_compile": value._jit_compile,
-                "reduce_retracing": value._reduce_retracing,
-            }
-            return _tf_function, (value._python_function, given)
+            return _tf_function, function_arguments(value)
         if isinstance(value, tf.lookup.StaticHashTable):
             keys, values = value.export()
-            return _static_table, (keys.numpy(), values.numpy(), _types(value), value._default_value.numpy())
+            return _static_table, (keys.numpy(), values.numpy(), _types(value), default_of(value).numpy())
         if isinstance(value, tf.lookup.experimental.MutableHashTable):
             keys, values = value.export()
-            return _mutable_table, (keys.numpy(), values.numpy(), _types(value), value._default_value.numpy())
+            return _mutable_table, (keys.numpy(), values.numpy(), _types(value), default_of(value).numpy())
         if isinstance(value, tf.random.Generator):
             return _generator, (value.state.numpy(), value.algorithm)
         if isinstance(value, tf.distribute.Strategy):
@@ -176,7 +169,7 @@ class _Pickler(ray.cloudpickle.Pickler):
         state = _plain_state(value)
         state.pop("_value")
         basic = {name: state.pop(name) for name in _BASIC}
-        content = None if value._value is None else self._content(value)
+        content = None if keras_objects.held_by(value) is None else self._content(value)
         return _new_variable, (type(value), self.sent.add(value), basic, content), state, None, None, _update
 
     def _tf_variable(self, value):
@@ -204,7 +197,7 @@ def _state(value) -> dict[str, Any]:
     anew = {*_ANEW}
     if isinstance(value, keras.layers.Layer):
         anew |= {*_ANEW_OF_LAYERS}
-    if isinstance(value, Function):
+    if isinstance(value, keras.Function):
         anew |= {"_nodes"}  # names by the ids of objects
     if isinstance(value, keras.Model):
         anew |= {*_ANEW_OF_MODELS}
@@ -262,7 +255,7 @@ def _new_variable(kind, number, basic, content):
     vars(value).update(basic, _value=None, _initializer=None, _regularizer=None, _constraint=None)
     vars(value).update(_overwrite_with_gradient=False, _layout=None)
     if content is not None:
-        value._initialize(_content_of(number, content))
+        keras_objects.initialize(value, _content_of(number, content))
     return _came(value, number)
 
 
@@ -291,17 +284,18 @@ def _set_operation(value, state) -> None:
         strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
         vars(value).update(train_function=None, test_function=None, predict_function=None)
         vars(value).update(_distribute_strategy=strategy, stop_training=False)
-    if isinstance(value, Function):
+    if isinstance(value, keras.Function):
         _reading.after.append(lambda: _name_nodes(value))
 
 
 def _name_nodes(function) -> None:
     """What `map_graph` calls the nodes of a function; `get_config` asks for these."""
-    nodes = {id(node) for group in function._nodes_by_depth.values() for node in group}
+    by_depth, operations = keras_objects.graph_of(function)
+    nodes = {id(node) for group in by_depth.values() for node in group}
     vars(function)["_nodes"] = {
         make_node_key(operation, index)
-        for operation in function._operations
-        for index, node in enumerate(operation._inbound_nodes)
+        for operation in operations
+        for index, node in enumerate(keras_objects.nodes_of(operation))
         if id(node) in nodes
     }
 
@@ -312,7 +306,7 @@ def _set_optimizer(optimizer, state) -> None:
 
     def index():
         trained = getattr(optimizer, "_trainable_variables", [])
-        keys = [optimizer._var_key(v) for v in trained]
+        keys = [keras_objects.key_of(optimizer, v) for v in trained]
         vars(optimizer)["_trainable_variables_indices"] = {key: i for i, key in enumerate(keys)}
         if excluded is not None:
             vars(optimizer)["_exclude_from_weight_decay"] = {keys[i] for i in excluded}

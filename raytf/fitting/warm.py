@@ -17,6 +17,8 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.placement_group import placement_group_table
 
+from raytf.compat import ray_core
+from raytf.compat.ray_train import label_selectors
 from raytf.console.progress import Entries
 from raytf.fitting.fit_worker import FitWorker
 from raytf.runtime import connection
@@ -40,26 +42,25 @@ class Group:
     """Workers, and what of the cluster is theirs.
 
     Args:
-        scaling_config, run_config, tensorflow_config: of the workers.
+        scaling_config, run_config, setup: of the workers.
 
     Attributes:
         model: key of the model that the workers have, or None.
     """
 
-    def __init__(self, scaling_config, run_config, tensorflow_config):
-        self.key = _key(scaling_config, run_config, tensorflow_config)
+    def __init__(self, scaling_config, run_config, setup):
+        self.key = _key(scaling_config, run_config, setup)
         self.model: str | None = None
         self._warned = Entries("warned")
         self._reservation = Reservation({})
         workers, each = scaling_config.num_workers, per_worker(scaling_config)
-        selectors = scaling_config._label_selector_per_worker(workers)
+        selectors = label_selectors(scaling_config, workers)
         self._reservation.take(workers, each, scaling_config.placement_strategy, selectors)
         try:
             environment = worker_environment(run_config, scaling_config)
-            tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
             group = self._reservation.group
-            tensorflow_config = dataclasses.replace(tensorflow_config, warned=self._warned)
-            self.worker_group = WorkerGroup(tensorflow_config, each, workers, environment, group=group, kind=FitWorker)
+            setup = dataclasses.replace(setup, warned=self._warned)
+            self.worker_group = WorkerGroup(setup, each, workers, environment, group=group, kind=FitWorker)
         except BaseException:
             self._reservation.drop()
             raise
@@ -84,11 +85,11 @@ class Group:
         self._warned.clear()
 
 
-def _key(scaling_config, run_config, tensorflow_config) -> str:
+def _key(scaling_config, run_config, setup) -> str:
     of = (
         sorted(vars(scaling_config).items(), key=str),
         run_config.worker_runtime_env,
-        tensorflow_config.to_dict(),
+        setup,
         _session(),
     )
     return repr(of)
@@ -149,25 +150,25 @@ class _Shelf:
 
 def wanted() -> bool:
     """Whether anything in the cluster waits for resources."""
-    state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
+    state = get_cluster_resource_state(ray_core.gcs_client())
     return bool(state.pending_resource_requests or state.pending_gang_resource_requests)
 
 
 _shelf = _Shelf()
 
 
-def take(scaling_config, run_config, tensorflow_config) -> Group:
+def take(scaling_config, run_config, setup) -> Group:
     """The workers of the last call, if they are of the same kind, or new ones.
 
     Args:
-        scaling_config, run_config, tensorflow_config: of the workers.
+        scaling_config, run_config, setup: of the workers.
     """
     group = _shelf.take()
-    if group is not None and group.key == _key(scaling_config, run_config, tensorflow_config) and group.answers():
+    if group is not None and group.key == _key(scaling_config, run_config, setup) and group.answers():
         return group
     if group is not None:
         group.close()
-    return Group(scaling_config, run_config, tensorflow_config)
+    return Group(scaling_config, run_config, setup)
 
 
 def give_back(group: Group) -> None:

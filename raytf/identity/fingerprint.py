@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.fs
 import ray
 
+from raytf.compat import keras_objects, ray_data
 from raytf.data.columns import flat
 from raytf.data.stored import as_table
 from raytf.identity import contents
@@ -131,11 +132,11 @@ def _told(model, sure: bool) -> dict[str, Any]:
 
 
 def _layers(model) -> list:
-    return list(model._flatten_layers(include_self=False, recursive=True))
+    return keras_objects.layers_of(model, with_itself=False)
 
 
 def _layer(layer, sure: bool) -> dict[str, Any]:
-    from keras.src.models.functional import Functional
+    from raytf.compat.keras import Functional
 
     graph = {"graph": _graph(layer)} if isinstance(layer, Functional) else {}
     return {"class": type(layer).__name__, **_own_config(layer, sure), **graph}
@@ -148,8 +149,8 @@ def _own_config(layer, sure: bool) -> dict[str, Any]:
     user's class; {"values"} that no training changes.
     """
     import keras
-    from keras.src.models.functional import Functional
-    from keras.src.utils.python_utils import is_default
+
+    from raytf.compat.keras import Functional, is_default
 
     found: dict[str, Any] = {}
     reader = Reader(_LEFT_OUT, tensors=sure)
@@ -177,7 +178,8 @@ def _values(layer, sure: bool) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     sure = sure or isinstance(layer, keras.layers.Normalization)
-    for variable in layer._non_trainable_variables + ([] if layer.trainable else layer._trainable_variables):
+    trained, others = keras_objects.own_variables(layer)
+    for variable in others + ([] if layer.trainable else trained):
         if "string" in str(variable.dtype):
             continue
         value = np.asarray(keras.ops.convert_to_numpy(variable))
@@ -206,17 +208,16 @@ def _graph(model) -> str | None:
     import keras
 
     operations = getattr(model, "operations", None)
-    nodes = getattr(model, "_nodes", None)
+    nodes = keras_objects.graph_nodes(model)
     if not operations or nodes is None:
         return None
-    from keras.src.models.functional import Functional
-    from keras.src.ops.function import make_node_key
+    from raytf.compat.keras import Functional, make_node_key
 
     places = {id(operation): i for i, operation in enumerate(operations)}
 
     def argument(value):
         if isinstance(value, keras.KerasTensor):
-            operation, _, index = value._keras_history
+            operation, _, index = keras_objects.history_of(value)
             return ["tensor", places.get(id(operation)), index]
         if isinstance(value, Mapping):
             return {str(k): argument(v) for k, v in value.items()}
@@ -228,7 +229,7 @@ def _graph(model) -> str | None:
     for operation in operations:
         own = [
             [argument(node.arguments.args), argument(node.arguments.kwargs)]
-            for i, node in enumerate(operation._inbound_nodes)
+            for i, node in enumerate(keras_objects.nodes_of(operation))
             if make_node_key(operation, i) in nodes
         ]
         is_layer = isinstance(operation, (keras.Layer, Functional))
@@ -247,7 +248,7 @@ def _optimizer(optimizer) -> dict[str, Any]:
     reader = Reader(tensors=False)
     config = config_of(optimizer)
     if "learning_rate" not in config and inner is None:
-        config = config | {"learning_rate": getattr(optimizer, "_learning_rate", None)}
+        config = config | {"learning_rate": keras_objects.rate_of(optimizer)}
     left_out = _LEFT_OUT | {"inner_optimizer", "jit_compile"}
     found = {
         "class": type(optimizer).__name__,
@@ -263,7 +264,8 @@ def _optimizer(optimizer) -> dict[str, Any]:
 def _loss(value: Any) -> Any:
     """A loss by its function, whether it was given by name, as a function or as an object."""
     import keras
-    from keras.src.losses.losses import LossFunctionWrapper
+
+    from raytf.compat.keras import LossFunctionWrapper
 
     try:
         value = keras.losses.get(value)
@@ -271,7 +273,7 @@ def _loss(value: Any) -> Any:
         return described(value)
     reduction, given = "sum_over_batch_size", {}
     if isinstance(value, LossFunctionWrapper) and not is_users_object(value):
-        reduction, given, value = value.reduction, value._fn_kwargs, value.fn
+        reduction, given, value = value.reduction, keras_objects.loss_arguments(value), value.fn
     if not callable(value) or isinstance(value, keras.losses.Loss):
         return described(value, frozenset({"name"}))
     usual = inspect.signature(value).parameters
@@ -323,7 +325,7 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
         their last bytes, not by times: a copy is the same. Data in memory is told apart by all of its rows, and above 1
         GiB by a sample of them, evenly spaced over all blocks.
     """
-    operators = list(dataset._logical_plan.dag.post_order_iter())
+    operators = list(ray_data.last_operator(dataset).post_order_iter())
     steps = [op for op in operators if op.input_dependencies]
     return {
         "rows": rows,
@@ -347,11 +349,12 @@ def _source(operator) -> dict[str, Any]:
         filesystem = operator.filesystem or pyarrow.fs.LocalFileSystem()
         files = _listed(filesystem, operator.paths)
         return {"files": len(files), "bytes": sum(size for _, _, size in files), "content": _content(filesystem, files)}
-    if hasattr(datasource, "_paths") and hasattr(datasource, "_file_sizes"):
-        names, sizes = list(datasource._paths()), [int(size or 0) for size in datasource._file_sizes()]
+    listed = ray_data.listed_files(datasource)
+    if listed is not None:
+        names, sizes, filesystem = listed
         root = posixpath.commonpath([posixpath.dirname(name) for name in names])
         files = sorted((posixpath.relpath(n, root or "."), n, s) for n, s in zip(names, sizes, strict=True))
-        content = _content(datasource._filesystem, files)
+        content = _content(filesystem, files)
         return {"files": len(files), "bytes": sum(sizes), "content": content}
     if datasource is not None:
         return {"class": datasource.get_name()}

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from raytf.compat.patching import patched
 from raytf.identity.config_keys import Noted
 
 # Longer lists, texts and descriptions are kept as a hash: a vocabulary, a table of constants.
@@ -395,7 +396,7 @@ def config_of(value: Any) -> dict[str, Any]:
 def _without_sources():
     """Lets Keras serialize a lambda without its source, which it puts into a warning, and which a notebook's cell that
     was sent to another process does not have."""
-    from keras.src.saving import serialization_lib
+    from raytf.compat.keras import serialization_lib
 
     class Sourceless:
         getsource = staticmethod(lambda function: "")
@@ -403,14 +404,9 @@ def _without_sources():
         def __getattr__(self, name):
             return getattr(inspect, name)
 
-    before = serialization_lib.inspect
-    serialization_lib.inspect = Sourceless()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        serialization_lib.inspect = before
+    with patched(serialization_lib, "inspect", Sourceless()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def live_config(value: Any, config: Mapping, reader: Reader, left_out: frozenset[str] = frozenset()) -> dict[str, Any]:

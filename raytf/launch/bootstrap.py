@@ -111,7 +111,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def _prepare(ports: tuple[int, int]) -> None:
     from raytf.worker import context
 
-    _prepared.enter_context(context.prepared(settings.Settings(ports=ports)))
+    _prepared.enter_context(context.prepared(settings.WorkerSetup(config=settings.TensorflowConfig(ports=ports))))
 
 
 def _show(kind, error, traceback) -> None:

@@ -12,12 +12,13 @@ from keras.callbacks import (
     BackupAndRestore,
     CSVLogger,
     ModelCheckpoint,
-    OrbaxCheckpoint,
     RemoteMonitor,
     TensorBoard,
 )
 
 from raytf.collectives import communicator
+from raytf.compat import keras_objects
+from raytf.compat.versions import at_least
 from raytf.parallel import chief_callbacks, double_writes, model_optimizers
 from raytf.storage import scratch
 
@@ -29,7 +30,8 @@ WRITERS = {
     CSVLogger: "filename",
 }
 # Those that write or send in a way that no attribute leads elsewhere.
-_ALONE = (OrbaxCheckpoint, RemoteMonitor)
+_ORBAX = (keras.callbacks.OrbaxCheckpoint,) if at_least("keras", 3, 14) else ()
+_ALONE = (*_ORBAX, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
@@ -49,8 +51,10 @@ class _Agreement(keras.callbacks.Callback):
             for variable, old, value in zip(group, local, values, strict=True):
                 if not np.array_equal(old, value):
                     variable.assign(value)
-        (first_epoch,) = communicator.from_chief(model.distribute_strategy, [np.int64(model._initial_epoch or 0)])
-        model._initial_epoch = int(first_epoch) or None
+        (first_epoch,) = communicator.from_chief(
+            model.distribute_strategy, [np.int64(keras_objects.first_epoch(model))]
+        )
+        keras_objects.set_first_epoch(model, int(first_epoch))
 
     def on_epoch_end(self, epoch, logs=None):
         model = self.model
@@ -79,13 +83,13 @@ class _BatchAgreement(_Agreement):
 def settable_rate(optimizer):
     """The learning-rate variable that callbacks can set, or None under a schedule."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    rate = getattr(inner, "_learning_rate", None)
+    rate = keras_objects.rate_of(inner)
     return rate if isinstance(rate, keras.Variable) else None
 
 
 def looks_at_batches(callback) -> bool:
     """Whether a callback reads the logs of single training batches, or may stop the training between two."""
-    if isinstance(callback, (ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint)):
+    if isinstance(callback, (ModelCheckpoint, BackupAndRestore, *_ORBAX)):
         return callback.save_freq != "epoch"
     if type(callback) is TensorBoard:
         return callback.update_freq != "epoch"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import weakref
 
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.tensorflow import trainer as tf_trainer
-from keras.src.trainers.epoch_iterator import EpochIterator
+from keras import tree
 
 from raytf.collectives.communicator import local_replicas, many_replicas, spans_workers
+from raytf.compat import keras_objects
+from raytf.compat.keras import EpochIterator, backend_trainer
+from raytf.compat.patching import overrides, patch
 from raytf.data import worker_part
-from raytf.parallel import model_optimizers, step
+from raytf.parallel import model_optimizers
 
 
-class _EpochIterator(tf_trainer.TFEpochIterator):
+class _EpochIterator(backend_trainer.TFEpochIterator):
     """Follows `steps_per_execution` when it changes within an epoch, where the number of batches is known."""
 
+    @overrides(EpochIterator)
     def _enumerate_iterator(self):
         if self.steps_per_epoch or not self._num_batches:
             yield from super()._enumerate_iterator()
@@ -55,13 +57,16 @@ class _WorkerEpochIterator(_EpochIterator):
             return dataset
         return worker_part.distributed(dataset, strategy)
 
+    @overrides(EpochIterator)
     def reset(self):
         super().reset()
         if getattr(self.data_adapter, "_raytf_unknown_batches", False):
             self._num_batches = None
 
 
-def epoch_iterator(*args, distribute_strategy=None, **kwargs):
+@patch((backend_trainer, "TFEpochIterator"))
+def epoch_iterator(original, *args, distribute_strategy=None, **kwargs):
+    """The iterator of `fit` takes this worker's part as it is, and follows `steps_per_execution`."""
     kind = _WorkerEpochIterator if many_replicas(distribute_strategy) else _EpochIterator
     made = kind(*args, distribute_strategy=distribute_strategy, **kwargs)
     _newest[:] = [weakref.ref(made)]
@@ -86,12 +91,14 @@ def _example_batch(iterator, strategy):
     return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
 
 
-def maybe_symbolic_build(self, iterator=None, data_batch=None):
+@patch((backend_trainer.TensorFlowTrainer, "_maybe_symbolic_build"))
+def maybe_symbolic_build(original, self, iterator=None, data_batch=None):
+    """Builds from shapes: Keras reads a batch, and reduces it over replicas as if it were a tensor."""
     strategy = self.distribute_strategy
     if not many_replicas(strategy):
-        return step.originals["_maybe_symbolic_build"](self, iterator, data_batch)
+        return original(self, iterator, data_batch)
     built = (self.built or not model_optimizers.has_call(self)) and all(
-        part is None or part.built for part in (self._compile_metrics, self._compile_loss, self.optimizer)
+        part is None or part.built for part in (*keras_objects.compiled_parts(self), self.optimizer)
     )
     if built:
         return None

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from raytf.collectives import gradient_ring
 from raytf.collectives.communicator import all_sum, local_replicas, wide
+from raytf.compat import keras_objects
 from raytf.parallel import model_optimizers, step
 
 _every: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -51,5 +52,5 @@ def averaged_at_ends(model) -> list:
     """Variables that are local between the ends of epochs: parameters, and floating slots of the optimizers."""
     if every(model.distribute_strategy) == 1:
         return []
-    slots = [v for o in model_optimizers.of(model).values() for v in o.variables if v is not o._learning_rate]
+    slots = [v for o in model_optimizers.of(model).values() for v in o.variables if v is not keras_objects.rate_of(o)]
     return [v for v in (*model.trainable_variables, *slots) if "float" in v.dtype]

@@ -6,19 +6,24 @@ import contextlib
 import functools
 import threading
 
+import keras
 import tensorflow as tf
-from keras.src import tree
-from keras.src.losses import loss as loss_module
+from keras import tree
 
 from raytf.collectives import communicator
 from raytf.collectives.communicator import all_sum
+from raytf.compat import keras_objects
+from raytf.compat.keras import compile_utils, loss_module
+from raytf.compat.patching import patch
 from raytf.parallel import step as step_module
 
 
-def reduce_weighted_values(values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None):
+@patch((loss_module, "reduce_weighted_values"))
+def reduce_weighted_values(
+    original, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
+):
     """A worker's loss, such that the mean over workers weighted with their rows is the loss of the global batch."""
     step = step_module.current()
-    original = step_module.originals["reduce_weighted_values"]
     loss = original(values, sample_weight, mask, reduction, dtype)
     if step is None or reduction in (None, "none") or len(values.shape) == 0:
         return loss
@@ -74,9 +79,9 @@ def _has_rows(y_pred) -> bool:
     return all(len(t.shape) > 0 for t in tree.flatten(y_pred) if t is not None)
 
 
-def loss_call(self, y_true, y_pred, sample_weight=None):
+@patch((loss_module.Loss, "__call__"))
+def loss_call(original, self, y_true, y_pred, sample_weight=None):
     """`Loss.__call__`; where `call` returns a scalar of its own, it is given the global batch."""
-    original = step_module.originals["Loss.__call__"]
     step = step_module.current()
     if step is None or getattr(step_module.state, "whole_batch", False) or not _has_rows(y_pred):
         return original(self, y_true, y_pred, sample_weight)
@@ -134,15 +139,20 @@ class _UserLoss:
             return _whole_batch_loss(step, self.loss, y_true, y_pred, sample_weight)
 
 
-def compile_loss_build(self, y_true, y_pred):
-    step_module.originals["CompileLoss.build"](self, y_true, y_pred)
-    for i, entry in enumerate(self._flat_losses):
+@patch((compile_utils.CompileLoss, "build"))
+def compile_loss_build(original, self, y_true, y_pred):
+    """Losses that are no plain `Loss` are wrapped, so that they, too, are given the global batch."""
+    original(self, y_true, y_pred)
+    losses = keras_objects.flat_losses(self)
+    for i, entry in enumerate(losses):
         own = type(entry.loss).__call__ is not loss_module.Loss.__call__
         if own and not isinstance(entry.loss, _UserLoss):
-            self._flat_losses[i] = entry._replace(loss=_UserLoss(entry.loss))
+            losses[i] = entry._replace(loss=_UserLoss(entry.loss))
 
 
+@patch((loss_module, "scale_loss_for_distribution"), (loss_module, "unscale_loss_for_distribution"))
 def scale_for_distribution(original, value):
+    """In a step a loss is not divided by the number of replicas: gradients are weighted with rows instead."""
     return (
         value
         if step_module.current() is not None or getattr(step_module.state, "whole_batch", False)
@@ -150,11 +160,12 @@ def scale_for_distribution(original, value):
     )
 
 
-def mean_update_state(self, values, sample_weight=None):
+@patch((keras.metrics.Mean, "update_state"))
+def mean_update_state(original, self, values, sample_weight=None):
     """`Mean.update_state`; a scalar that stands for a batch counts by the rows it stands for."""
     step = step_module.current()
     if step is not None and step.partial and sample_weight is None and len(getattr(values, "shape", (1,))) == 0:
         replicas = tf.distribute.get_replica_context().num_replicas_in_sync
         sample_weight = replicas / step.upscale(self.dtype)
         sample_weight = tf.where(step.rows > 0, sample_weight, tf.zeros_like(sample_weight))
-    return step_module.originals["Mean.update_state"](self, values, sample_weight)
+    return original(self, values, sample_weight)

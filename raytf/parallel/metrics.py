@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 
+import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.common.stateless_scope import StatelessScope
+from keras import tree
 
 from raytf.collectives import communicator
 from raytf.collectives.communicator import all_sum, local_replicas, many_replicas, wide
+from raytf.compat import keras_objects
+from raytf.compat.keras import backend_core, backend_trainer
+from raytf.compat.patching import patch
 from raytf.parallel import local_sgd
 from raytf.parallel import step as step_module
 
@@ -34,26 +37,27 @@ def synchronize(model):
     return list(zip(metrics, function(), strict=True))
 
 
-def direct_assign(self, value):
+@patch((backend_core.Variable, "_direct_assign"))
+def direct_assign(original, self, value):
     """`Variable._direct_assign`; under CentralStorageStrategy, where replicas share variables, each changes its part.
 
     Keras' metrics write what they read and something more, and TensorFlow adds what all replicas write, so that what
     was there before counted once for each of them. What is no sum becomes the mean. A replica without rows changes
     nothing.
     """
-    original = step_module.originals["Variable._direct_assign"]
     if tf.distribute.in_cross_replica_context() or not step_module.is_shared(self):
         original(self, value)
         return
-    before = tf.convert_to_tensor(self._value)
+    held = keras_objects.held_by(self)
+    before = tf.convert_to_tensor(held)
     value = tf.cast(value, before.dtype)
     step = step_module.current()
     if step is not None and id(self) in step.shared:
         value = tf.where(step.rows > 0, value, before)
     if self.aggregation == "sum":
-        self._value.assign_add(value - before)
+        held.assign_add(value - before)
     elif self.aggregation == "none":
-        tf.distribute.get_replica_context().merge_call(functools.partial(_assign_mean, self._value), args=(value,))
+        tf.distribute.get_replica_context().merge_call(functools.partial(_assign_mean, held), args=(value,))
     else:
         original(self, value)
 
@@ -97,7 +101,7 @@ def global_logs(model, logs, rows):
     """The logs that one process would have: from global metrics, or the mean over rows of what a step returned."""
     totals = synchronize(model)
     logs = logs if isinstance(logs, dict) else {}
-    with StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
+    with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
         metrics = dict(model.get_metrics_result())
         if set(logs) == set(metrics):
             return metrics
@@ -108,8 +112,10 @@ def global_logs(model, logs, rows):
     return named | tree.pack_sequence_as(others, [v / total for v in sums])
 
 
-def get_metrics_result_or_logs(self, logs):
+@patch((backend_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"))
+def get_metrics_result_or_logs(original, self, logs):
+    """Logs of an epoch are those of all workers' rows."""
     if not many_replicas(self.distribute_strategy):
-        return step_module.originals["_get_metrics_result_or_logs"](self, logs)
+        return original(self, logs)
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))
     return global_logs(self, local, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+from raytf.compat import keras_objects
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
 
@@ -16,7 +17,7 @@ def of(model) -> dict:
 
     Keras keeps the state of just these in its files. The names are the same in each process that builds the model.
     """
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
+    from raytf.compat.keras import BaseOptimizer
 
     found: dict[int, tuple[str, BaseOptimizer]] = {}
 
@@ -31,7 +32,7 @@ def of(model) -> dict:
                 look(f"{name}.{i}", part)
 
     look("optimizer", model.optimizer)
-    for i, layer in enumerate(model._flatten_layers()):
+    for i, layer in enumerate(keras_objects.layers_of(model)):
         for name in sorted(vars(layer)):
             look(f"{i}.{name}" if i else name, vars(layer)[name])
     return dict(found.values())
@@ -56,8 +57,8 @@ def build(model, data_batch) -> None:
         data_batch: tensors with the shapes and dtypes of a batch.
     """
     if has_call(model):
-        model._symbolic_build(data_batch=data_batch)
-    elif all(layer.built for layer in model._flatten_layers(include_self=False)):
+        keras_objects.build_for(model, data_batch)
+    elif all(layer.built for layer in keras_objects.layers_of(model, with_itself=False)):
         model.built = True
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -74,11 +75,11 @@ def write(folder: str, model) -> None:
     for name, optimizer in of(model).items():
         if not optimizer.built:
             continue
-        trained = [places.get(id(v)) for v in optimizer._trainable_variables]
+        trained = [places.get(id(v)) for v in keras_objects.trained_by(optimizer)]
         if None in trained:
             raise ConfigError(
                 "What an optimizer trains must belong to the model, or checkpoints do not hold it",
-                f"{name}, which trains {optimizer._trainable_variables[trained.index(None)].name!r}",
+                f"{name}, which trains {keras_objects.trained_by(optimizer)[trained.index(None)].name!r}",
                 "Make the layers attributes of the model",
             )
         noted[name] = {"class": type(optimizer).__name__, "weights": trained}

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import threading
 
+import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
 
 from raytf.collectives import gradient_ring
 from raytf.collectives.communicator import all_sum, local_replicas, wide
+from raytf.compat import keras_objects
+from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn
+from raytf.compat.patching import patch
+from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
 from raytf.errors import ConfigError
 from raytf.parallel import local_sgd
 from raytf.parallel import step as step_module
@@ -81,6 +85,7 @@ def _local_gradients(grads) -> list:
     return [g if g is None else _map_dense(lambda d: _of_rows(d, step), g) for g in grads]
 
 
+@patch((BaseOptimizer, "apply"), (keras.optimizers.LossScaleOptimizer, "apply"))
 def apply(original, self, grads, trainable_variables=None):
     """`Optimizer.apply`: sums gradients over workers first, then works as in one process."""
     if getattr(step_module.state, "reduced", False) or not step_module.in_replica_of_many():
@@ -94,28 +99,32 @@ def apply(original, self, grads, trainable_variables=None):
     with step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
         result = original(self, grads, trainable_variables)
     if local:
-        local_sgd.average_when_due(self.iterations, trainable_variables or self._trainable_variables)
+        local_sgd.average_when_due(self.iterations, trainable_variables or keras_objects.trained_by(self))
     return result
 
 
-def loss_scale_apply(self, grads, trainable_variables=None):
+@patch((keras.optimizers.LossScaleOptimizer, "_tf_apply"))
+def loss_scale_apply(original, self, grads, trainable_variables=None):
     """`LossScaleOptimizer._tf_apply`; with one replica in this process there is nothing to join.
 
     Keras calls the inner optimizer in threads of its own there, which know nothing of this step and would sum again.
     """
     if getattr(step_module.state, "reduced", False) and local_replicas(tf.distribute.get_strategy()) == 1:
-        self._common_apply(grads, trainable_variables=trainable_variables)
+        keras_objects.apply_scaled(self, grads, trainable_variables)
     else:
-        step_module.originals["_tf_apply"](self, grads, trainable_variables)
+        original(self, grads, trainable_variables)
 
 
-def all_reduce_sum_gradients(self, grads_and_vars):
+@patch((TFOptimizer, "_all_reduce_sum_gradients"))
+def all_reduce_sum_gradients(original, self, grads_and_vars):
+    """Nothing where gradients were summed before, so that clipping and accumulation see those of all."""
     if getattr(step_module.state, "reduced", False):
         return grads_and_vars
-    return step_module.originals["_all_reduce_sum_gradients"](self, grads_and_vars)
+    return original(self, grads_and_vars)
 
 
-def merge_call(self, fn, args, kwargs):
+@patch((mirrored_replica_context(), "_merge_call"))
+def merge_call(original, self, fn, args, kwargs):
     """With one replica in this process a merge call is a plain call, which may also stand inside a `tf.cond`.
 
     Raises:
@@ -124,7 +133,7 @@ def merge_call(self, fn, args, kwargs):
     graph = getattr(threading.current_thread(), "graph", None)
     nested = graph is not None and not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
     if getattr(step_module.state, "inline_merge", False) or (nested and local_replicas(self.strategy) == 1):
-        return distribute_lib.ReplicaContextBase._merge_call(self, fn, args, kwargs)
+        return plain_merge_call(self, fn, args, kwargs)
     if nested:
         raise ConfigError(
             "With several devices in one process an optimizer, and what else joins them, stands in the step itself",
@@ -132,12 +141,13 @@ def merge_call(self, fn, args, kwargs):
             "devices in each worker",
             "Start one worker for each device, or take it out",
         )
-    return step_module.originals["_merge_call"](self, fn, args, kwargs)
+    return original(self, fn, args, kwargs)
 
 
-def seed_next(self, ordered=True):
+@patch((keras.random.SeedGenerator, "next"))
+def seed_next(original, self, ordered=True):
     """Seeds count alike on all workers, and each replica draws from a stream of its own."""
-    seed = step_module.originals["SeedGenerator.next"](self, ordered)
+    seed = original(self, ordered)
     if not step_module.in_replica_of_many():
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
@@ -165,7 +175,8 @@ def _from_all_losses(step, rows, *upstream):
     return weighted(*upstream)
 
 
-def moments_sync(x, axes, keepdims):
+@patch((backend_nn, "_compute_moments_sync"))
+def moments_sync(original, x, axes, keepdims):
     """Mean and variance over the rows of all replicas, as Keras computes them, in a step of `fit`.
 
     A replica's loss is the mean over its own rows and gets its weight with the gradients, see `_reduced_gradients`.
@@ -173,7 +184,7 @@ def moments_sync(x, axes, keepdims):
     """
     step = step_module.current()
     if step is None or not step_module.in_replica_of_many():
-        return step_module.originals["_compute_moments_sync"](x, axes, keepdims)
+        return original(x, axes, keepdims)
     rows = tf.cast(step.rows, x.dtype)
     present = tf.cast(step.rows > 0, x.dtype)
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import keras
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.common import is_float_dtype
-from keras.src.trainers.data_adapters import data_adapter_utils
-from tensorflow.python.distribute.ps_values import AggregatingVariable
-from tensorflow.python.eager import context
+from keras import tree
 
 from raytf.collectives.communicator import all_sum, many_replicas
+from raytf.compat import keras_objects
+from raytf.compat.keras import backend_core
+from raytf.compat.patching import patch
+from raytf.compat.tensorflow import AggregatingVariable, context
 
 # Of the replica that this thread traces or runs: "step", and how `multiworker_gradients` is at work in it.
 state = threading.local()
-# What `trainer.install` replaced, by name.
-originals: dict[str, object] = {}
 
 
 class Step:
@@ -114,18 +113,20 @@ def step_variables(model) -> list:
     Those of synchronized layers are left out: they follow the rows of all replicas. So do numbers that are no floats:
     a step that is counted is one on every replica, and a condition on the count must hold on all or none.
     """
-    own = [layer for layer in model._flatten_layers() if not getattr(layer, "synchronized", False)]
-    states = [v for layer in own for v in layer._non_trainable_variables if is_float_dtype(v.dtype)]
+    own = [layer for layer in keras_objects.layers_of(model) if not getattr(layer, "synchronized", False)]
+    states = [
+        v for layer in own for v in keras_objects.own_variables(layer)[1] if keras.backend.is_float_dtype(v.dtype)
+    ]
     return list({id(v): v for v in (*model.metrics_variables, *states)}.values())
 
 
-def initialize(self, initializer):
+@patch((backend_core.Variable, "_initialize_with_initializer"))
+def initialize(original, self, initializer):
     """`Variable._initialize_with_initializer`; what a step makes while it is traced is made at once, as outside of it.
 
     An optimizer that was not built before makes its slots there. TensorFlow would put their initial values, which the
     chief sends to all, into a condition inside the step, where such collectives lose their keys.
     """
-    original = originals["Variable._initialize_with_initializer"]
     if tf.executing_eagerly() or not in_replica_of_many():
         original(self, initializer)
         return
@@ -137,7 +138,7 @@ def initialize(self, initializer):
 
 def is_shared(variable) -> bool:
     """Whether all replicas have one variable, as under CentralStorageStrategy."""
-    return isinstance(variable._value, AggregatingVariable)
+    return isinstance(keras_objects.held_by(variable), AggregatingVariable)
 
 
 def one_replica_step(model, function):
@@ -149,7 +150,7 @@ def one_replica_step(model, function):
             return on_batch(data)
 
     def on_batch(data):
-        x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         rows, partial = count_rows(first_leaf(x))
         if not partial:
             with within(step=Step(rows, partial)):

@@ -18,40 +18,27 @@ clipping and accumulation.
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.tensorflow import core as tf_core
-from keras.src.backend.tensorflow import nn as tf_nn
-from keras.src.backend.tensorflow import trainer as tf_trainer
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.losses import loss as loss_module
-from keras.src.metrics.reduction_metrics import Mean
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.random.seed_generator import SeedGenerator
-from keras.src.trainers import compile_utils
-from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.utils.python_utils import pythonify_logs
-from tensorflow.python.distribute import mirrored_run
-from tensorflow.python.distribute import values as distribute_values
+from keras import tree
 
 from raytf.collectives import communicator
 from raytf.collectives.communicator import local_replicas, many_replicas
+from raytf.compat import keras_objects, patching, selfcheck, versions
+from raytf.compat.keras import backend_trainer, pythonify_logs
+from raytf.compat.patching import patch
+from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
-from raytf.parallel import epoch_iterator, local_sgd, losses, metrics, model_optimizers, verbosity
-from raytf.parallel import optimizers as optimizers_module
+from raytf.parallel import local_sgd, metrics, model_optimizers, verbosity
 from raytf.parallel import step as step_module
-from raytf.parallel.step import originals
 
-TESTED = {"keras": ("3.15",), "tensorflow": ("2.21",)}
+_installed: list[bool] = []
 
 
-def _make_function(self, step_function):
+@patch((backend_trainer.TensorFlowTrainer, "_make_function"))
+def _make_function(original, self, step_function):
     """Runs `step_function` on every replica; outputs stay local to this worker.
 
     Keras' own version puts the step into a `tf.cond` into a `tf.while_loop`, and collectives lose their instance keys
@@ -59,7 +46,7 @@ def _make_function(self, step_function):
     """
     strategy = self.distribute_strategy
     if not many_replicas(strategy):
-        return originals["_make_function"](self, step_function)
+        return original(self, step_function)
     _refuse_what_cannot_work(self, strategy)
     replica_step = step_module.one_replica_step(self, step_function)
     training = step_function == self.train_step
@@ -71,7 +58,7 @@ def _make_function(self, step_function):
         mean = lambda v: local(v)[0] if local_replicas(strategy) == 1 else tf.reduce_mean(local(v), axis=0)
         return tree.map_structure(mean, outputs), tf.reduce_sum(local(rows))
 
-    one_step = self._autoconvert_optionals(one_step)
+    one_step = keras_objects.autoconverted(self, one_step)
     if not self.run_eagerly:
         one_step = tf.function(one_step, reduce_retracing=True)
 
@@ -129,7 +116,7 @@ def _refuse_what_cannot_work(model, strategy):
     for optimizer in model_optimizers.of(model).values():
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         used += [n for n in ("gradient_accumulation_steps", "ema_overwrite_frequency") if getattr(inner, n, None)]
-        used += ["LossScaleOptimizer"] if isinstance(optimizer, LossScaleOptimizer) else []
+        used += ["LossScaleOptimizer"] if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else []
     used = sorted(set(used))
     if used and local_sgd.every(strategy) > 1:
         raise ConfigError(
@@ -145,13 +132,14 @@ def _refuse_what_cannot_work(model, strategy):
         )
 
 
-def _fit(self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
-    original = originals["fit"]
+@patch((backend_trainer.TensorFlowTrainer, "fit"))
+def _fit(original, self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
+    """Callbacks and seeds are agreed on with the other workers; the chief alone shows what `verbose` asks for."""
     verbose, callbacks = verbosity.for_fit(verbose, callbacks)
     strategy = self.distribute_strategy
     if not many_replicas(strategy):
         return original(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
-    self._assert_compile_called("fit")
+    keras_objects.check_compiled(self, "fit")
     _refuse_what_cannot_work(self, strategy)
     if verbose == "auto" and not communicator.is_chief(strategy):
         verbose = 0
@@ -171,24 +159,27 @@ def _agree_on_seed(strategy):
         tf.random.set_seed(int(seed[0]))
 
 
-def _evaluate(self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
+@patch((backend_trainer.TensorFlowTrainer, "evaluate"))
+def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
     if many_replicas(self.distribute_strategy):
         _refuse_what_cannot_work(self, self.distribute_strategy)
         if self.built:
             metrics.synchronize(self)
-    return originals["evaluate"](self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+    return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
-def _predict(self, x, batch_size=None, verbose="auto", *args, **kwargs):
-    return originals["predict"](self, x, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+@patch((backend_trainer.TensorFlowTrainer, "predict"))
+def _predict(original, self, x, batch_size=None, verbose="auto", *args, **kwargs):
+    return original(self, x, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
-def _make_predict_function(self, force=False):
+@patch((backend_trainer.TensorFlowTrainer, "make_predict_function"))
+def _make_predict_function(original, self, force=False):
     if many_replicas(self.distribute_strategy) and "predict_step" not in self.__dict__:
         predict_step = self.predict_step
 
         def padded(data):
-            x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(data)
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
             rows, partial = step_module.count_rows(step_module.first_leaf(x))
             if not partial:
                 return predict_step(data)
@@ -196,94 +187,52 @@ def _make_predict_function(self, force=False):
             return tree.map_structure(lambda t: t[:rows], outputs)
 
         self.__dict__["predict_step"] = padded
-    return originals["make_predict_function"](self, force)
+    return original(self, force)
 
 
-def _on_batch(name):
-    def wrapper(self, *args, return_dict=False, **kwargs):
-        logs = originals[name](self, *args, return_dict=True, **kwargs)
-        if many_replicas(self.distribute_strategy):
-            logs = pythonify_logs(metrics.global_logs(self, *self.__dict__["_raytf_last"]))
-        return logs if return_dict else self._flatten_metrics_in_order(logs)
+@patch((backend_trainer.TensorFlowTrainer, "train_on_batch"), (backend_trainer.TensorFlowTrainer, "test_on_batch"))
+def _on_batch(original, self, *args, return_dict=False, **kwargs):
+    """Logs of a batch are those of all workers' rows."""
+    logs = original(self, *args, return_dict=True, **kwargs)
+    if many_replicas(self.distribute_strategy):
+        logs = pythonify_logs(metrics.global_logs(self, *self.__dict__["_raytf_last"]))
+    return logs if return_dict else keras_objects.in_order(self, logs)
 
-    return wrapper
+
+@patch((DistributedVariable, "__int__"))
+def variable_as_int(original, self):
+    """Callbacks read `int(optimizer.iterations)`; TensorFlow's variables of several replicas have no such method."""
+    return int(self.numpy())
+
+
+@patch((DistributedVariable, "__float__"))
+def variable_as_float(original, self):
+    """Callbacks read `float(optimizer.learning_rate)`, see above."""
+    return float(self.numpy())
 
 
 def check_versions() -> None:
-    """Raises UnsupportedVersionError unless Keras and TensorFlow are versions that the tests of raytf run with."""
-    installed = {"keras": keras.__version__, "tensorflow": tf.__version__}
-    wrong = {k: v for k, v in installed.items() if not any(v.startswith(f"{t}.") for t in TESTED[k])}
-    if wrong:
-        works = ", ".join(f"{k} {'/'.join(f'{v}.*' for v in versions)}" for k, versions in TESTED.items())
-        raise UnsupportedVersionError(
-            f"raytf's multi-worker support is tested with {works}; received: "
-            f"{', '.join(f'{k} {v}' for k, v in wrong.items())}. Install one of these versions, or pass "
-            "allow_untested_keras=True to go on at your own risk."
-        )
+    """Raises UnsupportedVersionError if Keras trains with another backend, or is a version that raytf does not fit.
+
+    Versions of `versions.TESTED` are taken as they are. Of others, private names and signatures are looked at, which
+    takes less than a second.
+    """
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedVersionError(
             f"raytf trains with Keras' TensorFlow backend; received: {keras.backend.backend()}. "
             "Unset KERAS_BACKEND or set it to tensorflow."
         )
+    if versions.untested():
+        selfcheck.refuse(selfcheck.differences())
 
 
-def install(allow_untested: bool = False) -> None:
+def install() -> None:
     """Makes Keras 3 right under several workers, in this process, until it ends. A second call does nothing.
 
-    Args:
-        allow_untested: go on with versions of Keras or TensorFlow that raytf is not tested with.
-
     Raises:
-        UnsupportedVersionError: such a version is installed and `allow_untested` is False.
+        UnsupportedVersionError: raytf does not fit the version of Keras or TensorFlow that is installed.
     """
-    if originals:
-        return
-    if not allow_untested:
+    if not _installed:
         check_versions()
-
-    def replace(owner, name, new, key=None):
-        originals[key or name] = getattr(owner, name)
-        setattr(owner, name, new)
-
-    trainer = tf_trainer.TensorFlowTrainer
-    for name, new in {
-        "_make_function": _make_function,
-        "_maybe_symbolic_build": epoch_iterator.maybe_symbolic_build,
-        "fit": _fit,
-        "evaluate": _evaluate,
-        "predict": _predict,
-        "make_predict_function": _make_predict_function,
-        "_get_metrics_result_or_logs": metrics.get_metrics_result_or_logs,
-        "train_on_batch": _on_batch("train_on_batch"),
-        "test_on_batch": _on_batch("test_on_batch"),
-    }.items():
-        replace(trainer, name, functools.wraps(getattr(trainer, name))(new))
-    replace(tf_trainer, "TFEpochIterator", epoch_iterator.epoch_iterator)
-    replace(loss_module, "reduce_weighted_values", losses.reduce_weighted_values)
-    replace(loss_module.Loss, "__call__", losses.loss_call, "Loss.__call__")
-    replace(compile_utils.CompileLoss, "build", losses.compile_loss_build, "CompileLoss.build")
-    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
-        replace(loss_module, name, functools.partial(losses.scale_for_distribution, getattr(loss_module, name)))
-    replace(Mean, "update_state", losses.mean_update_state, "Mean.update_state")
-    for kind in (BaseOptimizer, LossScaleOptimizer):
-        original = kind.apply
-        kind.apply = functools.wraps(original)(
-            lambda self, grads, trainable_variables=None, original=original: optimizers_module.apply(
-                original, self, grads, trainable_variables
-            )
-        )
-    replace(tf_core.Variable, "_direct_assign", metrics.direct_assign, "Variable._direct_assign")
-    replace(
-        tf_core.Variable,
-        "_initialize_with_initializer",
-        step_module.initialize,
-        "Variable._initialize_with_initializer",
-    )
-    replace(LossScaleOptimizer, "_tf_apply", optimizers_module.loss_scale_apply)
-    replace(TFOptimizer, "_all_reduce_sum_gradients", optimizers_module.all_reduce_sum_gradients)
-    replace(mirrored_run._MirroredReplicaContext, "_merge_call", optimizers_module.merge_call)
-    replace(tf_nn, "_compute_moments_sync", optimizers_module.moments_sync)
-    replace(SeedGenerator, "next", optimizers_module.seed_next, "SeedGenerator.next")
-    for number in (int, float):  # callbacks read `float(model.optimizer.learning_rate)`
-        name = f"__{number.__name__}__"
-        setattr(distribute_values.DistributedVariable, name, lambda self, number=number: number(self.numpy()))
+        patching.install()
+        _installed.append(True)

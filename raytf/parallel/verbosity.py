@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 
 import tensorflow as tf
-from keras.src import tree
-from keras.src.callbacks import CallbackList
+from keras import tree
+from keras.callbacks import CallbackList
 
 _current: dict[str, object] = {}
 

@@ -14,9 +14,9 @@ import warnings
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.utils.python_utils import pythonify_logs
 
-from raytf.data.feed import SUPERBLOCK, Feed
+from raytf.compat.keras import pythonify_logs
+from raytf.data.feed import SUPERBATCH, Feed
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
@@ -87,7 +87,7 @@ class EpochRunner:
         feed, results, first = self._feeds[name], [], 0
         spans = _SPANS_A_WORKER * self._servers.plan.num_workers
         longest = self._steps or min(_LONGEST_SPAN, feed.steps // spans)
-        longest = max(1, min(longest, int(SUPERBLOCK // max(1, feed.shape.row_bytes * feed.global_batch))))
+        longest = max(1, min(longest, int(SUPERBATCH // max(1, feed.shape.row_bytes * feed.global_batch))))
         with self._lost_servers():
             while first < feed.steps:
                 end = min(feed.steps, first + longest, (first // feed.chunk_steps + 1) * feed.chunk_steps)
@@ -136,7 +136,7 @@ def train(task, session) -> None:
         servers.feed(arguments)
         feeds = {name: Feed(**given, shapes_only=True) for name, given in arguments.items()}
         data = feeds["train"].dataset()
-        keras.utils.set_random_seed(task.seed % 2**32)
+        keras.utils.set_random_seed(task.sampling.seed % 2**32)
         model = task.build_model(dict(config))
         build_from_data(model, data)
         users = users_callbacks(task, session)

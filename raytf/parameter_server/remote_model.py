@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import StatelessScope
 
+from raytf.compat import keras_objects
 from raytf.errors import ConfigError
 
 # Of a seed generator's counter, between two steps: more than a model draws in one.
@@ -162,17 +162,17 @@ class RemoteModel:
         model = self._model
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         with _looked_up(self._tables, self.parts):
-            tables = {id(layer._embeddings) for layer in self._tables}
+            tables = {id(keras_objects.table_of(layer)) for layer in self._tables}
             mapping = [(v, self._read(v)) for v in self._trainable if id(v) not in tables]
             states = [(v, self._read(v)) for v in self._states]
             seeds = [(v, _drawn(value, number)) for v, value in self._seeds]
             metrics = list(zip(model.metrics_variables, totals, strict=True))
-            with StatelessScope(state_mapping=[*mapping, *states, *seeds, *metrics]) as scope:
-                y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
-                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights, training=training)
+            with keras.StatelessScope(state_mapping=[*mapping, *states, *seeds, *metrics]) as scope:
+                y_pred = model(x, training=training) if keras_objects.takes_training(model) else model(x)
+                loss = keras_objects.step_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=weights, training=training)
                 first = next(leaf for leaf in tf.nest.flatten(x) if leaf is not None)
                 rows = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
-                model._loss_tracker.update_state(loss, sample_weight=rows)
+                keras_objects.loss_tracker_of(model).update_state(loss, sample_weight=rows)
                 model.compute_metrics(x, y, y_pred, sample_weight=weights)
         if training:
             for variable, before in states:
@@ -210,7 +210,7 @@ def check(model) -> None:
 
 
 def _seed_states(model) -> list:
-    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
+    return [g.state for layer in keras_objects.layers_of(model) for g in keras_objects.seed_generators_of(layer)]
 
 
 def _drawn(value: np.ndarray, number) -> tf.Tensor:
@@ -222,10 +222,10 @@ def _tables(model) -> list:
     """Embedding layers whose rows can be looked up where they lie: a step moves those that it needs only."""
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in keras_objects.layers_of(model)
         if type(layer) is keras.layers.Embedding
         and layer.embeddings_regularizer is None
-        and layer._embeddings.trainable
+        and keras_objects.table_of(layer).trainable
         and not layer.lora_enabled
         and not layer.quantization_mode
     ]
@@ -239,7 +239,7 @@ def _looked_up(layers, parts):
         def looked_up(ids):
             if ids.dtype not in ("int32", "int64"):
                 ids = tf.cast(ids, tf.int32)
-            shards = [part.value for part in parts[id(layer._embeddings)]]
+            shards = [part.value for part in parts[id(keras_objects.table_of(layer))]]
             # shards are cut as `numpy.array_split` cuts, which is what TensorFlow takes them to be
             return tf.cast(tf.nn.embedding_lookup(shards, ids), layer.compute_dtype)
 

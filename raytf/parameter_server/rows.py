@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import script_ops
 
+from raytf.compat.tensorflow import register_function
 from raytf.data.feed import Feed
+from raytf.runtime.topology import Shard
 
 # TensorFlow keeps weak references only.
 _kept: list[Callable] = []
@@ -29,9 +30,9 @@ def register(feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> Non
     """
     _kept.clear()
     for name, arguments in feeds.items():
-        function = _rows(Feed(**arguments, reader=(worker, workers)))
+        function = _rows(Feed(**arguments, reader_shard=Shard(worker, workers)))
         _kept.append(function)
-        script_ops._py_funcs._funcs[_token(name)] = function
+        register_function(_token(name), function)
 
 
 def _rows(feed: Feed) -> Callable:

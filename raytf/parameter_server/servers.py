@@ -193,7 +193,8 @@ class ServerGroup:
     def resolver(self):
         """TensorFlow's cluster resolver for the coordinator; sets TF_CONFIG."""
         import tensorflow as tf
-        from tensorflow.python.eager import context
+
+        from raytf.compat.tensorflow import context
 
         self._context = context.context()
         self._context.update_server_def = functools.partial(self._reconnect, self._context.update_server_def)

@@ -8,13 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import ray
-from ray._private import services
-from ray._private.authentication import authentication_token_setup as authentication
-from ray._private.authentication.authentication_utils import is_token_auth_enabled
-from ray._private.grpc_utils import init_grpc_channel
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
+from raytf.compat import ray_core
+from raytf.compat.ray_core import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel, is_token_auth_enabled
 from raytf.errors import ConfigError, first_line
 
 # For a cluster's head to answer; Ray itself tries for 20 s and then does not say why.
@@ -79,7 +76,7 @@ def located(address: str | None = None) -> str | None:
         ConfigError: the address is none.
     """
     try:
-        return services.canonicalize_bootstrap_address(address)
+        return ray_core.bootstrap_address(address)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "The address of a Ray cluster is HOST:PORT, local or auto", f"{_named(address)!r} ({error})", "Correct it"
@@ -106,13 +103,13 @@ def _knock(address: str, where: str) -> None:
         return
     if is_token_auth_enabled():
         raise _refused(where)
-    mode = os.environ.get(authentication.AUTH_MODE_ENV_VAR)
+    mode = os.environ.get(ray_core.AUTH_MODE)
     if mode is not None:
         fix = "Set RAY_AUTH_MODE=token, or leave it out"
         raise ConfigError(f"The cluster at {where} wants a token", f"RAY_AUTH_MODE={mode}", fix)
     if not _has_token():
         raise ConfigError(f"The cluster at {where} wants a token", "none where Ray looks for it", _NO_TOKEN)
-    authentication._enable_token_auth()
+    ray_core.enable_token_auth()
     if not _lets_in(address, where):
         raise _refused(where)
 
@@ -141,7 +138,7 @@ def _lets_in(address: str, where: str) -> bool:
 
 def _has_token() -> bool:
     try:
-        return authentication.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+        return ray_core.token_loader().has_token(ignore_auth_mode=True)
     except AuthenticationError as error:
         received = first_line(error).partition(". ")[0]
         raise ConfigError("Ray's token must be one that can be read", received, _NO_TOKEN) from error

@@ -6,8 +6,8 @@ import contextlib
 import traceback
 
 from ray.train import TrainingFailedError
-from ray.train.v2._internal.exceptions import CollectiveTimeoutError
 
+from raytf.compat.ray_train import CollectiveTimeoutError
 from raytf.errors import PeerLostError, RaytfError, TrainingError, in_a_line
 from raytf.runtime.roles import is_consequence_of_tensorflow
 

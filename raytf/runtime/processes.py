@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 
 import ray
-from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
 from ray.exceptions import RayActorError, RuntimeEnvSetupError
 from ray.train import ScalingConfig
-from ray.train.v2._internal.constants import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.compat import legacy_keras
+from raytf.compat.ray_core import WARN_BLOCKING_GET
+from raytf.compat.ray_train import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate, resources_per_worker
 from raytf.console.output import Output
 from raytf.console.progress import Entries
 from raytf.runtime import resources
@@ -23,7 +23,7 @@ from raytf.runtime.answers import as_they_come, collect
 
 # A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
 _VARIABLES = {
-    RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0",
+    WARN_BLOCKING_GET: "0",
     legacy_keras.VARIABLE: "0",  # whatever Ray was started with on its hosts
 }
 
@@ -133,7 +133,7 @@ def with_variables(run_config, variables: dict[str, str]):
 
 def _cpus(scaling_config) -> int:
     scaling_config = scaling_config or ScalingConfig()
-    return max(1, int(scaling_config._resources_per_worker_not_none.get("CPU", 1)))
+    return max(1, int(resources_per_worker(scaling_config).get("CPU", 1)))
 
 
 def _start(kind, run_config, scaling_config, node: str, variables: dict[str, str]):

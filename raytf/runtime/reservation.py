@@ -9,10 +9,6 @@ import uuid
 from collections.abc import Mapping
 
 import ray
-from ray.train.v2._internal.constants import (
-    DEFAULT_WORKER_GROUP_START_TIMEOUT_S,
-    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
-)
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -21,6 +17,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from raytf.compat.ray_train import DEFAULT_WORKER_GROUP_START_TIMEOUT_S, WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
 from raytf.errors import ResourceError
 from raytf.runtime import resources
 

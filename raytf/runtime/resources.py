@@ -6,9 +6,10 @@ import dataclasses
 import math
 
 import ray
-from ray.core.generated import gcs_pb2
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raytf.compat import ray_core, ray_train
+from raytf.compat.ray_core import gcs_pb2
 from raytf.errors import ResourceError
 
 
@@ -24,7 +25,7 @@ def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -
 
 def per_worker(scaling_config) -> dict[str, float]:
     """The resources that a worker asks for, each more than 0."""
-    return {name: amount for name, amount in scaling_config._resources_per_worker_not_none.items() if amount > 0}
+    return {name: amount for name, amount in ray_train.resources_per_worker(scaling_config).items() if amount > 0}
 
 
 def fewest_workers(scaling_config) -> int:
@@ -59,7 +60,7 @@ def only_cpus(scaling_config) -> bool:
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:
     """The node of each of so many workers if Ray places them now; shorter where there is no room for all."""
-    nodes = ray._private.state.available_resources_per_node()
+    nodes = ray_core.free_by_node()
     return placed(nodes, per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy)
 
 
@@ -82,7 +83,7 @@ def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], wor
 
 def autoscales() -> bool:
     """Whether an autoscaler may add nodes."""
-    return bool(ray._private.state.state.get_max_resources_from_cluster_config())
+    return bool(ray_core.most_resources())
 
 
 def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> list[dict[str, float]] | None:
@@ -119,16 +120,13 @@ def held() -> str:
     if free >= 1:
         return f"{free:g} of {total:g} CPUs are free"
     mine = ray.get_runtime_context().get_job_id()
-    accessor = ray._private.state.state._connect_and_get_accessor()
     owners: dict[str, float] = {}
-    for text in accessor.get_placement_group_table():
-        group = gcs_pb2.PlacementGroupTableData.FromString(text)
+    for group in ray_core.placement_groups():
         if group.state == gcs_pb2.PlacementGroupTableData.CREATED:
             job = _job(group.creator_job_id, mine)
             amount = sum(bundle.unit_resources.get("CPU", 0) for bundle in group.bundles)
             owners[f"worker groups of {job}"] = owners.get(f"worker groups of {job}", 0) + amount
-    for text in accessor.get_actor_table(None, "ALIVE"):
-        actor = gcs_pb2.ActorTableData.FromString(text)
+    for actor in ray_core.living_actors():
         amount = actor.required_resources.get("CPU", 0)
         if amount and not actor.placement_group_id:
             name = f"{actor.class_name.split('.')[-1]} of {_job(actor.job_id, mine)}"
@@ -150,11 +148,10 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
         scaling_config: a `ray.train.ScalingConfig`.
         bundles: resources of each of the run's processes.
     """
-    node, wanted = ray._private.worker._global_node, total(bundles).get("CPU", 0)
-    if node is None or not node.is_head() or node._ray_params.num_cpus is not None:
+    if not ray_core.started_here() or ray_core.cpus_were_said():
         return scaling_config
-    cores = ray.cluster_resources().get("CPU", 0)
-    each = dict(scaling_config._resources_per_worker_not_none)
+    wanted, cores = total(bundles).get("CPU", 0), ray.cluster_resources().get("CPU", 0)
+    each = dict(ray_train.resources_per_worker(scaling_config))
     if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
         return scaling_config
     print(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
@@ -165,8 +162,7 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
 def less(cpus: float) -> str:
     """How processes that want so many CPUs in all come to share cores of a Ray that is there already, in a clause."""
     sharing = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
-    node = ray._private.worker._global_node
-    if node is not None and node.is_head():
+    if ray_core.started_here():
         sharing += f", start Ray with ray.init(num_cpus={math.ceil(cpus)}) before the data is named"
     return sharing
 

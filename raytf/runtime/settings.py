@@ -17,7 +17,7 @@ SERVER_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TensorflowConfig:
     """How the workers' TensorFlow is set up.
 
     Args:
@@ -35,7 +35,6 @@ class Settings:
         intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
         inter_op_threads: operations that run at the same time; None takes as many, and at least two.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
-        allow_untested_keras: go on with a version of Keras that raytf is not tested with.
         ports: the first and the last port on which workers listen, for TensorFlow and for raytf's ring: at least two a
             worker of a host. None of them is for anybody else; see `cluster/README.md`.
         legacy_keras: for a TensorflowTrainer: Keras 2 (the package tf_keras) as `tf.keras` of the workers, and nothing
@@ -55,23 +54,9 @@ class Settings:
     intra_op_threads: int | None = None
     inter_op_threads: int | None = None
     memory_growth: bool = True
-    allow_untested_keras: bool = False
     ports: tuple[int, int] = PORTS
     seed: int | None = None
     legacy_keras: bool = False
-    # The trainer's datasets by name, for `raytf.get_dataset`; set by the trainers.
-    feed: Any = field(default=None, repr=False)
-    strategy: str = field(default="auto", repr=False)
-    # Whether the workers hold TPUs.
-    tpu: bool = field(default=False, repr=False)
-    # Where warnings are claimed by the worker that shows them, a `progress.Entries`; and where the chief says how far a
-    # `fit` of a train loop is, a `progress.Board`.
-    warned: Any = field(default=None, repr=False)
-    board: Any = field(default=None, repr=False)
-    # From which on Ray Train's own lines are shown.
-    log_level: str = field(default="WARNING", repr=False)
-    # Of a ParameterServerStrategy.
-    servers: Any = field(default=None, repr=False)
 
     def __post_init__(self):
         if self.communication not in _IMPLEMENTATIONS:
@@ -110,6 +95,31 @@ class Settings:
         for name in ("intra_op_threads", "inter_op_threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, or None", getattr(self, name), "Raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetup:
+    """What a driver tells the processes of its workers, whatever they train.
+
+    Args:
+        config: the user's.
+        strategy: what `raytf.get_strategy()` builds.
+        tpu: the workers hold TPUs.
+        datasets: a TensorflowTrainer's by name, for `raytf.get_dataset`.
+        servers: the `servers.ServerSpec` of a ParameterServerStrategy.
+        warned: where warnings are claimed by the worker that shows them, a `progress.Entries`.
+        board: where the chief says how far a `fit` of a train loop is, a `progress.Board`.
+        log_level: from which on Ray Train's own lines are shown.
+    """
+
+    config: TensorflowConfig = field(default_factory=TensorflowConfig)
+    strategy: str = "auto"
+    tpu: bool = False
+    datasets: Any = field(default=None, repr=False)
+    servers: Any = field(default=None, repr=False)
+    warned: Any = field(default=None, repr=False)
+    board: Any = field(default=None, repr=False)
+    log_level: str = field(default="WARNING", repr=False)
 
 
 def check_ports(ports: tuple[int, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from raytf.errors import ConfigError
 
@@ -74,6 +75,23 @@ def share(rows: int, parts: int, index: int) -> tuple[int, int]:
     base, extra = divmod(rows, parts)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of so many equal parts: a worker of a run, or a rank of a group.
+
+    Args:
+        index: from 0.
+        count: of the parts, at least 1.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, rows: int) -> tuple[int, int]:
+        """The half-open range that this one has of `rows` rows, see `share`."""
+        return share(rows, self.count, self.index)
 
 
 STRATEGIES = (

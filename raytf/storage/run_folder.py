@@ -19,13 +19,13 @@ from typing import Any
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 from ray.train import Checkpoint, CheckpointConfig
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
-    _CheckpointManagerState,
-    _TrainingResultState,
-)
-from ray.train.v2._internal.execution.storage import get_fs_and_path
 
+from raytf.compat.ray_train import (
+    CHECKPOINT_MANAGER_SNAPSHOT_FILENAME,
+    CheckpointManagerState,
+    TrainingResultState,
+    get_fs_and_path,
+)
 from raytf.errors import ConfigError, in_a_line
 from raytf.storage import checkpoint_files, stored_json
 from raytf.storage.checkpoint_files import DamagedCheckpointError, State
@@ -181,10 +181,10 @@ class RunFolder:
             except DamagedCheckpointError:
                 continue
             metrics = known.get(name) or {"epoch": state.epoch, **(state.history[-1] if state.history else {})}
-            found.append(_TrainingResultState(checkpoint_dir_name=name, metrics=metrics))
+            found.append(TrainingResultState(checkpoint_dir_name=name, metrics=metrics))
         order = {entry.checkpoint_dir_name: i for i, entry in enumerate(found)}
         kept = sorted(found, key=lambda entry: _score(entry.metrics, config))
-        snapshot = _CheckpointManagerState(
+        snapshot = CheckpointManagerState(
             checkpoint_results=kept,
             checkpoint_report_indices=[order[entry.checkpoint_dir_name] for entry in kept],
             latest_checkpoint_result=found[-1],
@@ -220,7 +220,7 @@ class RunFolder:
                 "Bring the file back from a copy, or choose another RunConfig(name=...)",
             ) from error
 
-    def _listed(self) -> _CheckpointManagerState:
+    def _listed(self) -> CheckpointManagerState:
         """Ray's list, as far as Ray itself takes it.
 
         Raises:
@@ -228,7 +228,7 @@ class RunFolder:
         """
         found = stored_json.fetched(self.filesystem, f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
         try:
-            listed = _CheckpointManagerState.model_validate(found)
+            listed = CheckpointManagerState.model_validate(found)
         except (ValueError, TypeError, RecursionError) as error:  # of pydantic
             raise stored_json.UnreadableError("is no list of this version of Ray") from error
         results, latest = listed.checkpoint_results, listed.latest_checkpoint_result
@@ -245,7 +245,7 @@ class RunFolder:
         return listed
 
     @staticmethod
-    def _by_age(listed: _CheckpointManagerState) -> list[_TrainingResultState]:
+    def _by_age(listed: CheckpointManagerState) -> list[TrainingResultState]:
         """What is listed, newest first."""
         pairs = zip(listed.checkpoint_report_indices, listed.checkpoint_results, strict=True)
         return [entry for _, entry in sorted(pairs, key=lambda pair: pair[0], reverse=True)]

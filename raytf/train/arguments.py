@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import cloudpickle
-from ray.train import ScalingConfig
+import ray
+from ray import cloudpickle
+from ray.train import RunConfig, ScalingConfig
 
 from raytf import validation
+from raytf.compat import legacy_keras
+from raytf.compat.ray_train import resources_per_worker
 from raytf.errors import ConfigError
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime.resources import fewest_workers
+from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import pick_strategy
 
 
@@ -29,7 +33,7 @@ def check_pickles(function, name: str, of: str = "config") -> None:
 def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if the strategy does not fit the workers."""
     workers = check_workers(scaling_config)
-    devices = int(scaling_config._resources_per_worker_not_none.get("GPU", 0))
+    devices = int(resources_per_worker(scaling_config).get("GPU", 0))
     pick_strategy(name, workers=workers, devices=devices, tpu=bool(scaling_config.use_tpu))
 
 
@@ -66,7 +70,7 @@ def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tu
     """What Ray Train runs, and the servers beside it: with parameter servers, Ray Train has the coordinator alone."""
     if not num_ps:
         return scaling_config, None
-    each = dict(scaling_config._resources_per_worker_not_none)
+    each = dict(resources_per_worker(scaling_config))
     plan = ServerSpec(
         num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=each, environment=environment
     )
@@ -77,3 +81,10 @@ def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tu
         label_selector=scaling_config.label_selector,
     )
     return coordinator, plan
+
+
+def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
+    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
+    worker = (run_config.worker_runtime_env if run_config else None) or {}
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
+    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))

@@ -7,38 +7,38 @@ import functools
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray.train
 from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.context import TrainContext
-from ray.train.v2._internal.util import TrainingFramework
 
 from raytf.collectives import ring
-from raytf.compat import autograph_files, legacy_keras, legacy_names
+from raytf.compat import legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
+from raytf.compat.ray_train import TrainContext, TrainingFramework, WorkerGroupStartupFailedError
 from raytf.console import once, output
 from raytf.runtime import ports, settings
 from raytf.runtime.answers import NoAnswerError, collect
-from raytf.runtime.settings import Settings
+from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
+from raytf.storage import autograph_files
 
 # The workers' processes are there; this is for one that stands still.
 _ANSWER_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorflowConfig(Settings, BackendConfig):
-    __doc__ = Settings.__doc__
+class TensorflowBackendConfig(WorkerSetup, BackendConfig):
+    """A `settings.WorkerSetup` as Ray Train takes it."""
 
     @property
-    def backend_cls(self):
+    def backend_cls(self) -> type[TensorflowBackend]:
         return TensorflowBackend
 
     @property
-    def train_func_context(self):
+    def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager]:
         return functools.partial(_worker_context, self)
 
     @property
@@ -47,20 +47,22 @@ class TensorflowConfig(Settings, BackendConfig):
         return TrainingFramework.TENSORFLOW
 
     def to_dict(self) -> dict[str, Any]:
-        hidden = ("feed", "servers", "tpu", "warned", "board", "log_level")
-        return {k: v for k, v in vars(self).items() if k not in hidden}
+        """What that tab shows of the config."""
+        return vars(self.config) | {"strategy": self.strategy}
 
 
 class TensorflowBackend(Backend):
     """Gives every worker an address of its own and tells it those of all."""
 
-    def on_start(self, worker_group, backend_config: TensorflowConfig):
+    def on_start(self, worker_group, backend_config: WorkerSetup):
         count = len(worker_group)
-        addresses = _from_all(worker_group, "its address", ports.reserve_address, [(backend_config.ports,)] * count)
+        addresses = _from_all(
+            worker_group, "its address", ports.reserve_address, [(backend_config.config.ports,)] * count
+        )
         token = ring.new_token()
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
-        told = [(backend_config, addresses, rank, cpus, token) for rank in range(count)]
+        told = [(backend_config.config, addresses, rank, cpus, token) for rank in range(count)]
         _from_all(worker_group, "its environment", set_environment, told)
 
 
@@ -74,30 +76,30 @@ def _from_all(worker_group, what: str, function, arguments: list[tuple]) -> list
 
 
 @contextlib.contextmanager
-def _worker_context(config: TensorflowConfig):
+def _worker_context(setup: WorkerSetup):
     import_keras()
     from raytf.worker import context  # imports TensorFlow, so on a worker only
 
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
-    logging.getLogger(inspect.getfile(TrainContext)).setLevel(config.log_level)
+    logging.getLogger(inspect.getfile(TrainContext)).setLevel(setup.log_level)
     chief = ray.train.get_context().get_world_rank() == 0
     with (
         output.telling(),
         autograph_files.removed(),
-        context.prepared(config),
-        spoken(chief, config.board),
-        once.shown(config.warned),
+        context.prepared(setup),
+        spoken(chief, setup.board),
+        once.shown(setup.warned),
         legacy_names.explained(),
     ):
         yield
 
 
 @contextlib.contextmanager
-def context_here(config: TensorflowConfig):
+def context_here(setup: WorkerSetup):
     """Prepares the driver's own process for a train loop; what it prints, and how, is left as it is."""
     from raytf.worker import context
 
-    with context.prepared(config), legacy_names.explained():
+    with context.prepared(setup), legacy_names.explained():
         yield
 
 

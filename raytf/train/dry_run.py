@@ -10,14 +10,18 @@ import sys
 import time
 import traceback
 
-import cloudpickle
+from ray import cloudpickle
 
-from raytf.compat import autograph_files, legacy_names
+from raytf.compat import keras_objects, legacy_names, versions
+from raytf.compat.patching import patched
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
+from raytf.storage import autograph_files
 
 # Keys of the config that the trainer reads, and compares where they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))
@@ -29,39 +33,53 @@ _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
 
 
-def inspect(pickled: bytes, block: StoredDataset, rows: int | None = None) -> ConfigError | Tried:
+def inspect(
+    pickled: bytes, block: StoredDataset, rows: int | None = None
+) -> ConfigError | UnsupportedVersionError | Tried:
     """What is wrong with the model or the columns, for the driver to raise; else what the model is.
 
+    Versions of Ray, Keras and TensorFlow that raytf is not tested with are looked at before.
+
     Args:
-        pickled: (build_model, config, features, labels, sample_weights, map), by cloudpickle.
+        pickled: (build_model, config, the `batch_spec.BatchSpec`), by cloudpickle.
         block: a block of the training data.
         rows: of the steps that are measured, or None for no figures.
     """
     block = block.here()
+    warning = _in_a_copy(_look_at_versions) if versions.untested() else None
+    if isinstance(warning, Exception):
+        return warning
 
     def answer() -> ConfigError | Tried:
         # no Ray from here on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
-        build_model, config, *columns = cloudpickle.loads(pickled)
+        build_model, config, batch = cloudpickle.loads(pickled)
         try:
             noted = Noted(config)
-            model = check(build_model, noted, block, *columns)
+            model = check(build_model, noted, block, batch)
         except ConfigError as error:
             return error
-        identity = _identity(model, noted, config, block, build_model, *columns)
-        return Tried(None if rows is None else _facts(model, _feed(block, *columns, rows)), identity)
+        identity = _identity(model, noted, config, block, build_model, batch)
+        return Tried(None if rows is None else _facts(model, _feed(block, batch, rows)), identity, warning)
 
     return _in_a_copy(answer)
 
 
-def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_model, *columns) -> dict:
+def _look_at_versions():
+    os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
+    from raytf.parallel import step_check
+
+    return step_check.refusal()
+
+
+def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_model, batch: BatchSpec) -> dict:
     """What the model is, the values of the config that it was built with, and the types of its columns."""
     found = fingerprint.of_model(model, lambda: build_model(Noted(config)))
     # after the model was described, which notes what its functions read later
     values = {**noted.defaults, **config}
     keys = set(values) if noted.whole else noted.read & set(values)
     read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
-    types = fingerprint.types_of(block.refs[0], *columns[:3])
+    types = fingerprint.types_of(block.refs[0], *batch.roles.values())
     return found | {"config": fingerprint.described(read), "types": types}
 
 
@@ -72,10 +90,12 @@ class Tried:
     Args:
         facts: figures, where they were asked for.
         identity: what the model and the columns' types are, see `fingerprint.of_model`.
+        warning: a line of versions that raytf is not tested with and fits all the same, or None.
     """
 
     facts: ModelFacts | None
     identity: dict
+    warning: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +156,13 @@ def _gradients(model, batch) -> list:
     """The gradients of a step; of all calls of optimizers in a `train_step` of the model's own."""
     import keras
     import tensorflow as tf
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    from raytf.compat.keras import BaseOptimizer
 
     if type(model).train_step is keras.Model.train_step:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:
-            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            y_pred = model(x, training=True) if keras_objects.takes_training(model) else model(x)
             loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
     found, original = [], BaseOptimizer.apply
@@ -150,11 +171,8 @@ def _gradients(model, batch) -> list:
         found.extend(grads)
         return original(self, grads, trainable_variables)
 
-    BaseOptimizer.apply = noted
-    try:
+    with patched(BaseOptimizer, "apply", noted):
         model.train_step(batch)
-    finally:
-        BaseOptimizer.apply = original
     return found
 
 
@@ -222,20 +240,20 @@ def _unexpected(received: str) -> ConfigError:
     )
 
 
-def _feed(block, features, labels, sample_weights, map, rows: int):
+def _feed(block: StoredDataset, batch: BatchSpec, rows: int):
     from raytf.data.feed import Feed
 
-    return Feed(block, features=features, labels=labels, sample_weights=sample_weights, global_batch=rows, map=map)
+    return Feed(block, batch, Sampling(global_batch=rows))
 
 
-def check(build_model, config, first, features, labels, sample_weights, map):
+def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     """The model, built for the columns; raises ConfigError unless it can train on them."""
     import keras
     import tensorflow as tf
 
     from raytf.worker.fit import build_from_data
 
-    feed = _feed(first, features, labels, sample_weights, map, 1)
+    feed = _feed(first, batch, 1)
     try:
         model = build_model(config)
     except Exception as error:
@@ -290,7 +308,7 @@ def _check_numeric(model, dataset) -> None:
     features = dataset.element_spec[0] if isinstance(dataset.element_spec, tuple) else dataset.element_spec
     strings = any(spec.dtype == tf.string for spec in tf.nest.flatten(features))
     takes = any(t.dtype == "string" for t in tf.nest.flatten(getattr(model, "inputs", None) or []))
-    takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in model._flatten_layers())
+    takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in keras_objects.layers_of(model))
     if strings and not takes:
         raise ConfigError(
             "Features must be numbers unless the model takes strings",

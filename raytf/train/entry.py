@@ -31,7 +31,7 @@ def train(task: TrainJob, session=None) -> None:
     from raytf.worker import context, fit, tpu
 
     session = session or RaySession(validate=task.validate)
-    if context.config().servers is not None:
+    if context.setup().servers is not None:
         coordinator.train(task, session)
     elif context.uses_tpu() and session.size > 1:
         with tpu.led(session) as leading:

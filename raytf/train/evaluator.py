@@ -15,10 +15,9 @@ import warnings
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
-from ray.train.v2.api.validation_config import ValidationConfig
 
-from raytf.compat import autograph_files
 from raytf.compat.fast_import import import_keras
+from raytf.compat.ray_train import ValidationConfig
 from raytf.console import once, output
 from raytf.console.progress import Entries
 from raytf.errors import in_a_line
@@ -26,6 +25,7 @@ from raytf.runtime import guard
 from raytf.runtime.guard import Place
 from raytf.runtime.resources import placed_actor
 from raytf.runtime.watchdog import Watchdog
+from raytf.storage import autograph_files
 from raytf.storage.checkpoint_files import read_state_of
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker.job import TrainJob

@@ -11,13 +11,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.train import CheckpointUploadMode, Result
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-from ray.train.v2._internal.execution.context import is_managed_checkpoint
-from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
-from ray.train.v2._internal.execution.training_report import _TrainingReport
-from ray.train.v2.api.context import LocalTrainContext
-from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus
 
+from raytf.compat import ray_train
+from raytf.compat.patching import overrides
+from raytf.compat.ray_train import (
+    CheckpointManager,
+    LocalTrainContext,
+    LocalTrainFnUtils,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+    TrainingReport,
+    is_managed_checkpoint,
+    set_train_fn_utils,
+)
 from raytf.errors import ConfigError, TrainingError
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.entry import import_raytf
@@ -77,6 +83,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
 class _Manager(CheckpointManager):
     """Ray Train's list of checkpoints, outside of its controller."""
 
+    @overrides(CheckpointManager)
     def _notify(self):
         """Nobody waits."""
 
@@ -124,7 +131,7 @@ class _Utils(LocalTrainFnUtils):
             kept = self._persisted(checkpoint, checkpoint_dir_name, checkpoint_upload_mode, checkpoint_upload_fn)
             if delete_local_checkpoint_after_upload and checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
                 checkpoint.filesystem.delete_dir(checkpoint.path)
-            self._manager.register_checkpoint(_TrainingReport(checkpoint=kept, metrics=metrics, validation=False))
+            self._manager.register_checkpoint(TrainingReport(checkpoint=kept, metrics=metrics, validation=False))
         for callback in self._run.run_config.callbacks:
             callback.after_report(run_context=self._run, metrics=[metrics], checkpoint=kept)
 
@@ -149,24 +156,28 @@ class _Utils(LocalTrainFnUtils):
         return None if last is None else last.checkpoint
 
     def get_all_reported_checkpoints(self, *args, **kwargs):
-        found = sorted(self._manager._checkpoint_to_report_index.items(), key=lambda item: item[1])
         metrics = {result.checkpoint: result.metrics for result in self._manager.best_checkpoint_results}
         status = ReportedCheckpointStatus.COMMITTED
-        return [ReportedCheckpoint(one, metrics[one], status) for one, _ in found if one in metrics]
+        return [
+            ReportedCheckpoint(one, metrics[one], status)
+            for one in ray_train.reported_in_order(self._manager)
+            if one in metrics
+        ]
 
     def get_dataset_shard(self, dataset_info):
         name = dataset_info.dataset_name
         if name not in self._datasets:
             raise KeyError(f"The trainer was given no dataset {name!r}. Pass it in datasets={{...}}")
         dataset, config = self._datasets[name], self._run.dataset_config
-        if config._get_user_execution_options(name) is not None:
+        options = ray_train.execution_options(config, name)
+        if options is not None:
             dataset = dataset.copy(dataset)
-            dataset.context.execution_options = config._resolve_execution_options(name)
+            dataset.context.execution_options = options
         return dataset
 
     def result(self, value) -> Result:
         """The run's result, for what its loop returned."""
-        found = Result._from_checkpoint_manager(self._manager, self._storage)
+        found = ray_train.result_of(self._manager, self._storage)
         if found.metrics is None:
             found.metrics = self._last_metrics
         found.return_value = value

@@ -17,6 +17,7 @@ from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.train import arguments
 from raytf.train.dry_run import ModelFacts
 from raytf.train.entry import import_raytf
+from raytf.train.keras_trainer import KerasTrainer
 
 # At the start of `fit` workers take the chief's variables, a group of about so many bytes or one variable at a time: as
 # they were, as they come, and as TensorFlow takes them; beside seven copies of a piece that travels
@@ -121,7 +122,7 @@ class Plan:
         return f"{_bytes(self.memory_bytes)} (" + ", ".join(f"{k} {_bytes(v)}" for k, v in parts.items()) + ")"
 
 
-def plan(trainer) -> Plan:
+def plan(trainer: KerasTrainer) -> Plan:
     """Says what a `KerasTrainer` will do, without training: builds its model, reads its data's first rows.
 
     Args:
@@ -187,7 +188,7 @@ def _first(name: str, dataset, trainer) -> stored.StoredDataset:
         if ingest.materialized(trainer.materialize, name) is False:
             with stored.quiet():
                 partitions.divide(dataset)  # refuses what cannot be streamed
-        return stored.first(dataset, trainer.columns(), partitions.unbound)
+        return stored.first(dataset, trainer.batch.roles, partitions.unbound)
 
 
 def start_bytes(facts: ModelFacts, strategy: str, workers: int) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.train import DataConfig, FailureConfig, UserCallback, ValidationConfig
-from ray.train.v2._internal.constants import RAY_TRAIN_CALLBACKS_ENV_VAR
 
-from raytf.compat import legacy_keras
+from raytf.compat import legacy_keras, ray_train
+from raytf.compat.ray_train import RAY_TRAIN_CALLBACKS_ENV_VAR
 from raytf.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> di
             f"a {type(dataset_config).__name__}, which may cut datasets in its own way",
             "Use a TensorflowTrainer, which obeys it, or prepare the datasets before",
         )
-    split = dataset_config._datasets_to_split
+    split = ray_train.datasets_to_split(dataset_config)
     if split != "all" and set(split) != set(datasets):
         raise ConfigError(
             "A KerasTrainer shares the rows of each batch among the workers, validation too",
@@ -39,10 +39,10 @@ def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> di
         )
     found = {}
     for name, dataset in datasets.items():
-        options = dataset_config._get_user_execution_options(name)
+        options = ray_train.execution_options(dataset_config, name)
         if options is not None:
             dataset = dataset.copy(dataset)
-            dataset.context.execution_options = dataset_config._resolve_execution_options(name)
+            dataset.context.execution_options = options
         found[name] = dataset
     return found
 
@@ -156,8 +156,8 @@ def _check_failures(failure_config: FailureConfig) -> None:
     usual = FailureConfig()
     names = ("controller_failure_limit", "max_preemption_failures", "relax_collectives_on_preemption")
     for name in (*names, "preemption_grace_s"):
-        value = getattr(failure_config, name)
-        if value != getattr(usual, name):
+        value = getattr(failure_config, name, None)  # which of them there are depends on the version of Ray
+        if value != getattr(usual, name, None):
             raise _of_train(
                 f"FailureConfig({name}={value!r})",
                 "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) says",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 
+from ray.train import Result
 from rich.console import Console
 from rich.table import Table
 
 
-def show_result(result, console: Console | None = None) -> None:
+def show_result(result: Result, console: Console | None = None) -> None:
     """Prints the last epoch's values, where checkpoint and logs lie, and how to load the model.
 
     Args:

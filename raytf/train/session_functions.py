@@ -16,11 +16,10 @@ from typing import Any
 import pyarrow.fs
 import ray
 import ray.train
-from ray.train import CheckpointUploadMode, DataConfig, PreemptionInfo
-from ray.train.v2._internal.execution.storage import StorageContext
-from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils
-from ray.train.v2.api.context import LocalTrainContext
+from ray.train import CheckpointUploadMode, DataConfig
 
+from raytf.compat import ray_core
+from raytf.compat.ray_train import LocalTrainContext, PreemptionInfo, StorageContext, TrainFnUtils
 from raytf.errors import ConfigError
 from raytf.worker.session import TrialSession
 
@@ -153,7 +152,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         found = None
         if self._session.rank == 0:
             if time.monotonic() - self._looked >= _LOOK_SECONDS:
-                self._drained = preemption(self._around.nodes, ray._private.state.state.get_draining_nodes())
+                self._drained = preemption(self._around.nodes, ray_core.draining())
                 self._looked = time.monotonic()
             found = self._drained
         return self._broadcast(found)

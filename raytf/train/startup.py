@@ -16,36 +16,36 @@ import threading
 import time
 
 import ray
-from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-    get_or_create_autoscaling_coordinator,
-)
 from ray.exceptions import RayActorError
 from ray.train import LoggingConfig, RunConfig
-from ray.train.v2._internal.callbacks import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
-from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
-from ray.train.v2._internal.constants import (
-    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
-    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
-    get_env_vars_to_propagate,
-)
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.preemption import PreemptionWatcher
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
-from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
-    DefaultPlacementGroupHandle,
-    PlacementGroupHandle,
-)
-from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
-from ray.train.v2._internal.util import construct_train_func, time_monotonic
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import placement_group_table
 
+from raytf.compat import ray_core, ray_train
+from raytf.compat.patching import overrides
+from raytf.compat.ray_train import (
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    DataParallelTrainer,
+    DatasetsCallback,
+    DefaultPlacementGroupHandle,
+    ElasticScalingPolicy,
+    PlacementGroupCleanerCallback,
+    PlacementGroupHandle,
+    PreemptionCallback,
+    PreemptionWatcher,
+    RayTrainWorker,
+    StateManagerCallback,
+    TrainController,
+    Worker,
+    WorkerGroup,
+    WorkerGroupCallback,
+    WorkerGroupStartupFailedError,
+    WorkerStatus,
+    construct_train_func,
+    get_env_vars_to_propagate,
+    get_or_create_autoscaling_coordinator,
+    time_monotonic,
+)
 from raytf.console import output, quiet
 from raytf.runtime import answers, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, is_consequence
@@ -82,7 +82,7 @@ class Startup(WarmPool):
         self.run_config = run_config
         here = ray.get_runtime_context().get_node_id()
         self.controller = (
-            ray.remote(_Controller).options(num_cpus=0, label_selector={ray._raylet.RAY_NODE_ID_KEY: here}).remote()
+            ray.remote(_Controller).options(num_cpus=0, label_selector={ray_core.RAY_NODE_ID_KEY: here}).remote()
         )
         super().__init__(
             RayTrainWorker, scaling_config, run_config, resources.fewest_workers(scaling_config), import_raytf
@@ -154,8 +154,8 @@ class EarlyStartTrainer(DataParallelTrainer):
         if not isinstance(scaling.num_workers, int) or scaling.num_workers < 1 or _is_slice(scaling):
             return
         each, selectors = (
-            scaling._resources_per_worker_not_none,
-            scaling._label_selector_per_worker(scaling.num_workers),
+            ray_train.resources_per_worker(scaling),
+            ray_train.label_selectors(scaling, scaling.num_workers),
         )
         self._reservation.take(scaling.num_workers, each, scaling.placement_strategy, selectors)
         plan = getattr(self.backend_config, "servers", None)
@@ -169,6 +169,7 @@ class EarlyStartTrainer(DataParallelTrainer):
         if self._launch is not None:
             self._launch.cancel()
 
+    @overrides(DataParallelTrainer)
     def _create_default_callbacks(self):
         callbacks = []
         for callback in super()._create_default_callbacks():
@@ -183,6 +184,7 @@ class EarlyStartTrainer(DataParallelTrainer):
             callbacks.append(_Preemption())
         return callbacks
 
+    @overrides(DataParallelTrainer)
     def _initialize_and_run_controller(self, **arguments):
         controller = self._launch.controller
         if isinstance(arguments["scaling_policy"], ElasticScalingPolicy):
@@ -210,7 +212,7 @@ class _Controller(TrainController):
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
         ours = {name: value for name, value in ours.items() if name not in environment}
-        os.environ.update({RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: "0"} | environment | ours)
+        os.environ.update({ray_core.WARN_BLOCKING_GET: "0"} | environment | ours)
         super().__init__(**arguments)
         for name in ours:
             del os.environ[name]
@@ -223,9 +225,10 @@ class _Elastic(ElasticScalingPolicy):
         super().__init__(scaling_config)
         self._bundles = list(beside.values())
 
+    @overrides(ElasticScalingPolicy)
     def _count_possible_workers(self, reserved_resources) -> int:
-        left = resources.without(list(reserved_resources.values()), self._bundles)
-        return 0 if left is None else super()._count_possible_workers(dict(enumerate(left)))
+        left = resources.without(ray_train.reserved(reserved_resources), self._bundles)
+        return 0 if left is None else super()._count_possible_workers(ray_train.as_reserved(left))
 
 
 def _is_slice(scaling_config) -> bool:
@@ -284,6 +287,7 @@ class _WorkerGroup(WorkerGroup):
     _watchdog: Watchdog | None = None
     _hold_until: float | None = None
 
+    @overrides(WorkerGroup)
     def _start(self):
         try:
             super()._start()
@@ -297,6 +301,7 @@ class _WorkerGroup(WorkerGroup):
             if not self.has_started():
                 self._stop_watching()
 
+    @overrides(WorkerGroup)
     def _clear_state(self):
         self._stop_watching()
         super()._clear_state()
@@ -306,6 +311,7 @@ class _WorkerGroup(WorkerGroup):
             self._watchdog.close()
             self._watchdog = None
 
+    @overrides(WorkerGroup)
     def _create_placement_group(self, scaling_config, worker_group_context):
         context = worker_group_context
         if _is_slice(scaling_config):
@@ -320,6 +326,7 @@ class _WorkerGroup(WorkerGroup):
         )
         return _Held(self.held)
 
+    @overrides(WorkerGroup)
     def _create_workers(
         self,
         num_workers,
@@ -363,6 +370,7 @@ class _WorkerGroup(WorkerGroup):
             self._watchdog.watch(worker.distributed_context.world_rank, Place(its.node_id, its.node_ip, its.pid, None))
         return workers
 
+    @overrides(WorkerGroup)
     def _poll_workers_and_collect_errors(self, timeout):
         found = super()._poll_workers_and_collect_errors(timeout)
         for rank, status in enumerate(found):
@@ -398,6 +406,7 @@ class _WorkerGroup(WorkerGroup):
 class _NoDatasets(WorkerGroupCallback):
     """Stands for Ray Train's manager of datasets, a process of its own, where there are none."""
 
+    @overrides(WorkerGroupCallback)
     def before_init_train_context(self, workers):
         return {"dataset_shard_provider": [self] * len(workers)}
 
@@ -411,12 +420,15 @@ class _LateCleaner(PlacementGroupCleanerCallback):
     _due: float | None = None
     _group = None
 
+    @overrides(PlacementGroupCleanerCallback)
     def after_controller_start(self, train_run_context):
         self._run = train_run_context
 
+    @overrides(PlacementGroupCleanerCallback)
     def after_worker_group_start(self, worker_group):
         self._group, self._due = worker_group, time.monotonic() + _GUARDS_START_AFTER_SECONDS
 
+    @overrides(WorkerGroupCallback)
     def after_worker_group_poll_status(self, worker_group_status):
         if self._due is not None and time.monotonic() >= self._due:
             self._due = None
@@ -424,10 +436,12 @@ class _LateCleaner(PlacementGroupCleanerCallback):
                 super().after_controller_start(self._run)
             super().after_worker_group_start(self._group)
 
+    @overrides(PlacementGroupCleanerCallback)
     def before_worker_group_shutdown(self, worker_group):
         self._due = None
         super().before_worker_group_shutdown(worker_group)
 
+    @overrides(PlacementGroupCleanerCallback)
     def after_worker_group_abort(self, worker_group_context):
         self._due = None
         super().after_worker_group_abort(worker_group_context)
@@ -436,6 +450,7 @@ class _LateCleaner(PlacementGroupCleanerCallback):
 class _Preemption(PreemptionCallback):
     """Watches for nodes that are drained in a thread of the controller, where Ray Train starts an actor for it."""
 
+    @overrides(PreemptionCallback)
     def after_worker_group_start(self, worker_group):
         self._stop_watcher()
         ranks: dict[str, list[int]] = {}
@@ -446,7 +461,8 @@ class _Preemption(PreemptionCallback):
             actors[rank] = worker.actor
         self._watcher = PreemptionWatcher(ranks, self._poll_interval_s, actors)
 
+    @overrides(PreemptionCallback)
     def _stop_watcher(self):
         if self._watcher is not None:
-            self._watcher._stop_event.set()
+            ray_train.stop(self._watcher)
             self._watcher = None

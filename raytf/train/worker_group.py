@@ -19,12 +19,12 @@ from typing import Any
 
 import ray
 import ray.cloudpickle
-from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.placement_group import placement_group_table
 
 from raytf.collectives import ring
-from raytf.compat import autograph_files, legacy_keras, legacy_names
+from raytf.compat import legacy_keras, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
+from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
 from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import guard, ports
@@ -32,7 +32,7 @@ from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.guard import FrozenError, Guard, Place
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
-from raytf.storage import scratch
+from raytf.storage import autograph_files, scratch
 from raytf.train import backend
 from raytf.train.entry import import_raytf
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
@@ -96,7 +96,7 @@ class WorkerGroup:
     """Opens workers in the current placement group; see the module.
 
     Args:
-        tensorflow_config: of the workers.
+        setup: of the workers, a `settings.WorkerSetup`.
         resources: of each worker.
         workers: how many.
         environment: runtime environment of their processes.
@@ -109,7 +109,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        tensorflow_config,
+        setup,
         resources: dict[str, float],
         workers: int,
         environment: dict,
@@ -128,20 +128,18 @@ class WorkerGroup:
         ]
         self._guard: Guard | None = None
         try:
-            self._open(tensorflow_config, cpus)
+            self._open(setup, cpus)
         except BaseException:
             self.close(well=False)
             raise
 
-    def _open(self, tensorflow_config, cpus: int) -> None:
-        found = self._all(
-            "reserve_address", tensorflow_config.ports, seconds=_OPEN_SECONDS, what="the start of its process"
-        )
+    def _open(self, setup, cpus: int) -> None:
+        found = self._all("reserve_address", setup.config.ports, seconds=_OPEN_SECONDS, what="the start of its process")
         addresses = [address for address, _ in found]
         self._guard = Guard({f"worker {rank}": place for rank, (_, place) in enumerate(found)})
         self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
         token, nodes = ring.new_token(), tuple(place.node for _, place in found)
-        arguments = [(tensorflow_config, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
+        arguments = [(setup, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
     def begin(self, job: TrialRun) -> None:
@@ -264,7 +262,7 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     """
     me = ray.get_runtime_context().current_actor
     for there, actor in spares:
-        if there != node or _internal_kv_put(actor._actor_id.binary(), b"taken", overwrite=False, namespace=_TAKEN):
+        if there != node or ray_core.put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
             continue
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             ray.get(actor.end_with.remote(me), timeout=_SPARE_SECONDS)
@@ -288,17 +286,15 @@ class GroupWorker(Process):
         """Ends this process, which the driver started, when the group's actor has ended."""
         threading.Thread(target=_end_with, args=(leader,), daemon=True).start()
 
-    def open(
-        self, tensorflow_config, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]
-    ) -> None:
+    def open(self, setup, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
-        backend.set_environment(tensorflow_config, addresses, rank, cpus, token)
+        backend.set_environment(setup.config, addresses, rank, cpus, token)
         from raytf.worker import context
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
-        self._stack.enter_context(context.prepared(tensorflow_config))
+        self._stack.enter_context(context.prepared(setup))
         self._stack.enter_context(backend.spoken(rank == 0, None))
-        self._stack.enter_context(once.shown(tensorflow_config.warned))
+        self._stack.enter_context(once.shown(setup.warned))
         with autograph_files.removed():
             context.get_strategy()  # the ring tells its addresses by a collective
         self._defaults = _keras_defaults()
@@ -315,8 +311,6 @@ class GroupWorker(Process):
         self._thread.start()
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
-        from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
-
         around = Surroundings(nodes=self._nodes, **job.around)
         set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
         try:
@@ -405,7 +399,8 @@ def _keras_defaults() -> dict[str, Any]:
 
 def _clear(defaults: dict[str, Any]) -> None:
     import tensorflow as tf
-    from tensorflow.python.framework.ops import gradient_registry
+
+    from raytf.compat.tensorflow import forget_custom_gradients
 
     if legacy_keras.is_on():
         from tf_keras import backend, mixed_precision
@@ -420,8 +415,5 @@ def _clear(defaults: dict[str, Any]) -> None:
         place = next(place for place in places if hasattr(place, f"set_{name}"))
         getattr(place, f"set_{name}")(value)
     tf.config.run_functions_eagerly(False)
-    # TensorFlow keeps the gradient of every `tf.custom_gradient` that it traced, and with it the graph, by name
-    registry = gradient_registry._registry
-    for name in [name for name in registry if name.startswith("CustomGradient-")]:
-        del registry[name]
+    forget_custom_gradients()
     gc.collect()

@@ -1,13 +1,12 @@
 """A page about a sweep: its trials, their learning curves, batch size against learning rate, parallel coordinates.
 
-The pictures are SVG within the page, so that it opens without a network.
+The pictures are plotly's, with plotly.js within the page, so that it opens without a network.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import html
-import io
 import math
 import os
 import posixpath
@@ -24,9 +23,12 @@ _FAILURE = re.compile(r"^Failure # \d+ \(occurred at .*\)$", re.MULTILINE)
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #222; }
 table { border-collapse: collapse; } td, th { padding: .2rem .8rem; text-align: right; }
-th { border-bottom: 1px solid #888; } tr.best { background: #e7f2e4; } td.text { text-align: left; }
-svg { max-width: 100%; height: auto; }
+th { border-bottom: 1px solid #888; } .trials td:last-child { text-align: left; }
+.best-first tbody tr:first-child { background: #e7f2e4; }
 """
+# An axis with no more values than these has them as its ticks.
+_TICKS = 8
+_AXES = ("batch_size", "learning_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
         found |= _flat(value, f"{before}{name}/") if isinstance(value, dict) else {before + name: value}
     return found
@@ -161,38 +163,43 @@ def write(folder: str, output: str) -> None:
         output: file to write.
 
     Raises:
-        ConfigError: the folder is not that of a sweep, or matplotlib is not installed.
+        ConfigError: the folder is not that of a sweep, or what is in it was not written by one.
     """
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise ConfigError("The page is written into a folder that exists", repr(output), "Make the folder")
     known = settings(folder)
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(
-            "A report is drawn with matplotlib", "an environment without it", "pip install matplotlib"
-        ) from error
-    matplotlib.use("Agg")
-    metric, mode = known["metric"], known["mode"]
-    trials = entries(folder, metric)
+    made = page(str(folder), known["metric"], known["mode"], entries(folder, known["metric"]))
+    with open(output, "w", encoding="utf-8") as file:
+        file.write(made)
+
+
+def page(folder: str, metric: str, mode: str, trials: list[Entry]) -> str:
+    """The page in HTML. What the user's names and values hold is shown as text, whatever it is.
+
+    Args:
+        folder: of the sweep, for the headline.
+        metric, mode: that trials are compared by.
+        trials: in any order, with or without reports.
+    """
+    from plotly.offline import get_plotlyjs
+
     sign = 1 if mode == "min" else -1
     good = sorted((t for t in trials if _finite(t.value)), key=lambda t: sign * t.value)
     rest = [t for t in trials if not _finite(t.value)]
-    parts = [_summary(folder, metric, good, rest)]
-    if good:
-        parts += [_section(title, draw(good, metric, mode)) for title, draw in _PICTURES]
-    parts.append(f"<h2>Trials</h2>{_trials(good + rest, metric)}")
-    page = f"<!doctype html><meta charset='utf-8'><title>Sweep</title><style>{_STYLE}</style>{''.join(parts)}"
-    with open(output, "w", encoding="utf-8") as file:
-        file.write(page)
+    figures = {title: draw(good, rest, metric, mode) for title, draw in _PICTURES.items()}
+    shown = "".join(_section(title, figure) for title, figure in figures.items() if figure is not None)
+    script = f"<script>{get_plotlyjs()}</script>" if shown else ""
+    head = f"<meta charset='utf-8'><title>Sweep</title><style>{_STYLE}</style>{script}"
+    body = f"{_summary(folder, metric, good, rest)}{shown}<h2>Trials</h2>{_table(good, rest, metric)}"
+    return f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n"
 
 
 def _finite(value) -> bool:
-    return value is not None and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _summary(folder: str, metric: str, good, rest) -> str:
-    text = f"<h1>Sweep</h1><p>{html.escape(str(folder))}: {len(good) + len(rest)} trials</p>"
+    text = f"<h1>Sweep</h1><p>{html.escape(folder)}: {len(good) + len(rest)} trials</p>"
     if good:
         config = ", ".join(f"{k} = {_shown(v)}" for k, v in good[0].config.items())
         text += f"<p><b>Best {html.escape(metric)}: {good[0].value:.6g}</b> with {html.escape(config)}</p>"
@@ -200,27 +207,27 @@ def _summary(folder: str, metric: str, good, rest) -> str:
 
 
 def _section(title: str, figure) -> str:
-    from matplotlib import pyplot
-
-    if figure is None:
-        return ""
-    written = io.StringIO()
-    figure.savefig(written, format="svg", bbox_inches="tight")
-    pyplot.close(figure)
-    svg = written.getvalue()
-    return f"<h2>{title}</h2>{svg[svg.index('<svg') :]}"
+    figure.update_layout(template="plotly_white", height=460, margin={"t": 45, "r": 40, "b": 60, "l": 80})
+    name = title.lower().replace(" ", "-")
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config={"displaylogo": False})
+    return f"<h2>{title}</h2>{drawn}"
 
 
-def _trials(trials, metric: str) -> str:
-    names = list(dict.fromkeys(name for t in trials for name in t.config))
-    head = "".join(f"<th>{html.escape(str(n))}</th>" for n in ("trial", *names, metric, "reports", ""))
-    rows = []
-    for i, trial in enumerate(trials):
-        cells = [trial.name, *(_shown(trial.config.get(n, "")) for n in names), _shown(trial.value), len(trial.curve)]
-        row = "".join(f"<td>{html.escape(str(c))}</td>" for c in cells)
-        best = " class='best'" if i == 0 and trial.value is not None else ""
-        rows.append(f"<tr{best}>{row}<td class='text'>{html.escape(trial.error)}</td></tr>")
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+def _table(good, rest, metric: str) -> str:
+    import pandas as pd
+
+    names = _names(good + rest)
+    rows = [
+        [t.name, *(_shown(t.config.get(n, "")) for n in names), _shown(t.value), str(len(t.curve)), t.error]
+        for t in good + rest
+    ]
+    table = pd.DataFrame(rows, columns=["trial", *map(str, names), metric, "reports", ""])
+    with pd.option_context("display.max_colwidth", None):
+        return table.to_html(index=False, border=0, classes="trials best-first" if good else "trials")
+
+
+def _names(trials) -> list[str]:
+    return list(dict.fromkeys(name for t in trials for name in t.config))
 
 
 def _shown(value) -> str:
@@ -229,90 +236,106 @@ def _shown(value) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _batch_and_rate(trials, metric, mode):
-    from matplotlib import pyplot
+def _short(value, length: int = 24) -> str:
+    text = _shown(value)
+    return text if len(text) <= length else text[: length - 1] + "…"
 
-    points = [t for t in trials if {"batch_size", "learning_rate"} <= set(t.config)]
+
+def _label(value, length: int = 60) -> str:
+    """A text for a picture: plotly would take a few tags and entities of HTML for what they say."""
+    return html.escape(_short(value, length), quote=False)
+
+
+def _hover(trial: Entry) -> str:
+    return "<br>".join([_label(trial.name), *(f"{_label(k)} = {_label(v)}" for k, v in trial.config.items())])
+
+
+def _batch_and_rate(good, rest, metric, mode):
+    import plotly.express as px
+
+    points = [t for t in good if all(_finite(v) and v > 0 for v in map(t.config.get, _AXES))]
     if not points:
         return None
-    figure, place = pyplot.subplots(figsize=(6.5, 4))
-    shown = place.scatter(
-        [t.config["batch_size"] for t in points],
-        [t.config["learning_rate"] for t in points],
-        c=[t.value for t in points],
-        cmap=_map(mode),
-        s=70,
-        edgecolors="#333",
-        linewidths=0.5,
+    batch, rate = ([t.config[name] for t in points] for name in _AXES)
+    figure = px.scatter(
+        {"x": batch, "y": rate, "color": [t.value for t in points], "trial": [_hover(t) for t in points]},
+        x="x",
+        y="y",
+        color="color",
+        hover_name="trial",
+        log_x=True,
+        log_y=True,
+        labels={"x": "batch size (global)", "y": "learning rate", "color": _label(metric)},
+        color_continuous_scale=_colors(mode),
     )
-    place.set_xscale("log", base=2)
-    place.set_yscale("log")
-    place.set_xlabel("batch size (global)")
-    place.set_ylabel("learning rate")
-    figure.colorbar(shown, label=metric)
+    figure.update_traces(marker={"size": 12, "line": {"width": 0.5, "color": "#333"}})
+    if len(set(batch)) <= _TICKS:
+        figure.update_xaxes(tickvals=sorted(set(batch)))
     return figure
 
 
-def _curves(trials, metric, mode):
-    from matplotlib import pyplot
+def _curves(good, rest, metric, mode):
+    import plotly.graph_objects as go
 
-    figure, place = pyplot.subplots(figsize=(6.5, 4))
-    for trial in reversed(trials):
-        best = trial is trials[0]
-        steps = range(1, len(trial.curve) + 1)
-        marker = "o" if len(trial.curve) == 1 else None
-        place.plot(steps, trial.curve, color="#2a7f2a" if best else "#9aa5b1", lw=2 if best else 0.9, marker=marker)
-    place.set_xlabel("report")
-    place.set_ylabel(metric)
-    return figure
+    longest = max((len(t.curve) for t in good + rest), default=0)
+    reports = {"title": "report", "tick0": 1, "dtick": max(1, round(longest / 10))}
+    figure = go.Figure(layout={"xaxis": reports, "yaxis_title": _label(metric), "showlegend": False})
+    for trial in reversed(good + rest):
+        if not any(map(_finite, trial.curve)):
+            continue
+        best = bool(good) and trial is good[0]
+        line = {"color": "#2a7f2a" if best else "#9aa5b1", "width": 2.5 if best else 1}
+        figure.add_scatter(
+            x=list(range(1, len(trial.curve) + 1)),
+            y=trial.curve,
+            mode="lines" if len(trial.curve) > 1 and all(map(_finite, trial.curve)) else "lines+markers",
+            line=line | {"dash": "solid" if _finite(trial.value) else "dot"},
+            name=_label(trial.name),
+            hovertext=_hover(trial),
+            hoverinfo="y+text",
+        )
+    return figure if figure.data else None
 
 
-def _parallel(trials, metric, mode):
-    from matplotlib import pyplot
+def _parallel(good, rest, metric, mode):
+    import plotly.graph_objects as go
 
-    names = [
-        n
-        for n in dict.fromkeys(k for t in trials for k in t.config)
-        if len({_shown(t.config.get(n)) for t in trials}) > 1
-    ]
+    names = [name for name in _names(good) if len({_shown(t.config.get(name)) for t in good}) > 1]
     if not names:
         return None
-    axes = [[t.config.get(name) for t in trials] for name in names] + [[t.value for t in trials]]
-    places = [_scaled(values) for values in axes]
-    figure, place = pyplot.subplots(figsize=(1.8 * len(axes) + 2, 4))
-    colors = pyplot.get_cmap(_map(mode))
-    for i in reversed(range(len(trials))):
-        heights = [place_[i] for place_ in places]
-        place.plot(range(len(axes)), heights, color=colors(places[-1][i]), lw=2.2 if i == 0 else 0.9, alpha=0.9)
-    for x, values in enumerate(axes):
-        place.axvline(x, color="#444", lw=0.8)
-        shown = sorted({(p, _shown(v)) for p, v in zip(places[x], values, strict=True)})
-        for p, text in (shown[0], shown[-1]) if len(shown) > 6 else shown:
-            place.annotate(text, (x, p), xytext=(4, 0), textcoords="offset points", fontsize=8, va="center")
-    place.set_xticks(range(len(axes)), [*names, metric])
-    place.set_yticks([])
-    for spine in place.spines.values():
-        spine.set_visible(False)
-    return figure
+    values = [t.value for t in good]
+    axes = [_axis(name, [t.config.get(name) for t in good]) for name in names] + [_axis(metric, values)]
+    line = {"color": values, "colorscale": _colors(mode), "showscale": True, "colorbar": {"title": _label(metric)}}
+    width = 125 * len(axes) if len(axes) > _TICKS else None
+    return go.Figure(go.Parcoords(dimensions=axes, line=line), layout={"width": width})
 
 
-def _scaled(values) -> list[float]:
-    """Heights from 0 to 1: by logarithm where numbers span more than a power of ten, by order where they are none."""
-    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
-        order = sorted({str(v) for v in values})
-        return [order.index(str(v)) / max(1, len(order) - 1) for v in values]
+def _axis(name: str, values: list) -> dict[str, Any]:
+    """An axis of parallel coordinates: by logarithm over more than a power of ten, by order for what is no number."""
+    label = _label(name, 24)
+    if not all(map(_finite, values)):
+        order = sorted({_shown(v) for v in values})
+        texts = [_short(text) for text in order]  # plain text here, unlike labels
+        places = [order.index(_shown(v)) for v in values]
+        return {"label": label, "values": places, "tickvals": list(range(len(order))), "ticktext": texts}
     low, high = min(values), max(values)
+    marks = sorted(set(values))
     if low > 0 and high / low > 10:
-        values, low, high = [math.log(v) for v in values], math.log(low), math.log(high)
-    return [(v - low) / (high - low) if high > low else 0.5 for v in values]
+        marks = marks if len(marks) <= _TICKS else [low * (high / low) ** (i / 4) for i in range(5)]
+        values, places = [math.log10(v) for v in values], [math.log10(v) for v in marks]
+    elif len(marks) <= _TICKS:
+        places = marks
+    else:
+        return {"label": label, "values": values}
+    return {"label": label, "values": values, "tickvals": places, "ticktext": [f"{v:.3g}" for v in marks]}
 
 
-def _map(mode: str) -> str:
-    return "viridis_r" if mode == "min" else "viridis"
+def _colors(mode: str) -> str:
+    return "Viridis_r" if mode == "min" else "Viridis"
 
 
-_PICTURES = (
-    ("Batch size and learning rate", _batch_and_rate),
-    ("Learning curves", _curves),
-    ("Parallel coordinates", _parallel),
-)
+_PICTURES = {
+    "Batch size and learning rate": _batch_and_rate,
+    "Learning curves": _curves,
+    "Parallel coordinates": _parallel,
+}

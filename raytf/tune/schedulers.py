@@ -7,6 +7,9 @@ import copy
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import HyperBandScheduler, TrialScheduler
 
+from raytf.compat import ray_tune
+from raytf.compat.patching import overrides
+
 
 class HyperBand(HyperBandScheduler):
     """A bracket is halved, or ended, once its trials are paused, and not while the checkpoint of one is being saved.
@@ -16,13 +19,14 @@ class HyperBand(HyperBandScheduler):
     After a bracket's first halving, the error of the last trial that it waits for leaves the others paused.
     """
 
+    @overrides(HyperBandScheduler)
     def _process_bracket(self, tune_controller, bracket) -> str:
         if any(trial.is_saving for trial in bracket.current_trials()):
             return TrialScheduler.PAUSE
         return super()._process_bracket(tune_controller, bracket)
 
     def choose_trial_to_run(self, tune_controller):
-        for bracket in [b for band in self._hyperbands for b in band if b is not None]:
+        for bracket in ray_tune.brackets_of(self):
             trials = bracket.current_trials()
             waits = all(t.status == Trial.PAUSED and t not in bracket.trials_to_unpause for t in trials)
             if trials and waits and bracket.cur_iter_done():

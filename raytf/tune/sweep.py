@@ -24,11 +24,12 @@ import numpy as np
 import ray
 import ray.train
 from ray import tune
-from ray.train._internal.storage import get_fs_and_path
-from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining
+from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.data import ingest, stored, streamed
 from raytf.errors import ConfigError, ResourceError, TrainingError
 from raytf.identity import config_keys
@@ -41,7 +42,8 @@ from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
 from raytf.train.entry import import_raytf, train
-from raytf.train.trainer import KerasTrainer, TensorflowTrainer
+from raytf.train.keras_trainer import KerasTrainer
+from raytf.train.tensorflow_trainer import TensorflowTrainer
 from raytf.train.worker_group import GroupWorker
 from raytf.tune import learning_rate, report, space
 from raytf.tune.table import Stopper, Table
@@ -58,16 +60,16 @@ _CLEAN_SECONDS = 10.0
 
 
 def sweep(
-    trainer,
+    trainer: KerasTrainer | TensorflowTrainer,
     param_space: Mapping[str, Any] | None = None,
     *,
     num_samples: int = 1,
     metric: str = "loss",
     mode: str = "min",
-    scheduler=None,
-    search_alg=None,
+    scheduler: str | TrialScheduler | None = None,
+    search_alg: str | Searcher | SearchAlgorithm | None = None,
     max_concurrent_trials: int | None = None,
-    run_config=None,
+    run_config: tune.RunConfig | None = None,
     warm: bool = True,
     report_every_steps: int | None = None,
     scale_learning_rate: str | None = None,
@@ -298,13 +300,14 @@ def _plan(
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
         datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
         found = {name: stored.read(d) for name, d in datasets.items()}
+        user = trainer.backend_config.config
         plan = SweepSpec(
             train=_UserLoop(trainer.train_loop_per_worker),
             config=config,
-            tensorflow_config=dataclasses.replace(
+            setup=dataclasses.replace(
                 trainer.backend_config,
-                feed=found,
-                seed=trainer.backend_config.seed or 0,
+                config=dataclasses.replace(user, seed=user.seed or 0),
+                datasets=found,
                 warned=processes.warned,
             ),
             datasets=datasets,
@@ -313,7 +316,7 @@ def _plan(
             **common,
         )
         return plan, {}
-    found = ingest.read_all(trainer.datasets, trainer.materialize, trainer.scaling_config, trainer.columns())
+    found = ingest.read_all(trainer.datasets, trainer.materialize, trainer.scaling_config, trainer.batch.roles)
     try:
         _try_model(trainer, processes, found, tried, given)
     except BaseException:
@@ -324,7 +327,7 @@ def _plan(
     plan = SweepSpec(
         train=_KerasLoop(task),
         config=config,
-        tensorflow_config=dataclasses.replace(trainer.worker_config(), warned=processes.warned),
+        setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),
@@ -380,7 +383,7 @@ class _UserLoop:
 
         from raytf.worker import context
 
-        keras.utils.set_random_seed(context.config().seed)
+        keras.utils.set_random_seed(context.setup().config.seed)
         if inspect.signature(self.function).parameters:
             self.function(config)
         else:
@@ -478,7 +481,7 @@ def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
         restart_errored=False,
     )
     # Tune takes callbacks from the interrupted sweep; what is shown belongs to this process
-    restored = tuner._local_tuner._run_config
+    restored = restored_run_config(tuner)
     users = [c for c in restored.callbacks or [] if not isinstance(c, Table)]
     restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0
     restored.progress_reporter = run_config.progress_reporter

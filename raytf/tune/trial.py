@@ -13,9 +13,9 @@ import ray
 from pyarrow.fs import FileType
 from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
-from ray.tune.trainable.trainable import _DICT_CHECKPOINT_FILE_NAME
 from ray.tune.utils import flatten_dict
 
+from raytf.compat import loggers, ray_train, ray_tune
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate
@@ -35,7 +35,7 @@ class SweepSpec:
         train: train(session, config), on a worker; train.apart() is the same for one group, and train.rest() lets go
             of what its datasets have read ahead.
         config: the trainer's, which a trial's values are laid over.
-        scaling_config, tensorflow_config: the trainer's.
+        scaling_config, setup: the trainer's.
         environment: runtime environment of the workers.
         datasets: `ray.data.Dataset` by name, for loops that ask for shards.
         dataset_config: how they are cut.
@@ -48,7 +48,7 @@ class SweepSpec:
     train: Callable
     config: dict[str, Any]
     scaling_config: Any
-    tensorflow_config: Any
+    setup: Any
     environment: dict
     datasets: dict[str, Any]
     dataset_config: Any
@@ -63,10 +63,10 @@ class SweepSpec:
 
     def resources(self, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
         """Tune's request for a trial: nothing for its actor, a bundle for each worker."""
-        each = self.scaling_config._resources_per_worker_not_none
+        each = ray_train.resources_per_worker(self.scaling_config)
         count = self.workers(config)
         bundles = [{}, *[dict(each) for _ in range(count)]]
-        selectors = self.scaling_config._label_selector_per_worker(count)
+        selectors = ray_train.label_selectors(self.scaling_config, count)
         # Tune leaves the empty bundle of the trial's actor out, and so do the selectors
         more = {} if selectors is None else {"bundle_label_selector": selectors}
         return tune.PlacementGroupFactory(bundles, strategy=self.scaling_config.placement_strategy, **more)
@@ -76,7 +76,7 @@ class Trial(tune.Trainable):
     """One trial, and the next ones in the same worker group."""
 
     def setup(self, config, plan: SweepSpec):
-        logging.getLogger("ray.train._internal.storage").setLevel(logging.WARNING)  # it tells of each checkpoint
+        logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it tells of each checkpoint
         self._plan, self._worker_group = plan, None
         self._take(config)
 
@@ -126,12 +126,15 @@ class Trial(tune.Trainable):
             if "scaled_learning_rate" in self._derived:
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
             if self._worker_group is None:
-                each = plan.scaling_config._resources_per_worker_not_none
+                each = ray_train.resources_per_worker(plan.scaling_config)
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
-                self._worker_group = WorkerGroup(plan.tensorflow_config, each, workers, plan.environment, **places)
+                self._worker_group = WorkerGroup(plan.setup, each, workers, plan.environment, **places)
             around = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
-            around |= {"filesystem": self._storage.storage_filesystem, "folder": self._storage.trial_fs_path}
+            around |= {
+                "filesystem": ray_tune.storage_of(self).storage_filesystem,
+                "folder": ray_tune.storage_of(self).trial_fs_path,
+            }
             self._worker_group.begin(
                 TrialRun(train=self._train, config=config, name=self.trial_name, files=self._files, around=around)
             )
@@ -139,14 +142,14 @@ class Trial(tune.Trainable):
         return self._worker_group.go_on()
 
     def _maybe_save(self) -> dict[str, Any]:
-        due = self._time_total - self._saved >= _SAVE_SECONDS
+        due = ray_tune.seconds_of(self) - self._saved >= _SAVE_SECONDS
         if due:
-            self._saved = self._time_total
+            self._saved = ray_tune.seconds_of(self)
         return {SHOULD_CHECKPOINT: True} if due else {}
 
     def restore(self, checkpoint_path) -> None:
         saved = getattr(checkpoint_path, "checkpoint", checkpoint_path)
-        path = posixpath.join(saved.path, _DICT_CHECKPOINT_FILE_NAME)
+        path = posixpath.join(saved.path, ray_tune.DICT_CHECKPOINT)
         if saved.filesystem.get_file_info(path).type != FileType.NotFound:
             raise ConfigError(
                 "A trial's checkpoint holds no pickle, which Tune would read and run", path, "Find out who put it there"

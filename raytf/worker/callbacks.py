@@ -6,11 +6,13 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
-from raytf.compat import legacy_keras
+from raytf.compat import keras_objects, legacy_keras
 from raytf.errors import ConfigError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import model_optimizers
@@ -52,7 +54,7 @@ class ReportCallback(keras.callbacks.Callback):
     raytf_local_batches = True
     raytf_after_agreement = True
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args, **kwargs) -> ReportCallback:
         # imported where `tf.keras` was Keras 3, and called where it is Keras 2
         if cls is ReportCallback and legacy_keras.is_on():
             from raytf.worker import legacy_callbacks
@@ -65,11 +67,11 @@ class ReportCallback(keras.callbacks.Callback):
         checkpoint: bool = True,
         *,
         seed: int = 0,
-        build=None,
-        callbacks=(),
-        history=(),
-        report=session.report,
-        identity=None,
+        build: tuple | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | CallbackStates = (),
+        history: Sequence[Mapping[str, float]] = (),
+        report: Callable = session.report,
+        identity: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self._identity = dict(identity or {})
@@ -79,14 +81,14 @@ class ReportCallback(keras.callbacks.Callback):
         self._history = list(history)
         self._reported = None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict | None = None) -> None:
         self._states.begin()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._history.append({"epoch": epoch + 1, **_numbers(logs)})
         self._report(stopped=bool(self.model.stop_training))
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict | None = None) -> None:
         # EarlyStopping and averaged weights may have put other weights in place after the last epoch
         if self._history and self._reported is not None and self._fingerprint() != self._reported:
             self._report(stopped=bool(self.model.stop_training))
@@ -136,7 +138,7 @@ class StepReportCallback(keras.callbacks.Callback):
         if done < self._next or done >= (self.params["steps"] or math.inf):
             return
         self._next = done + self._every
-        metrics = self._last | _numbers(self.model._get_metrics_result_or_logs(logs))
+        metrics = self._last | _numbers(keras_objects.epoch_logs(self.model, logs))
         if self._needed in metrics:
             self._to({**metrics, "epoch": self._epoch, "step": done}, None)
 
@@ -171,7 +173,7 @@ class WarmupCallback(keras.callbacks.Callback):
             optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
             raise ConfigError(
                 "warmup_steps needs an optimizer with a number for its learning rate",
-                f"a schedule of type {type(optimizer._learning_rate).__name__}",
+                f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
         self._steps, self._rate = steps, float(rate)

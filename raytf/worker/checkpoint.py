@@ -31,8 +31,9 @@ import os
 import posixpath
 import warnings
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from raytf.compat import legacy_keras
+from raytf.compat import keras_objects, legacy_keras
 from raytf.console import quiet
 from raytf.errors import ConfigError, first_line
 from raytf.parallel import model_optimizers
@@ -53,6 +54,10 @@ from raytf.storage.checkpoint_files import (
     read_state_of,
 )
 from raytf.worker.callback_state import CallbackStates
+
+if TYPE_CHECKING:
+    import keras
+    from ray.train import Checkpoint, Result
 
 __all__ = [
     "State",
@@ -223,11 +228,10 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
 
 def _seeds(model) -> list:
     """The states of the model's seed generators, and of the global one where something draws from it."""
-    from keras.src.backend.common import global_state
-    from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+    from raytf.compat.keras import shared_seed_generator
 
-    shared = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    generators = [g for layer in model._flatten_layers() for g in layer._seed_generators]
+    shared = shared_seed_generator()
+    generators = [g for layer in keras_objects.layers_of(model) for g in keras_objects.seed_generators_of(layer)]
     return list({id(g): g.state for g in (*generators, *([shared] if shared is not None else []))}.values())
 
 
@@ -242,13 +246,13 @@ def remember(run: str, build_model: Callable, config: Mapping) -> None:
 
 
 def load_model(
-    source,
+    source: Result | Checkpoint | str | os.PathLike,
     compile: bool = True,
     *,
     build_model: Callable | None = None,
     config: Mapping | None = None,
     custom_objects: Mapping | None = None,
-):
+) -> keras.Model:
     """The Keras model of a run, a checkpoint or a folder. Nothing in it is run, whoever wrote it.
 
     Keras builds the model from its file where all layers are its own, or registered, or in `custom_objects`. It refuses
@@ -306,7 +310,8 @@ def _is_bare(folder: str) -> bool:
 def _load_run(path: str, arguments):
     """The model of a run's folder; where Ray's list of its checkpoints cannot be used, of those that lie there."""
     from ray.train import Checkpoint, Result
-    from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError
+
+    from raytf.compat.ray_train import CheckpointManagerInitializationError
 
     try:
         result = Result.from_path(path)

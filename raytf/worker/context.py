@@ -1,4 +1,4 @@
-"""The train loop that runs in this process: its config, its strategy, and `raytf.get_strategy()`. On a worker."""
+"""The train loop that runs in this process: its setup, its strategy, and `raytf.get_strategy()`. On a worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 from raytf.compat import legacy_keras
 from raytf.errors import ConfigError
 from raytf.runtime import ports
-from raytf.runtime.settings import Settings
+from raytf.runtime.settings import WorkerSetup
 from raytf.worker import strategy
 
 
@@ -20,12 +20,12 @@ class Context:
     """What this process trains with.
 
     Args:
-        config: the run's.
+        setup: what the driver told this process.
         strategy: this worker's, once it is built.
         servers: the `servers.ServerGroup` of a ParameterServerStrategy.
     """
 
-    config: Settings
+    setup: WorkerSetup
     strategy: tf.distribute.Strategy | None = None
     servers: Any = None
 
@@ -37,7 +37,7 @@ _current: list[Context] = []
 
 
 @contextlib.contextmanager
-def prepared(config: Settings):
+def prepared(setup: WorkerSetup):
     """Makes this process ready for a train loop, and leaves nothing of it behind.
 
     Where it is one for Keras 2, Keras 3 and what raytf changes in it are left alone.
@@ -45,12 +45,12 @@ def prepared(config: Settings):
     if not legacy_keras.is_on():
         from raytf.parallel import trainer
 
-        trainer.install(allow_untested=config.allow_untested_keras)
-    if config.seed is not None:
-        tf.random.set_seed(config.seed)
-    context = Context(config)
+        trainer.install()
+    if setup.config.seed is not None:
+        tf.random.set_seed(setup.config.seed)
+    context = Context(setup)
     _current[:] = [context]
-    with strategy.hooked(config, context.built):
+    with strategy.hooked(setup.config, context.built):
         try:
             yield
         finally:
@@ -75,16 +75,16 @@ def get_strategy() -> tf.distribute.Strategy:
             "Call it in the function that a raytf trainer runs on its workers",
         )
     (context,) = _current
-    if context.strategy is None and context.config.strategy == "parameter_server":
-        context.strategy, context.servers = strategy.coordinate(context.config)
+    if context.strategy is None and context.setup.strategy == "parameter_server":
+        context.strategy, context.servers = strategy.coordinate(context.setup)
     elif context.strategy is None:
-        context.strategy = strategy.build(context.config)
+        context.strategy = strategy.build(context.setup)
     return context.strategy
 
 
-def config() -> Settings | None:
-    """The config of the train loop that runs in this process, or None outside of one."""
-    return _current[0].config if _current else None
+def setup() -> WorkerSetup | None:
+    """The setup of the train loop that runs in this process, or None outside of one."""
+    return _current[0].setup if _current else None
 
 
 def servers():
@@ -94,4 +94,4 @@ def servers():
 
 def uses_tpu() -> bool:
     """Whether this run trains on TPUs."""
-    return bool(_current) and strategy.uses_tpu(_current[0].config)
+    return bool(_current) and strategy.uses_tpu(_current[0].setup)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from raytf.data import columns as columns_module
 from raytf.data import stored, streamed
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import ColumnSpecs
 from raytf.data.feed import Feed
+from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
-from raytf.runtime.topology import per_replica_batch
+from raytf.runtime.topology import Shard, per_replica_batch
 from raytf.worker import context as context_module
 
 # what was read of each dataset, and which columns; None: all
@@ -42,14 +47,14 @@ def get_dataset(
     name: str,
     *,
     batch_size: int,
-    features,
-    labels=None,
-    sample_weights=None,
+    features: ColumnSpecs,
+    labels: ColumnSpecs | None = None,
+    sample_weights: ColumnSpecs | None = None,
     shuffle: str | None = None,
     seed: int = 0,
     window: int = 65_536,
     drop_remainder: bool = False,
-    map=None,
+    map: Callable | None = None,
 ) -> tf.data.Dataset:
     """Inside a train loop: this worker's part of one of the trainer's datasets. Each new iterator is the next epoch.
 
@@ -71,8 +76,8 @@ def get_dataset(
     Raises:
         ConfigError: called outside a train loop, or an argument does not fit the dataset.
     """
-    config = context_module.config()
-    if config is None or not config.feed:
+    setup = context_module.setup()
+    if setup is None or not setup.datasets:
         raise ConfigError(
             "raytf.get_dataset() works inside a train loop",
             f"a call for {name!r} outside of one",
@@ -81,27 +86,19 @@ def get_dataset(
     import ray.train
 
     context = ray.train.get_context()
-    if name not in config.feed:
-        known = ", ".join(repr(key) for key in config.feed)
+    if name not in setup.datasets:
+        known = ", ".join(repr(key) for key in setup.datasets)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
-    parsed = {
-        role: columns_module.parse(spec, role)
-        for role, spec in {"features": features, "labels": labels, "sample_weights": sample_weights}.items()
-    }
-    blocks = _read_once(name, config.feed[name], parsed, context)
-    for role, spec in parsed.items():
-        columns_module.check_names(spec, blocks.columns, role)
+    batch = BatchSpec.parsed(features, labels, sample_weights, map)
+    dataset = _read_once(name, setup.datasets[name], batch.roles, context)
+    batch.check(dataset.columns)
     per_replica_batch(batch_size, context.get_world_size())
-    feed = Feed(
-        blocks,
-        **parsed,
+    sampling = Sampling(
         global_batch=batch_size,
-        worker=context.get_world_rank(),
-        workers=context.get_world_size(),
         seed=seed,
         shuffle=shuffle or ("full" if name == "train" else "none"),
         window=window,
         drop_remainder=drop_remainder,
-        map=map,
     )
+    feed = Feed(dataset, batch, sampling, Shard(context.get_world_rank(), context.get_world_size()))
     return feed.dataset()

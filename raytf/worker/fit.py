@@ -12,6 +12,7 @@ from raytf.data.feed import Feed
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers
 from raytf.parallel.callbacks import settable_rate
+from raytf.runtime.topology import Shard
 from raytf.worker import callbacks, checkpoint, context, input_wait, job, steps_per_execution, tpu
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.job import TrainJob
@@ -29,7 +30,7 @@ def train(task: TrainJob, session) -> None:
         state = checkpoint.read_state(folder) if folder else None
         if job.ended(state, task):
             return
-        keras.utils.set_random_seed(task.seed % 2**32)
+        keras.utils.set_random_seed(task.sampling.seed % 2**32)
         with distribution.scope():
             model = task.build_model(dict(task.config))
         static = context.uses_tpu()
@@ -71,7 +72,7 @@ def train(task: TrainJob, session) -> None:
 
 def _open(task: TrainJob, name: str, session, static: bool):
 
-    return Feed(**task.feed(name), worker=session.rank, workers=session.size, drop_remainder=static, static=static)
+    return Feed(**task.feed(name, drop_remainder=static), shard=Shard(session.rank, session.size), static=static)
 
 
 def build_from_data(model, dataset) -> None:
@@ -119,7 +120,7 @@ def report_callback(task: TrainJob, dataset, states, state, to: Callable):
     """The callback that reports each epoch with `to(metrics, write)`; put it last."""
 
     return callbacks.ReportCallback(
-        seed=task.seed,
+        seed=task.sampling.seed,
         build=(task.build_model, task.config, _inputs(dataset)),
         callbacks=states,
         history=state.history if state else (),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
-from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+
+from raytf.compat.patching import patched, replacing
+from raytf.compat.tensorflow import OwnedIterator
 
 # Behind both `next(iterator)` and `iterator.get_next()`; and what several steps an execution use.
 _CALLS = ("_next_internal", "get_next_as_optional")
@@ -21,26 +22,19 @@ def measure_input_wait() -> Iterator[Callable[[], float]]:
     readings and an addition a step, and nothing outside of traced functions.
     """
     waited = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="raytf_waited")
-    originals = {name: getattr(OwnedIterator, name) for name in _CALLS}
 
-    def timed(original):
-        @functools.wraps(original)
-        def call(self):
-            if tf.executing_eagerly():
-                return original(self)
-            asked = tf.timestamp()
-            with tf.control_dependencies([asked]):
-                batch = original(self)
-            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-                waited.assign_add(tf.timestamp() - asked)
-            return batch
+    def timed(original, self):
+        if tf.executing_eagerly():
+            return original(self)
+        asked = tf.timestamp()
+        with tf.control_dependencies([asked]):
+            batch = original(self)
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            waited.assign_add(tf.timestamp() - asked)
+        return batch
 
-        return call
-
-    for name, original in originals.items():
-        setattr(OwnedIterator, name, timed(original))
-    try:
+    with contextlib.ExitStack() as replaced:
+        for name in _CALLS:
+            new = replacing(getattr(OwnedIterator, name), timed)
+            replaced.enter_context(patched(OwnedIterator, name, new))
         yield lambda: float(waited)
-    finally:
-        for name, original in originals.items():
-            setattr(OwnedIterator, name, original)

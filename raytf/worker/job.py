@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raytf.console.progress import Board
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 
 
@@ -17,12 +19,11 @@ class TrainJob:
     Args:
         build_model, callbacks: the user's functions of the config.
         config: the user's config.
-        features, labels, sample_weights: parsed columns.
+        batch: what a batch consists of; its map is for training rows.
         datasets: the `stored.StoredDataset` or `streamed.StreamedDataset` of "train" and, if there is one, of
             "validation".
-        seed: of weights, shuffle and masks.
-        shuffle, window: order of training rows.
-        map: the user's function of a training batch, or None.
+        sampling: how training steps take rows; its seed is that of weights and masks, too. The rows of a step are the
+            config's, which a trial of a sweep may change.
         steps_per_execution: "auto" or a number.
         board: the `progress.Board`, or None for no progress line.
         warmup_steps: in which the learning rate rises from 0.
@@ -36,14 +37,9 @@ class TrainJob:
     build_model: Callable
     callbacks: Callable | None
     config: dict[str, Any]
-    features: Any
-    labels: Any
-    sample_weights: Any
+    batch: BatchSpec
     datasets: dict[str, StoredDataset]
-    seed: int
-    shuffle: str
-    window: int
-    map: Callable | None
+    sampling: Sampling
     steps_per_execution: int | str
     board: Board | None
     warmup_steps: int = 0
@@ -57,18 +53,18 @@ class TrainJob:
         """The datasets of the training itself."""
         return [name for name in self.datasets if not (self.evaluator and name == "validation")]
 
-    def feed(self, name: str) -> dict[str, Any]:
+    def feed(self, name: str, drop_remainder: bool = False) -> dict[str, Any]:
         """The arguments of a `feed.Feed` of a dataset, without those that say who reads."""
+        batch, training = self.batch, name == "train"
         return {
-            "blocks": self.datasets[name],
-            "features": self.features,
-            "labels": self.labels,
-            "sample_weights": self.sample_weights,
-            "global_batch": self.config["batch_size"],
-            "seed": self.seed,
-            "shuffle": self.shuffle if name == "train" else "none",
-            "window": self.window,
-            "map": self.map if name == "train" else None,
+            "dataset": self.datasets[name],
+            "batch": batch if training else dataclasses.replace(batch, map=None),
+            "sampling": dataclasses.replace(
+                self.sampling,
+                global_batch=self.config["batch_size"],
+                shuffle=self.sampling.shuffle if training else "none",
+                drop_remainder=drop_remainder,
+            ),
         }
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.v2.api.report_config import CheckpointConsistencyMode
 
+from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch
 
 # The controller knows the reports of a run that goes on before its workers start.

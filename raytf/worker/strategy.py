@@ -16,11 +16,11 @@ from raytf.collectives.communicator import spans_workers
 from raytf.compat import legacy_keras
 from raytf.data import worker_part
 from raytf.runtime import ports
-from raytf.runtime.settings import Settings
+from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import pick_strategy
 
 
-def communication_options(config: Settings):
+def communication_options(config: TensorflowConfig):
     """TensorFlow's CommunicationOptions for a config."""
     implementation = tf.distribute.experimental.CommunicationImplementation[config.communication.upper()]
     return tf.distribute.experimental.CommunicationOptions(
@@ -29,7 +29,7 @@ def communication_options(config: Settings):
 
 
 @contextlib.contextmanager
-def hooked(config: Settings, built: Callable):
+def hooked(config: TensorflowConfig, built: Callable):
     """Within it a MultiWorkerMirroredStrategy, whoever builds it, gets the port kept for it, options and a ring.
 
     Args:
@@ -58,7 +58,7 @@ def hooked(config: Settings, built: Callable):
         kind.__init__ = original
 
 
-def _attach_for_keras_3(strategy, config: Settings, ring: bool) -> None:
+def _attach_for_keras_3(strategy, config: TensorflowConfig, ring: bool) -> None:
     from raytf.collectives import gradient_ring
     from raytf.parallel import local_sgd
 
@@ -96,30 +96,30 @@ def _cluster() -> dict:
     return json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
 
 
-def coordinate(config: Settings):
+def coordinate(setup: WorkerSetup):
     """Starts the servers of a ParameterServerStrategy and connects to them; this process becomes their coordinator.
 
     Returns:
         (strategy, `servers.ServerGroup`).
     """
     (address,) = _cluster()["worker"]
-    servers = config.servers.start(address, config.ports)
+    servers = setup.servers.start(address, setup.config.ports)
     ports.release_port()
     made = tf.distribute.ParameterServerStrategy(servers.resolver())
     _listen_only_here()
     return made, servers
 
 
-def uses_tpu(config: Settings) -> bool:
+def uses_tpu(setup: WorkerSetup) -> bool:
     """Whether a run trains on TPUs."""
-    return config.strategy == "tpu" or config.tpu
+    return setup.strategy == "tpu" or setup.tpu
 
 
-def build(config: Settings) -> tf.distribute.Strategy:
-    """Builds the strategy of a config's name (or "auto") from this worker's devices and TF_CONFIG."""
+def build(setup: WorkerSetup) -> tf.distribute.Strategy:
+    """Builds the strategy of a setup's name (or "auto") from this worker's devices and TF_CONFIG."""
     workers = len(_cluster().get("worker", [None]))
     gpus = len(tf.config.list_physical_devices("GPU"))
-    name = pick_strategy(config.strategy, workers=workers, devices=gpus, tpu=uses_tpu(config))
+    name = pick_strategy(setup.strategy, workers=workers, devices=gpus, tpu=uses_tpu(setup))
     if name == "multi_worker_mirrored":
         return tf.distribute.MultiWorkerMirroredStrategy()
     ports.release_port()

@@ -41,16 +41,19 @@ print(json.dumps({"nodes": nodes, "visits": ray.get([task.remote() for task in p
 
 @pytest.fixture
 def sleeper():
-    """A process that is no part of any cluster."""
-    process = subprocess.Popen(["sleep", "1000"])
-    yield process
-    process.kill()
-    process.wait()
+    """A process that bears the mark of the cluster "its own", and is no part of any other."""
+    environment = {**os.environ, local.MARK: "its own"}
+    with subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(b"started\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"started\n"  # only now its environment can be read for sure
+        yield process
+        process.kill()
 
 
 def processes_of(cluster):
     """The processes of a cluster, found without the code under test."""
-    nodes = [psutil.Process(node.pid) for node in cluster.nodes]
+    nodes = [psutil.Process(node) for node in cluster.nodes]
     return nodes + [child for node in nodes for child in node.children(recursive=True)]
 
 
@@ -115,33 +118,36 @@ def test_a_start_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
     assert made and not any(os.path.exists(folder) for folder in made)
 
 
+def down_of(folder, mark, node):
+    """Ends the cluster of one node that a state file describes."""
+    (folder / "ray").mkdir()
+    cluster = local.Cluster(folder=str(folder), ray_folder=str(folder / "ray"), mark=mark, cpus=1, nodes=(node,))
+    (folder / local.STATE).write_text(json.dumps(dataclasses.asdict(cluster)))
+    local.down(folder)
+    assert not os.listdir(folder)
+
+
 def test_a_later_process_of_the_same_id_is_left_alone(tmp_path, sleeper):
-    started = local._row(sleeper.pid).started
-    ray_folder = tmp_path / "ray"
-    ray_folder.mkdir()
-    cluster = local.Cluster(
-        folder=str(tmp_path),
-        ray_folder=str(ray_folder),
-        mark="none bears this",
-        boot=local._boot(),
-        cpus=1,
-        nodes=(local.Process(sleeper.pid, started - 1),),
-    )
-    (tmp_path / local.STATE).write_text(json.dumps(dataclasses.asdict(cluster)))
-    local.down(tmp_path)
+    """After a reboot, too: the mark tells a node from whatever has its id now."""
+    down_of(tmp_path, "another", sleeper.pid)
     assert sleeper.poll() is None
-    assert not os.listdir(tmp_path)
-    local.send(local.Process(sleeper.pid, started), signal.SIGTERM)
+
+
+def test_a_node_is_ended_by_another_process_than_its_parent(tmp_path, sleeper):
+    down_of(tmp_path, "its own", sleeper.pid)
     assert sleeper.wait(30) == -signal.SIGTERM
 
 
-def test_members_of_an_earlier_boot_are_gone(tmp_path, sleeper):
-    node = local.Process(sleeper.pid, local._row(sleeper.pid).started)
+def test_a_node_that_has_gone_is_named_by_whoever_waits(tmp_path, sleeper):
     cluster = local.Cluster(
-        folder=str(tmp_path), ray_folder=str(tmp_path), mark="", boot="an earlier one", cpus=1, nodes=(node,)
+        folder=str(tmp_path), ray_folder=str(tmp_path), mark="its own", cpus=1, nodes=(sleeper.pid,)
     )
-    assert not local.members(cluster)
-    assert local.members(dataclasses.replace(cluster, boot=local._boot())) == {node}
+    cluster.log(0).write_text("first\nlast")
+    assert local._wait(lambda: "ready", cluster, 0) == "ready"
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # a zombie: it has the id, and no life
+    with pytest.raises(local.LocalClusterError, match=r"Node 0 must run until `down`(.|\n)*last"):
+        local._wait(lambda: False, cluster, float("inf"))
 
 
 @pytest.mark.parametrize("arguments", [{"nodes": 0}, {"nodes": 1.5}, {"cpus": 0}, {"cpus": True}])

@@ -19,6 +19,7 @@ import raytf
 from raytf import liveness
 from raytf.runtime import guard
 from raytf.runtime.guard import FrozenError, Guard
+from raytf.runtime.settings import WorkerSetup
 from raytf.train.worker_group import TrialRun, WorkerGroup, WorkerGroupLostError
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -85,11 +86,13 @@ def leader():
 
 
 def test_a_worker_that_dies_while_its_lane_opens(leader):
-    assert "worker 1 of the trial died" in ray.get(leader.open.remote(DiesWhileItOpens()), timeout=120)
+    assert "worker 1 of the trial died" in ray.get(
+        leader.open.remote(WorkerSetup(config=DiesWhileItOpens())), timeout=120
+    )
 
 
 def test_a_stopped_worker_is_named_and_one_that_is_busy_is_not(leader):
-    assert ray.get(leader.open.remote(raytf.TensorflowConfig()), timeout=120) == ""
+    assert ray.get(leader.open.remote(WorkerSetup()), timeout=120) == ""
     metrics, said = ray.get(leader.train.remote(takes_its_time), timeout=120)
     assert metrics == {"loss": 1.0}
     assert re.fullmatch(r"worker 1 on \S+ is frozen: its process \d+ is stopped by a signal .*, for \d+ s", said)

@@ -6,12 +6,12 @@ their values. The "other host" is a second node of this machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -77,11 +77,12 @@ class Hosts:
         return done.stdout + done.stderr
 
     def end(self):
-        cluster = local.Cluster(folder="", ray_folder="", mark=self.mark, boot=local._boot(), cpus=2)
+        cluster = local.Cluster(folder="", ray_folder="", mark=self.mark, cpus=2)
         processes = local.members(cluster)
         for process in processes:
-            local.send(process, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(p.pid) for p in processes if local.lives(p)], timeout=20)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs([p for p in processes if local.lives(p)], timeout=20)
         assert not [process for process in processes if local.lives(process)]
 
 

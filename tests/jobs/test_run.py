@@ -177,7 +177,7 @@ def here(folder, text, *, monkeypatch, **options):
     """Runs a script in this process, as `run` does in one of its own; the exit code."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
-    code = launcher.run(launcher.Script(script="script.py", **options))
+    code = launcher.run(launcher.LaunchSpec(script="script.py", **options))
     _, alive = psutil.wait_procs(left(), timeout=30)
     assert not alive, "processes outlive the run"
     return code

@@ -73,11 +73,12 @@ def train(config) -> dict:
     import pyarrow as pa
 
     import raytf
-    from raytf.data import columns
+    from raytf.data.batch_spec import BatchSpec
+    from raytf.data.sampling import Sampling
     from raytf.data.stored import StoredDataset
     from raytf.errors import ConfigError
+    from raytf.runtime.settings import WorkerSetup
     from raytf.train import entry
-    from raytf.train.backend import TensorflowConfig
     from raytf.worker import context, job
 
     class Seen(keras.callbacks.Callback):
@@ -96,18 +97,13 @@ def train(config) -> dict:
         build_model=build_model,
         callbacks=lambda c: [seen],
         config={"batch_size": config["batch_size"], "epochs": 2},
-        features=columns.parse({"x": ["a", "b", "a", "b"], "ids": raytf.Column("ids", **pad)}, "features"),
-        labels=columns.parse("y", "labels"),
-        sample_weights=None,
+        batch=BatchSpec.parsed({"x": ["a", "b", "a", "b"], "ids": raytf.Column("ids", **pad)}, "y"),
         datasets={"train": StoredDataset([table], [rows], list(table.column_names))},
-        seed=0,
-        shuffle="full",
-        window=65_536,
-        map=None,
+        sampling=Sampling(global_batch=config["batch_size"]),
         steps_per_execution="auto",
         board=None,
     )
-    with context.prepared(TensorflowConfig(strategy="tpu", tpu=True)):
+    with context.prepared(WorkerSetup(strategy="tpu", tpu=True)):
         try:
             entry.train(task, session)
         except ConfigError as error:

@@ -97,8 +97,8 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
     import tensorflow as tf
 
     from raytf.collectives import ring
+    from raytf.runtime.settings import TensorflowConfig, WorkerSetup
     from raytf.runtime.topology import tf_config
-    from raytf.train.backend import TensorflowConfig
     from raytf.worker import context
     from tests.processes.scenarios import Place
 
@@ -111,7 +111,7 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     ring.keep_token(bytes(ring.TOKEN_BYTES))  # what starts processes gives them one; here nobody is to be kept out
-    with context.prepared(TensorflowConfig(communication=group["communication"])):
+    with context.prepared(WorkerSetup(config=TensorflowConfig(communication=group["communication"]))):
         distribution = tf.distribute.get_strategy()
         if world > 1:
             distribution = tf.distribute.MultiWorkerMirroredStrategy()

@@ -10,8 +10,7 @@ import tempfile
 import pytest
 import tensorflow as tf
 
-from raytf.compat import autograph_files
-from raytf.storage import scratch
+from raytf.storage import autograph_files, scratch
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_files_are_removed_behind(temporary):
 CHILD = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from raytf.compat import autograph_files
+from raytf.storage import autograph_files
 from tests.unit import test_autograph_files as tests
 with autograph_files.removed():
     tests.convert()

@@ -8,10 +8,13 @@ import pytest
 import tensorflow as tf
 
 from raytf.data import feed as feed_module
-from raytf.data.columns import Column, parse
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import Column
 from raytf.data.feed import Feed
+from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
+from raytf.runtime.topology import Shard
 
 ROWS = 103
 
@@ -22,13 +25,10 @@ def blocks(table, cuts=(10, 60)):
 
 
 def feed(table, features, labels=None, weights=None, **options):
-    return Feed(
-        blocks(table),
-        features=parse(features, "features"),
-        labels=parse(labels, "labels"),
-        sample_weights=parse(weights, "sample_weights"),
-        **{"global_batch": 25} | options,
-    )
+    batch = BatchSpec.parsed(features, labels, weights, options.pop("map", None))
+    shard = Shard(options.pop("worker", 0), options.pop("workers", 1))
+    own = {name: options.pop(name) for name in ("static", "reader_shard", "shapes_only") if name in options}
+    return Feed(blocks(table), batch, Sampling(**{"global_batch": 25} | options), shard, **own)
 
 
 def numbers():
@@ -40,11 +40,11 @@ def shuffle(request):
     return request.param
 
 
-@pytest.mark.parametrize("superblock", [feed_module.SUPERBLOCK, 600])
-def test_workers_together_give_every_row_once(shuffle, superblock, monkeypatch):
+@pytest.mark.parametrize("superbatch", [feed_module.SUPERBATCH, 600])
+def test_workers_together_give_every_row_once(shuffle, superbatch, monkeypatch):
     """As many steps on each worker as on any, also where a last step has no row for one."""
-    monkeypatch.setattr(feed_module, "SUPERBLOCK", superblock)
-    monkeypatch.setattr(feed_module, "FIRST_SUPERBLOCK", superblock)
+    monkeypatch.setattr(feed_module, "SUPERBATCH", superbatch)
+    monkeypatch.setattr(feed_module, "FIRST_SUPERBATCH", superbatch)
     options = {"shuffle": shuffle, "window": 50, "global_batch": 34}
     alone = [b.numpy().tolist() for b in feed(numbers(), "id", **options).dataset()]
     assert len(alone) == 4 and sorted(itertools.chain(*alone)) == list(range(ROWS))

@@ -15,10 +15,11 @@ from raytf.fitting import arrays
 def batches(data, batch=4):
     """All batches of one worker, as its model gets them."""
     from raytf.data.feed import Feed
+    from raytf.data.sampling import Sampling
     from raytf.fitting.fit_worker import structured
 
     blocks = StoredDataset([data.table], [data.table.num_rows], data.table.column_names)
-    feed = Feed(blocks, **data.specs, global_batch=batch, shuffle="none")
+    feed = Feed(blocks, data.batch, Sampling(global_batch=batch, shuffle="none"))
     return list(structured(feed.dataset(), data.structure))
 
 

@@ -13,7 +13,7 @@ PROGRAM = """
 import json, sys
 import cloudpickle, numpy as np, pyarrow as pa
 from raytf.compat.fast_import import import_keras
-from raytf.data import columns
+from raytf.data.batch_spec import BatchSpec
 from raytf.data.stored import StoredDataset
 from raytf.train import dry_run
 
@@ -60,10 +60,10 @@ def unread(config):
 
 config = {"alpha": 2.5, "patience": 5, "epochs": 3, "batch_size": 8}
 table = pa.table({"x": np.arange(4.0), "y": np.arange(4.0)})
-specs = columns.parse(["x"], "features"), columns.parse("y", "labels"), None
+batch = BatchSpec.parsed(["x"], "y")
 told = {}
 for build in (by_key, later, in_step, whole, spread, default, unread):
-    tried = dry_run.inspect(cloudpickle.dumps((build, config, *specs, None)), StoredDataset([table], [4], ["x", "y"]))
+    tried = dry_run.inspect(cloudpickle.dumps((build, config, batch)), StoredDataset([table], [4], ["x", "y"]))
     told[build.__name__] = tried.identity["config"] if isinstance(tried, dry_run.Tried) else str(tried)
 print(json.dumps(told))
 """

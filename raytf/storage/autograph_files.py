@@ -17,8 +17,9 @@ def removed():
 
     They are read for tracebacks only. What a process that is killed leaves there, the next one on its host removes.
     """
-    from tensorflow.python.autograph.pyct import loader
+    from raytf.compat.tensorflow import autograph_loader
 
+    loader = autograph_loader()
     if isinstance(loader.tempfile, _InFolder):
         yield
         return

@@ -1,37 +1,42 @@
-"""KerasTrainer and TensorflowTrainer: check everything, then hand over to Ray Train."""
+"""KerasTrainer: checks everything, then hands over to Ray Train. Driver side."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import secrets
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import cloudpickle
 import pandas as pd
 import ray
 import ray.train
+from ray import cloudpickle
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
+from raytf.compat.ray_train import resources_per_worker
 from raytf.console import progress
-from raytf.data import columns, ingest, sampling
+from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import ColumnSpecs
+from raytf.data.sampling import Sampling
 from raytf.errors import ConfigError
 from raytf.identity import fingerprint, same_run
+from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.connection import connect
-from raytf.runtime.processes import Process, WarmPool, with_variables, worker_environment
+from raytf.runtime.processes import Process, WarmPool, worker_environment
+from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import arguments, evaluator, ray_config
-from raytf.train.backend import TensorflowConfig
+from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
 from raytf.train.local import Here
@@ -105,9 +110,9 @@ class KerasTrainer:
         *,
         config: Mapping[str, Any] | None = None,
         datasets: Mapping[str, Any],
-        features,
-        labels=None,
-        sample_weights=None,
+        features: ColumnSpecs,
+        labels: ColumnSpecs | None = None,
+        sample_weights: ColumnSpecs | None = None,
         map: Callable | None = None,
         callbacks: Callable | None = None,
         strategy: str = "auto",
@@ -130,14 +135,12 @@ class KerasTrainer:
         self.build_model, self.callbacks = build_model, callbacks
         self.config = DEFAULTS | dict(config or {})
         self.datasets = dict(datasets)
-        self.features = columns.parse(features, "features")
-        self.labels = columns.parse(labels, "labels")
-        self.sample_weights = columns.parse(sample_weights, "sample_weights")
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
         self.tensorflow_config = tensorflow_config or TensorflowConfig()
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
-        self.map, self.window, self.materialize = map, window, materialize
+        self.batch = BatchSpec.parsed(features, labels, sample_weights, map)
+        self.window, self.materialize = window, materialize
         self.steps_per_execution = steps_per_execution
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
@@ -145,12 +148,12 @@ class KerasTrainer:
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        legacy_keras.refuse(_keras_2(self.tensorflow_config, self.run_config))
+        legacy_keras.refuse(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
         arguments.check_pickles(self.build_model, "build_model")
         if self.callbacks is not None:
             arguments.check_pickles(self.callbacks, "callbacks")
-        if self.map is not None:
-            arguments.check_pickles(self.map, "map", "batches")
+        if self.batch.map is not None:
+            arguments.check_pickles(self.batch.map, "map", "batches")
         if self.variable_partitioner is not None:
             arguments.check_pickles(self.variable_partitioner, "variable_partitioner", "shape and dtype")
         given = self.scaling_config, self.run_config, self.tensorflow_config
@@ -160,7 +163,7 @@ class KerasTrainer:
         validation.check_config(self.config)
         workers = arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)
-        devices = max(1, int(self.scaling_config._resources_per_worker_not_none.get("GPU", 0)))
+        devices = max(1, int(resources_per_worker(self.scaling_config).get("GPU", 0)))
         per_replica_batch(self.config["batch_size"], 1 if self.num_ps else workers * devices)
         if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:
             raise ConfigError(
@@ -178,7 +181,7 @@ class KerasTrainer:
                     "Read it with ray.data, for example ray.data.read_parquet",
                 )
         self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
-        if self.features is None:
+        if self.batch.features is None:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
         ingest.check(self.materialize, self.datasets)
         validation.check_word("shuffle", self.shuffle, ("auto", *sampling.SHUFFLES))
@@ -231,7 +234,7 @@ class KerasTrainer:
             lock.on_lost = launch.cancel
             found = {}
             try:
-                found = ingest.read_all(self.datasets, self.materialize, self.scaling_config, self.columns())
+                found = ingest.read_all(self.datasets, self.materialize, self.scaling_config, self.batch.roles)
                 with ThreadPoolExecutor(1) as beside_model:
                     data = beside_model.submit(self._data_identity, found)
                     told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
@@ -269,13 +272,12 @@ class KerasTrainer:
 
     def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """What tells this run from another, see `same_run.py`, for data that was read and a model that was tried."""
-        specs = {name: getattr(self, name) for name in ("features", "labels", "sample_weights")}
-        columns_of = {name: fingerprint.of_columns(spec) for name, spec in specs.items()}
+        columns_of = {name: fingerprint.of_columns(spec) for name, spec in self.batch.roles.items()}
         told = {
             "version": same_run.VERSION,
             **model,
             "columns": {**columns_of, "types": model["types"]},
-            "map": None if self.map is None else fingerprint.described(self.map),
+            "map": None if self.batch.map is None else fingerprint.described(self.batch.map),
             "seed": self.seed,
             "batch_size": self.config["batch_size"],
             "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
@@ -316,15 +318,12 @@ class KerasTrainer:
             build_model=self.build_model,
             callbacks=self.callbacks,
             config=self.config,
-            features=self.features,
-            labels=self.labels,
-            sample_weights=self.sample_weights,
+            batch=self.batch,
             datasets=blocks,
-            seed=self.seed,
-            shuffle=shuffle,
-            window=self.window,
+            sampling=Sampling(
+                global_batch=self.config["batch_size"], seed=self.seed, shuffle=shuffle, window=self.window
+            ),
             steps_per_execution=self.steps_per_execution,
-            map=self.map,
             board=None,
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
@@ -336,23 +335,17 @@ class KerasTrainer:
         streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
 
-    def columns(self) -> dict[str, Any]:
-        """The parsed columns by role."""
-        return {"features": self.features, "labels": self.labels, "sample_weights": self.sample_weights}
-
-    def servers(self):
+    def servers(self) -> tuple[ScalingConfig, ServerSpec | None]:
         """(the ScalingConfig of what Ray Train runs, the `servers.ServerSpec` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
         return arguments.servers(self.num_ps, self.scaling_config, environment)
 
-    def worker_config(self) -> TensorflowConfig:
-        """The workers' TensorflowConfig."""
-        seed, plan = self.seed % 2**31, self.servers()[1]
-        return dataclasses.replace(
-            self.tensorflow_config,
+    def setup(self) -> TensorflowBackendConfig:
+        """What the workers' processes are told."""
+        return TensorflowBackendConfig(
+            config=dataclasses.replace(self.tensorflow_config, seed=self.seed % 2**31),
             strategy=self.strategy,
-            seed=seed,
-            servers=plan,
+            servers=self.servers()[1],
             tpu=bool(self.scaling_config.use_tpu),
         )
 
@@ -387,7 +380,7 @@ class KerasTrainer:
 
         inner = EarlyStartTrainer(
             keras_training,
-            backend_config=self.worker_config(),
+            backend_config=self.setup(),
             scaling_config=self.servers()[0],
             run_config=launch.run_config,
             launch=launch,
@@ -405,6 +398,8 @@ class KerasTrainer:
     def try_model(self, processes: WarmPool, blocks: dict, config: Mapping[str, Any], rows: int | None = None) -> Tried:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
+        Also UnsupportedVersionError if raytf does not fit the versions of Ray, Keras or TensorFlow that are installed.
+
         Returns:
             What the model is, and figures of it in steps of so many rows, where they are asked for.
         """
@@ -413,13 +408,13 @@ class KerasTrainer:
                 raise ConfigError(
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
-            for role, spec in self.columns().items():
-                columns.check_names(spec, found.columns, role)
-        specs = (self.features, self.labels, self.sample_weights)
-        pickled = cloudpickle.dumps((self.build_model, dict(config), *specs, self.map))
+            self.batch.check(found.columns)
+        pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch))
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
-        if isinstance(found, ConfigError):
+        if isinstance(found, Exception):
             raise found
+        if found.warning is not None:
+            print(found.warning, file=sys.stderr)
         return found
 
 
@@ -430,125 +425,3 @@ def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] |
         history = checkpoint.last_state(result).history
         result.metrics_dataframe = pd.DataFrame([row | (found or {}).get(row["epoch"], {}) for row in history])
     return result
-
-
-def _keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
-    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
-    worker = (run_config.worker_runtime_env if run_config else None) or {}
-    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
-    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
-
-
-class TensorflowTrainer(EarlyStartTrainer):
-    """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
-
-    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime
-    environment of Ray, `tf.keras` of the workers is Keras 2, as it is under Ray's own.
-
-    Args:
-        train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
-            the strategy, or it builds `tf.distribute.MultiWorkerMirroredStrategy()` itself.
-        train_loop_config: what the function is called with.
-        tensorflow_config: `raytf.TensorflowConfig`; Ray's own, which has no options, is taken for the default.
-        scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train; without a name each
-            `fit` is a run of its own, and one driver at a time has the folder of a run.
-        metadata, resume_from_checkpoint: refused by Ray Train 2.60.
-        strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`. With "parameter_server" the loop runs once, on
-            the coordinator.
-        num_ps: parameter servers.
-    """
-
-    def __init__(
-        self,
-        train_loop_per_worker: Callable,
-        *,
-        train_loop_config: dict | None = None,
-        tensorflow_config: Any = None,
-        scaling_config: ScalingConfig | None = None,
-        dataset_config: DataConfig | None = None,
-        run_config: RunConfig | None = None,
-        datasets: dict[str, Any] | None = None,
-        validation_config=None,
-        metadata: dict[str, Any] | None = None,
-        resume_from_checkpoint=None,
-        strategy: str = "auto",
-        num_ps: int = 0,
-    ):
-        scaling_config = scaling_config or ScalingConfig()
-        ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
-        arguments.check_strategy(strategy, scaling_config)
-        arguments.check_servers(strategy, num_ps, scaling_config)
-        run_folder.check_name(None if run_config is None else run_config.name)
-        self._workers, self.num_ps = scaling_config, num_ps
-        environment = worker_environment(run_config or RunConfig(), scaling_config)
-        scaling_config, self._servers = arguments.servers(num_ps, scaling_config, environment)
-        if not isinstance(tensorflow_config, TensorflowConfig):
-            kind = type(tensorflow_config)
-            if tensorflow_config is not None and kind.__module__ != "ray.train.tensorflow.config":
-                raise ConfigError(
-                    "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
-                )
-            tensorflow_config = TensorflowConfig()
-        asked = _keras_2(tensorflow_config, run_config)
-        if asked is not None:
-            legacy_keras.check_installed(asked)
-            run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
-            tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
-        super().__init__(
-            train_loop_per_worker,
-            train_loop_config=train_loop_config,
-            backend_config=dataclasses.replace(
-                tensorflow_config, strategy=strategy, servers=self._servers, tpu=bool(self._workers.use_tpu)
-            ),
-            scaling_config=scaling_config,
-            dataset_config=dataset_config,
-            run_config=run_config,
-            datasets=datasets,
-            resume_from_checkpoint=resume_from_checkpoint,
-            metadata=metadata,
-            validation_config=validation_config,
-        )
-
-    def fit(self) -> ray.train.Result:
-        """Runs the train loop on every worker.
-
-        Raises:
-            ResourceError: the cluster can never hold the workers.
-            TrainingError: a worker failed more often than `FailureConfig` allows; it is a
-                `ray.train.TrainingFailedError` too.
-        """
-        connect(resources.bundles(self.scaling_config, self._servers))
-        if not self.num_ps:
-            self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
-            self.scaling_config = self._workers
-        resources.check_cluster(self._workers)
-        resources.check_servers(self.scaling_config, self._servers)
-        config = self.backend_config
-        seed = secrets.randbelow(2**31) if config.seed is None else config.seed
-        board = progress.Board()
-        self.backend_config = dataclasses.replace(config, feed=self.datasets, seed=seed, board=board)
-        given, context = self.run_config, self.train_run_context
-        self.run_config = run_folder.named(given, "tensorflow")
-        self.train_run_context = dataclasses.replace(
-            context, run_config=self.run_config, scaling_config=self.scaling_config
-        )
-        folder = RunFolder.of(self.run_config)
-        try:
-            with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
-                lock.confirm()
-                folder.check_list()
-                try:
-                    with failures.first_cause(), self._shown_line(board):
-                        return super().fit()
-                except BaseException:
-                    lock.check()  # what came of its loss is not the cause
-                    raise
-        finally:
-            board.clear()
-            self.backend_config, self.run_config, self.train_run_context = config, given, context
-
-    def _shown_line(self, board: progress.Board):
-        """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
-        if self.running_in_local_mode:
-            return contextlib.nullcontext()
-        return progress.Line(board, progress.console(), waiting="")

@@ -1,0 +1,73 @@
+"""Modules and classes of Keras that are not public. Imports Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras.src.api_export import get_name_from_symbol  # the public name of a class, for hints; nothing public tells
+from keras.src.backend import compute_output_spec  # shapes of a function of symbolic tensors, with arguments
+from keras.src.backend.common import global_state  # where Keras keeps the seed generator of functions without one
+from keras.src.backend.tensorflow import core as backend_core  # its Variable is patched
+from keras.src.backend.tensorflow import nn as backend_nn  # moments of synchronized layers are patched
+from keras.src.backend.tensorflow import trainer as backend_trainer  # `fit` of this backend is patched
+from keras.src.backend.tensorflow.optimizer import TFOptimizer  # its sum over replicas is patched
+from keras.src.losses import loss as loss_module  # its functions, which all losses call, are patched
+from keras.src.losses.losses import LossFunctionWrapper  # a loss by its function: tells a built-in one from a user's
+from keras.src.models.functional import Functional  # `keras.Model(inputs, outputs)`; `keras.Model` is any model
+from keras.src.ops.function import make_node_key  # the name of a node in a functional model
+from keras.src.optimizers.base_optimizer import BaseOptimizer  # `apply` is patched where all optimizers have it
+from keras.src.random.seed_generator import make_default_seed  # a seed as Keras draws it, so that set_random_seed holds
+from keras.src.saving import serialization_lib  # `get_config` of functions is read without their source
+from keras.src.trainers import compile_utils  # its CompileLoss is patched
+
+# Slices and checks of arrays as `fit` makes them, for a `fit` whose rows go to other processes.
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.epoch_iterator import EpochIterator  # base of this backend's, whose constructor is passed over
+from keras.src.utils import tracking  # lists and dicts of layers, which travel by value
+from keras.src.utils.backend_utils import DynamicBackend  # random layers hold one
+from keras.src.utils.python_utils import is_default, pythonify_logs  # marks of Keras' own get_config; logs as numbers
+
+from raytf.compat.names import uses
+from raytf.compat.versions import at_least
+
+__all__ = [
+    "TRACKED",
+    "BaseOptimizer",
+    "DynamicBackend",
+    "EpochIterator",
+    "Functional",
+    "LossFunctionWrapper",
+    "TFOptimizer",
+    "array_slicing",
+    "backend_core",
+    "backend_nn",
+    "backend_trainer",
+    "compile_utils",
+    "compute_output_spec",
+    "data_adapter_utils",
+    "get_name_from_symbol",
+    "is_default",
+    "loss_module",
+    "make_default_seed",
+    "make_node_key",
+    "pythonify_logs",
+    "serialization_lib",
+    "shared_seed_generator",
+    "tracking",
+]
+
+# What Keras puts in the place of a layer's lists, dicts and sets.
+TRACKED: tuple[type, ...] = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
+if at_least("keras", 3, 14):
+    from keras.src.utils.tracking import TrackedOrderedDict  # as above; older ones keep an OrderedDict in a plain dict
+
+    TRACKED = (*TRACKED, TrackedOrderedDict)
+
+
+@uses("keras.src.backend.common.global_state:get_global_attribute", "keras.src.random.seed_generator:SeedGenerator")
+def shared_seed_generator() -> Any:
+    """The seed generator of layers and functions without one, None before its first draw; nothing public gives it.
+
+    Keras names the key GLOBAL_SEED_GENERATOR since 3.13.
+    """
+    return global_state.get_global_attribute("global_seed_generator")

@@ -1,0 +1,197 @@
+"""Modules, classes and attributes of Ray Train that are not public. Imports Ray Train."""
+
+from __future__ import annotations
+
+import ray.train
+
+# A process that the first run of a cluster waits for, made early.
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+from ray.train.v2._internal.callbacks import DatasetsCallback  # a manager of datasets: not needed without any
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback  # starts later here
+from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback  # runs as a thread, not an actor
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback  # what the dashboard shows of a run
+from ray.train.v2._internal.constants import (
+    CHECKPOINT_MANAGER_SNAPSHOT_FILENAME,  # where Ray lists the checkpoints of a run
+    DEFAULT_WORKER_GROUP_START_TIMEOUT_S,  # how long a start may take, as Ray Train reads it
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,  # whether the user wants Ray's own watcher
+    ENABLE_PRINT_PATCH_ENV_VAR,  # with Ray Train's `print` each line comes twice
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,  # how often the controller polls
+    RAY_TRAIN_CALLBACKS_ENV_VAR,  # callbacks of a cluster's keeper
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,  # see the default above
+    get_env_vars_to_propagate,  # what Ray Train's workers get of the driver's environment
+)
+
+# What Ray Train raises within itself, and treats by its type.
+from ray.train.v2._internal.exceptions import (
+    CheckpointManagerInitializationError,
+    CollectiveTimeoutError,
+    WorkerGroupStartupFailedError,
+)
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback  # hooks around a group of workers
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    CheckpointManager,  # keeps the list of checkpoints, for a training without a controller
+    _CheckpointManagerState,  # that list as it is stored, read and mended
+    _TrainingResultState,  # an entry of it
+)
+from ray.train.v2._internal.execution.context import (
+    TrainContext,  # where its logger has its name from
+    is_managed_checkpoint,  # whether a checkpoint lies in the run's own folder
+)
+from ray.train.v2._internal.execution.controller import TrainController  # starts before the run is known
+from ray.train.v2._internal.execution.preemption import PreemptionWatcher  # see PreemptionCallback
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy  # leaves room for what stands beside
+from ray.train.v2._internal.execution.storage import StorageContext, get_fs_and_path  # where a run's files lie
+from ray.train.v2._internal.execution.train_fn_utils import (
+    LocalTrainFnUtils,  # `ray.train.report` and the others, in a process of one's own
+    TrainFnUtils,  # the same for a trial
+    set_train_fn_utils,  # puts them in place
+)
+from ray.train.v2._internal.execution.training_report import _TrainingReport  # what is told to the CheckpointManager
+
+# Workers that are processes which started before Ray Train reserved their resources.
+from ray.train.v2._internal.execution.worker_group import RayTrainWorker, Worker, WorkerGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    DefaultPlacementGroupHandle,  # a group that outlives its workers
+    PlacementGroupHandle,  # what a worker group asks of its group
+)
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus  # what the controller hears of a worker
+from ray.train.v2._internal.util import (
+    TrainingFramework,  # the name in the dashboard
+    construct_train_func,  # a loop with its config and context
+    time_monotonic,  # the clock of polls
+)
+from ray.train.v2.api.context import LocalTrainContext  # `ray.train.get_context()` without a controller
+from ray.train.v2.api.data_parallel_trainer import (
+    DataParallelTrainer,  # that of Ray Train's second kind, whatever is set
+)
+from ray.train.v2.api.report_config import CheckpointConsistencyMode  # an argument's values
+from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus  # what a loop is told
+from ray.train.v2.api.validation_config import ValidationConfig  # as Ray Train's second kind knows it
+
+from raytf.compat.names import uses
+from raytf.compat.versions import at_least
+
+__all__ = [
+    "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
+    "DEFAULT_WORKER_GROUP_START_TIMEOUT_S",
+    "ENABLE_PREEMPTION_WATCHER_ENV_VAR",
+    "ENABLE_PRINT_PATCH_ENV_VAR",
+    "HEALTH_CHECK_INTERVAL_S_ENV_VAR",
+    "RAY_TRAIN_CALLBACKS_ENV_VAR",
+    "WORKER_GROUP_START_TIMEOUT_S_ENV_VAR",
+    "CheckpointConsistencyMode",
+    "CheckpointManager",
+    "CheckpointManagerInitializationError",
+    "CheckpointManagerState",
+    "CollectiveTimeoutError",
+    "DataParallelTrainer",
+    "DatasetsCallback",
+    "DefaultPlacementGroupHandle",
+    "ElasticScalingPolicy",
+    "LocalTrainContext",
+    "LocalTrainFnUtils",
+    "PlacementGroupCleanerCallback",
+    "PlacementGroupHandle",
+    "PreemptionCallback",
+    "PreemptionInfo",
+    "PreemptionWatcher",
+    "RayTrainWorker",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
+    "StateManagerCallback",
+    "StorageContext",
+    "TrainContext",
+    "TrainController",
+    "TrainFnUtils",
+    "TrainingFramework",
+    "TrainingReport",
+    "TrainingResultState",
+    "ValidationConfig",
+    "Worker",
+    "WorkerGroup",
+    "WorkerGroupCallback",
+    "WorkerGroupStartupFailedError",
+    "WorkerStatus",
+    "construct_train_func",
+    "get_env_vars_to_propagate",
+    "get_fs_and_path",
+    "get_or_create_autoscaling_coordinator",
+    "is_managed_checkpoint",
+    "set_train_fn_utils",
+    "time_monotonic",
+]
+
+CheckpointManagerState, TrainingResultState = _CheckpointManagerState, _TrainingResultState
+TrainingReport = _TrainingReport
+
+if at_least("ray", 2, 58):
+    from ray.train import PreemptionInfo
+else:
+    from ray.train.v2._internal.execution.preemption import PreemptionInfo  # public since 2.58
+
+
+# ------------------------------------------------------------------------------------------ configs
+
+
+@uses("ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none")
+def resources_per_worker(scaling_config) -> dict[str, float]:
+    """Resources of a worker with Ray's defaults in; the public field holds what the user said, or None."""
+    return scaling_config._resources_per_worker_not_none
+
+
+@uses("ray.train.v2.api.config:ScalingConfig._label_selector_per_worker")
+def label_selectors(scaling_config, workers: int) -> list[dict] | None:
+    """A label selector for each worker; the public field may be one for all."""
+    return scaling_config._label_selector_per_worker(workers)
+
+
+@uses("ray.train._internal.data_config:DataConfig._datasets_to_split")
+def datasets_to_split(data_config):
+    """What a DataConfig was told to split, "all" or names: it is an argument without a public field."""
+    return data_config._datasets_to_split
+
+
+@uses(
+    "ray.train._internal.data_config:DataConfig._get_user_execution_options",
+    "ray.train._internal.data_config:DataConfig._resolve_execution_options",
+)
+def execution_options(data_config, name: str):
+    """How a DataConfig says that a dataset is to be executed, or None where the user said nothing; see above."""
+    if data_config._get_user_execution_options(name) is None:
+        return None
+    return data_config._resolve_execution_options(name)
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+@uses("ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._checkpoint_to_report_index")
+def reported_in_order(manager) -> list:
+    """The checkpoints of a CheckpointManager, oldest report first; its public lists are by metric."""
+    found = sorted(manager._checkpoint_to_report_index.items(), key=lambda item: item[1])
+    return [checkpoint for checkpoint, _ in found]
+
+
+@uses("ray.train.v2.api.result:Result._from_checkpoint_manager")
+def result_of(manager, storage):
+    """The Result of a run whose checkpoints a CheckpointManager has; the public way reads it from the storage again."""
+    return ray.train.Result._from_checkpoint_manager(manager, storage)
+
+
+# ------------------------------------------------------------------------------------------ the controller's parts
+
+
+@uses("ray.train.v2._internal.execution.preemption:PreemptionWatcher._stop_event")
+def stop(watcher) -> None:
+    """Ends a PreemptionWatcher; it is made to end with the actor that Ray Train makes of it."""
+    watcher._stop_event.set()
+
+
+def reserved(found: list | dict) -> list[dict[str, float]]:
+    """Reserved resources of each node, as an ElasticScalingPolicy is given them: a list before 2.60, then by node."""
+    return list(found.values()) if isinstance(found, dict) else list(found)
+
+
+def as_reserved(nodes: list[dict[str, float]]) -> list | dict:
+    """The same for an ElasticScalingPolicy."""
+    return dict(enumerate(nodes)) if at_least("ray", 2, 60) else nodes

@@ -1,0 +1,36 @@
+"""What Ray Tune does not make public."""
+
+from __future__ import annotations
+
+from ray.train._internal.storage import get_fs_and_path  # file system and path of a storage_path, as Tune reads it
+from ray.tune.trainable.trainable import _DICT_CHECKPOINT_FILE_NAME  # a pickle that Tune would read and run
+
+from raytf.compat.names import uses
+
+__all__ = ["DICT_CHECKPOINT", "get_fs_and_path"]
+
+DICT_CHECKPOINT = _DICT_CHECKPOINT_FILE_NAME
+
+
+@uses("ray.tune.impl.tuner_internal:TunerInternal._run_config", "ray.tune.tuner:Tuner._local_tuner")
+def restored_run_config(tuner):
+    """The RunConfig with which a restored Tuner goes on; `Tuner.restore` takes no other callbacks or stopper."""
+    return tuner._local_tuner._run_config
+
+
+@uses("ray.tune.trainable.trainable:Trainable._storage")
+def storage_of(trainable):
+    """Where a trial's files lie; a Trainable is not told by a public way."""
+    return trainable._storage
+
+
+@uses("ray.tune.trainable.trainable:Trainable._time_total")
+def seconds_of(trainable) -> float:
+    """Seconds that a trial has trained, restores included; public only in results."""
+    return trainable._time_total
+
+
+@uses("ray.tune.schedulers.hyperband:HyperBandScheduler._hyperbands")
+def brackets_of(scheduler) -> list:
+    """The brackets of a HyperBandScheduler that are open; nothing public shows them."""
+    return [bracket for band in scheduler._hyperbands for bracket in band if bracket is not None]

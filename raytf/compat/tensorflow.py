@@ -1,0 +1,117 @@
+"""Modules, classes and attributes of TensorFlow that are not public. Imports TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
+from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
+from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
+from tensorflow.python.distribute.values import DistributedVariable  # variables with a value for each replica
+from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
+from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
+from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
+
+from raytf.compat.names import uses
+
+__all__ = [
+    "AggregatingVariable",
+    "DistributedVariable",
+    "Function",
+    "OwnedIterator",
+    "context",
+    "distribute_lib",
+    "mirrored_run",
+]
+
+
+@uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._in_multi_worker_mode")
+def in_multi_worker_mode(strategy) -> bool:
+    """Whether a MultiWorkerMirroredStrategy has other processes: the resolver that knows may be the user's."""
+    return strategy.extended._in_multi_worker_mode()
+
+
+@uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._is_chief")
+def is_chief(strategy) -> bool:
+    """Whether this process is its chief; the public way needs the resolver."""
+    return bool(strategy.extended._is_chief)
+
+
+@uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._id_in_cluster")
+def rank(strategy) -> int:
+    """The number of this process among its workers; as for `is_chief`."""
+    return strategy.extended._id_in_cluster
+
+
+@uses("tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs")
+def inputs_of(dataset) -> list:
+    """The datasets that a dataset was made from; nothing public tells."""
+    return dataset._inputs()
+
+
+@uses("tensorflow.python.data.ops.dataset_ops:DatasetV2._functions")
+def functions_of(dataset) -> list:
+    """The functions of a dataset (`map`, `filter`, ...), of which one may draw by chance."""
+    return dataset._functions()
+
+
+@uses(
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._python_function",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._autograph",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._jit_compile",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._reduce_retracing",
+)
+def function_arguments(function) -> tuple[Any, dict[str, Any]]:
+    """(Python function, arguments of `tf.function`) that a function was made with: it cannot be pickled itself."""
+    return function._python_function, {
+        "input_signature": function.input_signature,
+        "autograph": function._autograph,
+        "jit_compile": function._jit_compile,
+        "reduce_retracing": function._reduce_retracing,
+    }
+
+
+@uses(
+    "tensorflow.python.ops.lookup_ops:StaticHashTable._default_value",
+    "tensorflow.python.ops.lookup_ops:MutableHashTable._default_value",
+)
+def default_of(table):
+    """The value of a lookup table for keys that it has not; `export` leaves it out."""
+    return table._default_value
+
+
+@uses("tensorflow.python.ops.script_ops:_py_funcs", "tensorflow.python.ops.script_ops:FuncRegistry._funcs")
+def register_function(token: str, function) -> None:
+    """Makes a Python function known in this process by a name that a graph of another process calls.
+
+    `tf.numpy_function` chooses its own names, known in its process alone. References are weak.
+    """
+    script_ops._py_funcs._funcs[token] = function
+
+
+@uses("tensorflow.python.framework.registry:Registry._registry")
+def forget_custom_gradients() -> None:
+    """Drops the gradients of `tf.custom_gradient`s that were traced, and with them their graphs: nothing else does."""
+    registry = gradient_registry._registry
+    for name in [name for name in registry if name.startswith("CustomGradient-")]:
+        del registry[name]
+
+
+def autograph_loader():
+    """The module by which AutoGraph writes the files of converted functions; where they go cannot be said."""
+    from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph needs none
+
+    return loader
+
+
+@uses("tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call")
+def mirrored_replica_context() -> type:
+    """The class of a replica of several in a process; its merge call is patched."""
+    return mirrored_run._MirroredReplicaContext
+
+
+@uses("tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call")
+def plain_merge_call(replica, fn, args, kwargs):
+    """A merge call as it is made where there is one replica: a call."""
+    return distribute_lib.ReplicaContextBase._merge_call(replica, fn, args, kwargs)

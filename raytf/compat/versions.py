@@ -1,0 +1,49 @@
+"""Versions of Ray, Keras and TensorFlow: those that the tests run with, and those that are installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+# `make compat` runs the oldest and the newest of each, and two mixed sets; see the table in the README.
+TESTED = {
+    "ray": ("2.57", "2.58", "2.59", "2.60"),
+    "keras": ("3.12", "3.13", "3.14", "3.15"),
+    "tensorflow": ("2.20", "2.21"),
+}
+
+
+@functools.cache
+def installed(package: str) -> str:
+    """The version of a package, which is imported for that."""
+    return importlib.import_module(package).__version__
+
+
+def at_least(package: str, *version: int) -> bool:
+    """Whether the installed version is this one or a later one.
+
+    Args:
+        package: "ray", "keras" or "tensorflow".
+        version: major, minor.
+    """
+    return _minor(installed(package)) >= version
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def untested() -> dict[str, str]:
+    """Installed versions that are not in `TESTED`, by package."""
+    found = {package: installed(package) for package in TESTED}
+    return {p: v for p, v in found.items() if ".".join(v.split(".")[:2]) not in TESTED[p]}
+
+
+def shown(found: dict[str, str]) -> str:
+    """Packages with versions, in a clause."""
+    return ", ".join(f"{package} {version}" for package, version in found.items())
+
+
+def tested() -> str:
+    """What the tests run with, in a clause."""
+    return ", ".join(f"{package} {versions[0]} to {versions[-1]}" for package, versions in TESTED.items())

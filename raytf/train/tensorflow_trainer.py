@@ -1,0 +1,144 @@
+"""TensorflowTrainer: a train loop of the user's own on Ray Train's workers. Driver side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
+
+from raytf.compat import legacy_keras
+from raytf.console import progress
+from raytf.errors import ConfigError
+from raytf.runtime import failures, resources
+from raytf.runtime.connection import connect
+from raytf.runtime.processes import with_variables, worker_environment
+from raytf.runtime.settings import TensorflowConfig
+from raytf.storage import run_folder
+from raytf.storage.run_folder import RunFolder
+from raytf.storage.run_lock import RunLock
+from raytf.train import arguments, ray_config
+from raytf.train.backend import TensorflowBackendConfig
+from raytf.train.startup import EarlyStartTrainer
+
+
+class TensorflowTrainer(EarlyStartTrainer):
+    """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
+
+    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime
+    environment of Ray, `tf.keras` of the workers is Keras 2, as it is under Ray's own.
+
+    Args:
+        train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
+            the strategy, or it builds `tf.distribute.MultiWorkerMirroredStrategy()` itself.
+        train_loop_config: what the function is called with.
+        tensorflow_config: `raytf.TensorflowConfig`; Ray's own, which has no options, is taken for the default.
+        scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train; without a name each
+            `fit` is a run of its own, and one driver at a time has the folder of a run.
+        metadata, resume_from_checkpoint: refused by Ray Train 2.60.
+        strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`. With "parameter_server" the loop runs once, on
+            the coordinator.
+        num_ps: parameter servers.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable,
+        *,
+        train_loop_config: dict | None = None,
+        tensorflow_config: Any = None,
+        scaling_config: ScalingConfig | None = None,
+        dataset_config: DataConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        validation_config: ValidationConfig | None = None,
+        metadata: dict[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+        strategy: str = "auto",
+        num_ps: int = 0,
+    ):
+        scaling_config = scaling_config or ScalingConfig()
+        ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
+        arguments.check_strategy(strategy, scaling_config)
+        arguments.check_servers(strategy, num_ps, scaling_config)
+        run_folder.check_name(None if run_config is None else run_config.name)
+        self._workers, self.num_ps = scaling_config, num_ps
+        environment = worker_environment(run_config or RunConfig(), scaling_config)
+        scaling_config, self._servers = arguments.servers(num_ps, scaling_config, environment)
+        if not isinstance(tensorflow_config, TensorflowConfig):
+            kind = type(tensorflow_config)
+            if tensorflow_config is not None and kind.__module__ != "ray.train.tensorflow.config":
+                raise ConfigError(
+                    "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
+                )
+            tensorflow_config = TensorflowConfig()
+        asked = arguments.asked_keras_2(tensorflow_config, run_config)
+        if asked is not None:
+            legacy_keras.check_installed(asked)
+            run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
+            tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=TensorflowBackendConfig(
+                config=tensorflow_config, strategy=strategy, servers=self._servers, tpu=bool(self._workers.use_tpu)
+            ),
+            scaling_config=scaling_config,
+            dataset_config=dataset_config,
+            run_config=run_config,
+            datasets=datasets,
+            resume_from_checkpoint=resume_from_checkpoint,
+            metadata=metadata,
+            validation_config=validation_config,
+        )
+
+    def fit(self) -> ray.train.Result:
+        """Runs the train loop on every worker.
+
+        Raises:
+            ResourceError: the cluster can never hold the workers.
+            TrainingError: a worker failed more often than `FailureConfig` allows; it is a
+                `ray.train.TrainingFailedError` too.
+        """
+        connect(resources.bundles(self.scaling_config, self._servers))
+        if not self.num_ps:
+            self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
+            self.scaling_config = self._workers
+        resources.check_cluster(self._workers)
+        resources.check_servers(self.scaling_config, self._servers)
+        setup, board = self.backend_config, progress.Board()
+        user = setup.config
+        seed = secrets.randbelow(2**31) if user.seed is None else user.seed
+        self.backend_config = dataclasses.replace(
+            setup, config=dataclasses.replace(user, seed=seed), datasets=self.datasets, board=board
+        )
+        given, context = self.run_config, self.train_run_context
+        self.run_config = run_folder.named(given, "tensorflow")
+        self.train_run_context = dataclasses.replace(
+            context, run_config=self.run_config, scaling_config=self.scaling_config
+        )
+        folder = RunFolder.of(self.run_config)
+        try:
+            with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
+                lock.confirm()
+                folder.check_list()
+                try:
+                    with failures.first_cause(), self._shown_line(board):
+                        return super().fit()
+                except BaseException:
+                    lock.check()  # what came of its loss is not the cause
+                    raise
+        finally:
+            board.clear()
+            self.backend_config, self.run_config, self.train_run_context = setup, given, context
+
+    def _shown_line(self, board: progress.Board):
+        """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
+        if self.running_in_local_mode:
+            return contextlib.nullcontext()
+        return progress.Line(board, progress.console(), waiting="")

@@ -1,0 +1,227 @@
+"""`make compat`: what raytf does with the versions that people have, each set in an environment of its own.
+
+python -m tests.compat.matrix                    all sets, all checks; writes the table into README.md
+python -m tests.compat.matrix --set oldest --check sweep --environment oldest=/path/of/a/venv
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+
+from tests.processes.launch import run_group
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "compat"
+README, BEGIN, END = ROOT / "README.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
+SECONDS = 3000
+# Beside what raytf needs: what its tests do.
+ALSO = ("pytest", "pytest-timeout", "hypothesis", "psutil", "scikit-learn")
+# A scenario of each kind: what all of Keras' replacements, and both ways of summing, are needed for.
+PARITY = (
+    *("cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_adam", "masked_tokens", "class_weight", "batch_normalization"),
+    *("batch_normalization_synchronized_uneven", "last_batch_of_one_row", "steps_per_execution", "run_eagerly"),
+    *("global_clipnorm", "gradient_accumulation", "ema", "mixed_float16", "predict_all_rows_in_order", "on_batch"),
+    *(
+        "several_inputs_and_outputs",
+        "metrics_that_are_no_averages",
+        "train_step_OwnStep",
+        "gan_dcgan",
+        "vae_with_add_loss",
+    ),
+)
+TOLERANCE = 1e-9
+# What of Keras' own tests raytf's replacements reach.
+KERAS_TESTS = ("trainers", "losses", "metrics", "optimizers", "callbacks", "models", "backend/tensorflow")
+# Tests of Keras in which raytf differs on purpose; see "What differs from Keras alone" in the README.
+DIFFER = ("test_ema", "test_gradient_accumulation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Versions:
+    """A set of versions.
+
+    Args:
+        title: in the table.
+        pinned: versions of packages by name, without the last part.
+        constraints: file of all versions, or None.
+    """
+
+    title: str
+    pinned: dict[str, str]
+    constraints: str | None = None
+
+
+_OLD_KERAS, _NEW_KERAS = {"keras": "3.12"}, {"keras": "3.15"}
+_OLD_TENSORFLOW = {"tensorflow": "2.20", "tensorboard": "2.20", "tf_keras": "2.20"}
+_NEW_TENSORFLOW = {"tensorflow": "2.21", "tensorboard": "2.21", "tf_keras": "2.21"}
+SETS = {
+    "newest": Versions("newest", {"ray": "2.60"} | _NEW_KERAS | _NEW_TENSORFLOW, "constraints.txt"),
+    "oldest": Versions("oldest", {"ray": "2.57"} | _OLD_KERAS | _OLD_TENSORFLOW, "constraints-oldest.txt"),
+    "older-ray": Versions("older Ray, newest Keras", {"ray": "2.58"} | _NEW_KERAS | _NEW_TENSORFLOW),
+    "oldest-keras": Versions("newest Ray, oldest Keras", {"ray": "2.60"} | _OLD_KERAS | _NEW_TENSORFLOW),
+}
+SMOKES = ("trainer", "stream", "sweep", "run")
+CHECKS = ("names", "parity", *SMOKES, "keras")
+
+
+def environment(name: str) -> str:
+    """The Python of a set's environment, which is made if it is not there."""
+    folder = FOLDER / name
+    python = str(folder / "bin" / "python")
+    if (folder / "made").exists():
+        return python
+    chosen = SETS[name]
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    wanted = [f"{package}[data,train,tune,default]" if package == "ray" else package for package in chosen.pinned]
+    wanted = [f"{one}=={version}.*" for one, version in zip(wanted, chosen.pinned.values(), strict=True)]
+    pinned = ["--constraint", chosen.constraints] if chosen.constraints else []
+    pip = [python, "-m", "pip", "install", "--quiet", *pinned]
+    subprocess.run([*pip, *wanted, *ALSO, "--editable", "."], check=True, cwd=ROOT)
+    (folder / "made").touch()
+    return python
+
+
+def call(python: str, *arguments: str, seconds: float = SECONDS) -> str:
+    """What a command of an environment printed; raises AssertionError with its last lines if it failed."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ran = subprocess.run([python, *arguments], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
+    return ran.stdout
+
+
+def check_names(python: str, folder: str) -> str:
+    found = call(python, "-m", "raytf.compat")
+    return found.rpartition("Private names (")[2].partition(")")[0] + " names"
+
+
+def check_smoke(kind: str):
+    return lambda python, folder: call(python, "-m", "tests.compat.smoke", kind, folder).strip().splitlines()[-1]
+
+
+def check_parity(python: str, folder: str) -> str:
+    """Two processes equal one, and so do two devices of one, for each of `PARITY`."""
+    places = {"1": 1, "2": 2}
+    for place, count in places.items():
+        names = ["--place", place, "--communication", "auto", "--only", *PARITY]
+        command = ["-m", "tests.processes.worker", "--folder", folder, *names]
+        variables = {"PYTHONPATH": str(ROOT)}
+        run_group(count, command, folder, timeout=SECONDS, env=variables, python=python)
+    wrong = [name for name in PARITY if not _equal(folder, name)]
+    assert not wrong, f"not equal: {', '.join(wrong)}"
+    return f"{len(PARITY)} scenarios"
+
+
+def _equal(folder: str, name: str) -> bool:
+    one, many = (
+        pickle.loads((pathlib.Path(folder) / f"{name}.float64.{place}.0.pkl").read_bytes()) for place in ("1", "2")
+    )
+    if isinstance(one, str) or isinstance(many, str):
+        print(f"{name}: {one if isinstance(one, str) else many}"[:500])
+        return False
+    keys = [key for key in one if not key.startswith(("bits:", "chief:"))]
+    return all(np.allclose(many[key], one[key], rtol=0, atol=TOLERANCE) for key in keys)
+
+
+def check_keras(python: str, folder: str) -> str:
+    """Keras' own tests pass with raytf's replacements where they pass without, but for those of `DIFFER`."""
+    where = call(python, "-c", "import keras.src; print(keras.src.__path__[0])").strip().splitlines()[-1]
+    alone, with_raytf = (_keras_tests(python, folder, where, plugin) for plugin in (None, "tests.compat.keras_plugin"))
+    passed = {name for name, outcome in alone.items() if outcome == "passed"}
+    lost = sorted(name for name in passed if with_raytf.get(name) != "passed")
+    unexpected = [name for name in lost if name.rpartition("::")[2] not in DIFFER]
+    assert passed and not unexpected, f"fail with raytf alone: {', '.join(unexpected)}"
+    return f"{len(passed) - len(lost)} of {len(passed)}"
+
+
+def _keras_tests(python: str, folder: str, where: str, plugin: str | None) -> dict[str, str]:
+    report = os.path.join(folder, f"{plugin}.xml")
+    more = ["-p", plugin] if plugin else []
+    places = [os.path.join(where, place) for place in KERAS_TESTS]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1", "KERAS_BACKEND": "tensorflow"}
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--continue-on-collection-errors",
+        "--junitxml",
+        report,
+    ]
+    command = [python, "-m", "pytest", *options, "-o", "python_files=*_test.py", "--rootdir", where, *more, *places]
+    subprocess.run(command, env=variables, cwd=folder, capture_output=True, timeout=SECONDS)
+    found = {}
+    # its own report of its own tests
+    for case in ElementTree.parse(report).iter("testcase"):
+        bad = {child.tag for child in case} & {"failure", "error", "skipped"}
+        found[f"{case.get('classname')}::{case.get('name')}"] = bad.pop() if bad else "passed"
+    return found
+
+
+def check(kind: str, python: str) -> str:
+    """What a check found, in a few words."""
+    functions = {"names": check_names, "parity": check_parity, "keras": check_keras}
+    with tempfile.TemporaryDirectory() as folder:
+        return functions.get(kind, check_smoke(kind))(python, folder)
+
+
+def table(found: dict[str, dict[str, str]]) -> str:
+    """The table of the README."""
+    heads = ["", "Ray", "Keras", "TensorFlow", "parity", *SMOKES, "Keras' own tests"]
+    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name, chosen in SETS.items():
+        outcomes = found.get(name, {})
+        shown = [outcomes.get(kind, "not run") for kind in ("parity", *SMOKES, "keras")]
+        rows.append(f"| {chosen.title} | " + " | ".join(chosen.pinned[p] for p in ("ray", "keras", "tensorflow")))
+        rows[-1] += " | " + " | ".join(shown) + " |"
+    return "\n".join(rows) + "\n"
+
+
+def write_table(found: dict[str, dict[str, str]]) -> None:
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(before + BEGIN + table(found) + END + after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", action="append", choices=SETS, help="all unless it is given")
+    parser.add_argument("--check", action="append", choices=CHECKS, help="all unless it is given")
+    parser.add_argument("--environment", action="append", default=[], metavar="SET=FOLDER", help="a venv that is there")
+    options = parser.parse_args()
+    there = dict(one.split("=", 1) for one in options.environment)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    notes = FOLDER / "found.json"
+    found = json.loads(notes.read_text()) if notes.exists() else {}
+    failed = False
+    for name in options.set or SETS:
+        python = os.path.join(there[name], "bin", "python") if name in there else environment(name)
+        for kind in options.check or CHECKS:
+            began = time.monotonic()
+            try:
+                outcome = check(kind, python)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                print(error)
+                outcome, failed = "fails", True
+            found.setdefault(name, {})[kind] = outcome
+            print(f"{name}: {kind}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
+            notes.write_text(json.dumps(found))
+    write_table(found)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
