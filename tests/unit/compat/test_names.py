@@ -74,6 +74,14 @@ def test_replacements_stand_in_place_once_installed():
         assert getattr(one.owner, one.name).__code__ is patching.replacing(None, one.function).__code__, one.path
 
 
+def test_all_that_say_replacements_come_with_the_trainer():
+    from raytf.parallel import trainer
+
+    folder = pathlib.Path(trainer.__file__).parent
+    saying = {f"raytf.parallel.{path.stem}" for path in folder.glob("*.py") if "\n@patch(" in path.read_text()}
+    assert {module.__name__ for module in (trainer, *trainer.REPLACING)} == saying
+
+
 def test_installed_versions_are_in_the_table():
     assert versions.untested() == {}
 
