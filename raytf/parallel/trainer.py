@@ -31,11 +31,10 @@ from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
-from raytf.parallel import epoch_iterator, local_sgd, losses, metrics, model_optimizers, optimizers, verbosity
-from raytf.parallel import step as step_module
+from raytf.parallel import epoch_iterator, local_sgd, losses, metrics, model_optimizers, optimizers, step, verbosity
 
 # Those that say what stands in the place of Keras' functions, beside this one.
-REPLACING = (epoch_iterator, losses, metrics, optimizers, step_module)
+REPLACING = (epoch_iterator, losses, metrics, optimizers, step)
 _installed: list[bool] = []
 
 
@@ -50,7 +49,7 @@ def _make_function(original, self, step_function):
     if not many_replicas(strategy):
         return original(self, step_function)
     _refuse_what_cannot_work(self, strategy)
-    replica_step = step_module.one_replica_step(self, step_function)
+    replica_step = step.one_replica_step(self, step_function)
     training = step_function == self.train_step
 
     @tf.autograph.experimental.do_not_convert
@@ -185,10 +184,10 @@ def _make_predict_function(original, self, force=False):
 
         def padded(data):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-            rows, partial = step_module.count_rows(step_module.first_leaf(x))
+            rows, partial = step.count_rows(step.first_leaf(x))
             if not partial:
                 return predict_step(data)
-            outputs = predict_step(step_module.with_placeholder(data, rows))
+            outputs = predict_step(step.with_placeholder(data, rows))
             return tree.map_structure(lambda t: t[:rows], outputs)
 
         self.__dict__["predict_step"] = padded

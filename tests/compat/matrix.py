@@ -20,8 +20,6 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 
-from tests.processes.launch import run_group
-
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "compat"
 README, BEGIN, END = ROOT / "README.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
@@ -111,22 +109,23 @@ def check_smoke(kind: str):
 
 
 def check_parity(python: str, folder: str) -> str:
-    """Two processes equal one, and so do two devices of one, for each of `PARITY`."""
-    places = {"1": 1, "2": 2}
-    for place, count in places.items():
-        names = ["--place", place, "--communication", "auto", "--only", *PARITY]
-        command = ["-m", "tests.processes.worker", "--folder", folder, *names]
-        variables = {"PYTHONPATH": str(ROOT)}
-        run_group(count, command, folder, timeout=SECONDS, env=variables, python=python)
+    """Two processes equal one for each of `PARITY`."""
+    kind = {"dtype": "float64", "communication": "auto", "scenarios": PARITY}
+    groups = [kind | {"place": place, "world": int(place), "folder": os.path.join(folder, place)} for place in "12"]
+    for group in groups:
+        os.mkdir(group["folder"])
+    call(python, "-m", "tests.processes.worker", json.dumps(groups))
+    for group in groups:
+        codes = json.loads((pathlib.Path(group["folder"]) / "codes.json").read_text())
+        logs = [path.read_text()[-3000:] for path in pathlib.Path(group["folder"]).glob("log.*")]
+        assert not any(codes.values()), f"exit codes {codes}\n" + "\n".join(logs)
     wrong = [name for name in PARITY if not _equal(folder, name)]
     assert not wrong, f"not equal: {', '.join(wrong)}"
     return f"{len(PARITY)} scenarios"
 
 
 def _equal(folder: str, name: str) -> bool:
-    one, many = (
-        pickle.loads((pathlib.Path(folder) / f"{name}.float64.{place}.0.pkl").read_bytes()) for place in ("1", "2")
-    )
+    one, many = (pickle.loads((pathlib.Path(folder) / place / f"{name}.0.pkl").read_bytes()) for place in "12")
     if isinstance(one, str) or isinstance(many, str):
         print(f"{name}: {one if isinstance(one, str) else many}"[:500])
         return False
