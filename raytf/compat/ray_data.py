@@ -190,6 +190,10 @@ def rows_are_exact(scanner: Scanner) -> bool:
     return all(getattr(scanner, name, None) is None for name in ("predicate", "partition_predicate", "limit"))
 
 
+@uses(
+    "ray.data._internal.datasource_v2.formats.parquet.footer_file_indexer:FooterFileIndexer._num_actors",
+    since=("ray", 2, 60),
+)
 def limit_footer_readers(source, most: int) -> None:
     """Has files listed with no more actors than `most`; Ray 2.60 starts 32 unless an environment variable says less."""
     indexer = getattr(source, "file_indexer", None)
