@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Made anew when the dependencies change, so that a later `make` skips what is installed.
 STAMP := $(VENV)/installed
 
-.PHONY: train test test-fast lint venv clean
+.PHONY: train test test-fast lint compat venv clean
 .DELETE_ON_ERROR:
 
 train: venv
@@ -21,6 +21,9 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+compat: venv
+	$(BIN)/python -m tests.compat.matrix
 
 venv: $(STAMP)
 

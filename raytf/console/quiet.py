@@ -1,34 +1,21 @@
 """Start-up lines of TensorFlow and Ray, kept away from who did not ask for them; every other line is shown.
 
 TensorFlow's native code writes some of its lines before it reads any setting: `TF_CPP_MIN_LOG_LEVEL` does not hide
-them. They are taken out of what goes to file descriptor 2 by a process of its own, which runs this file: it hands on
-the last line of a process that crashes, waits for nobody's lock, and does not mind forks.
+them. They are taken out of what goes to file descriptor 2 by a process of its own, which runs `native_lines.py`: it
+hands on the last line of a process that crashes, waits for nobody's lock, and does not mind forks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import threading
 
 from raytf.compat import loggers
+from raytf.console import native_lines
 
-_NATIVE = re.compile(
-    r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-    r"|To enable the following instructions: "
-    r"|\S+ \S+ +\d+ (?:"
-    r"port\.cc:\d+\] oneDNN custom operations are on"
-    r"|cudart_stub\.cc:\d+\] Could not find cuda drivers"
-    r"|cpu_feature_guard\.cc:\d+\]"
-    r"|cuda_(?:dnn|fft|blas)\.cc:\d+\] Unable to register cu\w+ factory"
-    r"|computation_placer\.cc:\d+\] computation placer already registered"
-    # no driver, or no device that may be seen; whatever else is wrong with a GPU is told
-    r"|cuda_\w+\.cc:\d+\] failed call to cuInit: .*(?:\(303\)|CUDA_ERROR_NO_DEVICE)"
-    r")"
-)
 _RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
 # Whose calls of `ray.init` nobody has written.
@@ -38,11 +25,6 @@ _FILTER_ENDS_SECONDS = 2.0
 _lock = threading.Lock()
 _state = {"active": False, "started": False}
 _left: list[subprocess.Popen] = []
-
-
-def is_native(line: str) -> bool:
-    """Whether a line is one of those that TensorFlow's native code writes whenever it starts."""
-    return _NATIVE.match(line) is not None
 
 
 def wants_native(environment) -> bool:
@@ -79,7 +61,7 @@ def _filtered():
     except OSError:  # there is no such descriptor
         yield
         return
-    command = [sys.executable, "-I", "-S", __file__]
+    command = [sys.executable, "-I", "-S", native_lines.__file__]
     filtering = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=kept, stderr=subprocess.DEVNULL)
     try:
         os.dup2(filtering.stdin.fileno(), 2)
@@ -125,21 +107,3 @@ def _callers():
     while frame is not None:
         yield frame.f_globals.get("__name__")
         frame = frame.f_back
-
-
-def _copy() -> None:
-    """What the filtering process does."""
-    with open(0, "rb", buffering=0) as lines, open(1, "wb", buffering=0) as out:
-        rest = b""
-        while text := lines.read(1 << 16):
-            *whole, rest = re.split(rb"(?<=[\n\r])", rest + text)
-            out.write(b"".join(line for line in whole if not is_native(line.decode(errors="replace"))))
-        if rest and not is_native(rest.decode(errors="replace")):
-            out.write(rest)
-
-
-if __name__ == "__main__":
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with who writes to it
-    _copy()

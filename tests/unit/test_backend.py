@@ -95,15 +95,3 @@ def test_communication_options():
 def test_wrong_options_are_refused(arguments, rule):
     with pytest.raises(ConfigError, match=rule):
         TensorflowConfig(**arguments)
-
-
-def test_versions_that_are_not_tested_are_refused(monkeypatch):
-    from raytf.errors import UnsupportedVersionError
-    from raytf.parallel import trainer
-
-    trainer.check_versions()
-    monkeypatch.setattr(trainer, "TESTED", {"keras": ("3.14",), "tensorflow": ("2.21",)})
-    with pytest.raises(
-        UnsupportedVersionError, match=r"tested with keras 3.14.\*.*received: keras 3.15.*at your own risk"
-    ):
-        trainer.check_versions()
