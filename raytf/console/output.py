@@ -19,7 +19,7 @@ import click
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 
 from raytf.compat import ray_core
-from raytf.console import quiet
+from raytf.console import native_lines, quiet
 
 _OURS = "raytf "
 # A process that may become a worker, and until then at most tries the model.
@@ -112,7 +112,7 @@ class Output:
                 self._open.discard((name, is_error))
             elif not line and name == CHECK:
                 continue  # a line of nobody's, before the process is a worker
-            elif not _ON_PURPOSE.search(line) and (self._native or not quiet.is_native(line)):
+            elif not _ON_PURPOSE.search(line) and (self._native or not native_lines.is_native(line)):
                 self._new.append((name, is_error, line))
         if self._stop.is_set():
             self._show_new()

@@ -1,43 +1,30 @@
 """Start-up lines of TensorFlow and Ray, kept away from who did not ask for them; every other line is shown.
 
 TensorFlow's native code writes some of its lines before it reads any setting: `TF_CPP_MIN_LOG_LEVEL` does not hide
-them. They are taken out of what goes to file descriptor 2 by a process of its own, which runs this file: it hands on
-the last line of a process that crashes, waits for nobody's lock, and does not mind forks.
+them. They are taken out of what goes to file descriptor 2 by a process of its own, which runs `native_lines.py`: it
+hands on the last line of a process that crashes, waits for nobody's lock, and does not mind forks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import threading
 
-_NATIVE = re.compile(
-    r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-    r"|To enable the following instructions: "
-    r"|\S+ \S+ +\d+ (?:"
-    r"port\.cc:\d+\] oneDNN custom operations are on"
-    r"|cudart_stub\.cc:\d+\] Could not find cuda drivers"
-    r"|cpu_feature_guard\.cc:\d+\]"
-    r"|cuda_(?:dnn|fft|blas)\.cc:\d+\] Unable to register cu\w+ factory"
-    r"|computation_placer\.cc:\d+\] computation placer already registered"
-    # no driver, or no device that may be seen; whatever else is wrong with a GPU is told
-    r"|cuda_\w+\.cc:\d+\] failed call to cuInit: .*(?:\(303\)|CUDA_ERROR_NO_DEVICE)"
-    r")"
-)
+from raytf.compat import loggers
+from raytf.console import native_lines
+
+_RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
+# Whose calls of `ray.init` nobody has written.
+_NOBODYS = {loggers.AUTO_INIT, "raytf.runtime.connection"}
 _FILTER_ENDS_SECONDS = 2.0
 
 _lock = threading.Lock()
 _state = {"active": False, "started": False}
 _left: list[subprocess.Popen] = []
-
-
-def is_native(line: str) -> bool:
-    """Whether a line is one of those that TensorFlow's native code writes whenever it starts."""
-    return _NATIVE.match(line) is not None
 
 
 def wants_native(environment) -> bool:
@@ -74,7 +61,7 @@ def _filtered():
     except OSError:  # there is no such descriptor
         yield
         return
-    command = [sys.executable, "-I", "-S", __file__]
+    command = [sys.executable, "-I", "-S", native_lines.__file__]
     filtering = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=kept, stderr=subprocess.DEVNULL)
     try:
         os.dup2(filtering.stdin.fileno(), 2)
@@ -98,9 +85,7 @@ def ray_starts() -> None:
     """
     import logging
 
-    from raytf.compat import loggers  # not at the top: this file runs by itself, too
-
-    for name in loggers.RAY_STARTS:
+    for name in _RAY_STARTS:
         logger = logging.getLogger(name)
         if _is_told not in logger.filters:
             logger.addFilter(_is_told)
@@ -114,11 +99,7 @@ def ray_starts() -> None:
 
 def _is_told(record) -> bool:
     says_only = record.levelname == "INFO" or "Token authentication is enabled for this" in str(record.msg)
-    from raytf.compat import loggers
-
-    # calls of `ray.init` that nobody has written
-    nobodys = {loggers.AUTO_INIT, "raytf.runtime.connection"}
-    return not (says_only and nobodys & set(_callers()))
+    return not (says_only and _NOBODYS & set(_callers()))
 
 
 def _callers():
@@ -126,21 +107,3 @@ def _callers():
     while frame is not None:
         yield frame.f_globals.get("__name__")
         frame = frame.f_back
-
-
-def _copy() -> None:
-    """What the filtering process does."""
-    with open(0, "rb", buffering=0) as lines, open(1, "wb", buffering=0) as out:
-        rest = b""
-        while text := lines.read(1 << 16):
-            *whole, rest = re.split(rb"(?<=[\n\r])", rest + text)
-            out.write(b"".join(line for line in whole if not is_native(line.decode(errors="replace"))))
-        if rest and not is_native(rest.decode(errors="replace")):
-            out.write(rest)
-
-
-if __name__ == "__main__":
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with who writes to it
-    _copy()

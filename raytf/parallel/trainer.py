@@ -163,7 +163,7 @@ def _agree_on_seed(strategy):
 
 @patch((backend_trainer.TensorFlowTrainer, "evaluate"))
 def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
-    """Metrics are brought together before it, and the chief alone shows what `verbose` asks for."""
+    """Refused where it cannot be right; the chief alone shows what `verbose` asks for."""
     if many_replicas(self.distribute_strategy):
         _refuse_what_cannot_work(self, self.distribute_strategy)
         if self.built:
@@ -173,13 +173,13 @@ def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *
 
 @patch((backend_trainer.TensorFlowTrainer, "predict"))
 def _predict(original, self, x, batch_size=None, verbose="auto", *args, **kwargs):
-    """The chief alone shows what `verbose` asks for."""
+    """Shown by the chief alone."""
     return original(self, x, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
 @patch((backend_trainer.TensorFlowTrainer, "make_predict_function"))
 def _make_predict_function(original, self, force=False):
-    """A replica without rows predicts for a placeholder, and gives nothing."""
+    """A worker without a row of the last batch predicts one that is left out, so that all take part in its sums."""
     if many_replicas(self.distribute_strategy) and "predict_step" not in self.__dict__:
         predict_step = self.predict_step
 

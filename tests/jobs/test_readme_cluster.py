@@ -129,7 +129,9 @@ def test_the_section_as_written(hosts):
 def _digits(said):
     """The accuracy that the README names; the line that loads the model works; no line that is not for the user."""
     log = said[re.search(r"^Running entrypoint for job .*\n", said, re.MULTILINE).end() :].splitlines()
-    log = log[: next(i for i, line in enumerate(log) if " cli.py:" in line)]
+    log = log[
+        : next((i for i, line in enumerate(log) if " cli.py:" in line), len(log))
+    ]  # what follows is the command's
     noise = [line for line in log if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
     # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
     assert not [line for line in noise if "worker processes have been started on node" not in line], said

@@ -143,3 +143,8 @@ def test_imports_inside_functions_are_those_that_bring_tensorflow():
             if room(other) == "compat":  # it brings Ray or Keras, for a function that needs them
                 continue
             assert takes_tensorflow(other) and not takes_tensorflow(name), f"{name} imports {other} in a function"
+
+
+def test_programs_without_raytf_import_nothing_of_it():
+    """What filters lines runs beside each process that imports TensorFlow, by its path, without site-packages."""
+    assert not own("raytf.console.native_lines", True)

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from raytf.console import once, quiet
+from raytf.console import native_lines, once
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -42,7 +42,7 @@ os.write(2, b"and afterwards")
 
 @pytest.mark.parametrize("line", NOISE)
 def test_start_up_lines_are_known(line):
-    assert quiet.is_native(line)
+    assert native_lines.is_native(line)
 
 
 @pytest.mark.parametrize(("how", "last"), [("lives", "and afterwards"), ("dies", "its last words")])

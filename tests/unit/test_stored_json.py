@@ -15,7 +15,7 @@ from raytf.storage.run_lock import RunLock
 from raytf.tune import report
 
 # They read what a user typed, what Ray's store or TF_CONFIG holds, or what this process has just written.
-OTHERS = {"chief_callbacks", "cli", "config_keys", "progress", "launcher", "bootstrap", "strategy", "trainer"}
+OTHERS = {"chief_callbacks", "cli", "config_keys", "progress", "launcher", "bootstrap", "strategy", "keras_trainer"}
 WRONG = {
     "empty": (b"", "is empty"),
     "half": (b'{"a', "is no JSON"),
