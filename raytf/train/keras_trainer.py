@@ -354,7 +354,7 @@ class KerasTrainer:
         if not self.progress:
             return self._run(task, launch)
         for name, found in blocks.items():
-            print(ingest.describe(name, found, task.shuffle if name == "train" else "none"))
+            print(ingest.describe(name, found, task.sampling.shuffle if name == "train" else "none"))
         board = progress.Board()
         try:
             return self._run(dataclasses.replace(task, board=board), launch)
