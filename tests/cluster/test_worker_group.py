@@ -58,20 +58,20 @@ class Leader:
 
     def open(self, tensorflow_config) -> str:
         try:
-            self._lane = WorkerGroup(tensorflow_config, {"CPU": 1}, 2, {})
+            self._group = WorkerGroup(tensorflow_config, {"CPU": 1}, 2, {})
         except WorkerGroupLostError as error:
             return str(error)
         return ""
 
     def train(self, loop) -> tuple[dict | None, str]:
-        self._lane.begin(TrialRun(train=loop, config={}, name="trial"))
-        metrics = self._lane.go_on()
+        self._group.begin(TrialRun(train=loop, config={}, name="trial"))
+        metrics = self._group.go_on()
         try:
-            self._lane.go_on()
+            self._group.go_on()
         except WorkerGroupLostError as error:
             return metrics, str(error)
         finally:
-            self._lane.close(well=False)
+            self._group.close(well=False)
         return metrics, ""
 
 
@@ -85,7 +85,7 @@ def leader():
     remove_placement_group(group)
 
 
-def test_a_worker_that_dies_while_its_lane_opens(leader):
+def test_a_worker_that_dies_while_its_group_opens(leader):
     assert "worker 1 of the trial died" in ray.get(
         leader.open.remote(WorkerSetup(config=DiesWhileItOpens())), timeout=120
     )
