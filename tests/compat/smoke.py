@@ -63,13 +63,15 @@ def trainer(folder: str, materialize):
 
 
 def check_fit(folder: str, materialize) -> None:
+    import numpy as np
+
     import raytf
 
     made = trainer(folder, materialize)
     result = made.fit()
     assert result.metrics["epoch"] == EPOCHS and math.isfinite(result.metrics["loss"]), result.metrics
     assert len(result.metrics_dataframe) == EPOCHS
-    assert raytf.load_model(result).predict([[0.0] * 4], verbose=0).shape == (1, 1)
+    assert raytf.load_model(result).predict(np.zeros((1, 4)), verbose=0).shape == (1, 1)
 
 
 def check_sweep(folder: str) -> None:
