@@ -70,6 +70,7 @@ def _leave_for_later(hidden: list[str]) -> None:
     import keras
 
     if "matplotlib" in hidden:
+        # what imports matplotlib: told to do so when it is used
         from keras.src.visualization import plot_bounding_box_gallery, plot_image_gallery
 
         for module in (plot_image_gallery, plot_bounding_box_gallery):
@@ -95,6 +96,7 @@ class _Later:
 def _wrapper(name: str):
     if name not in _WRAPPERS:
         raise AttributeError(f"keras.wrappers has no attribute {name!r}")
+    # what imports scikit-learn: imported anew when it is used
     from keras.src.wrappers import fixes, sklearn_wrapper, utils
 
     if sklearn_wrapper.sklearn is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras.src.api_export import get_name_from_symbol  # the public name of a class, for hints; nothing public tells
 from keras.src.backend import compute_output_spec  # shapes of a function of symbolic tensors, with arguments
 from keras.src.backend.common import global_state  # where Keras keeps the seed generator of functions without one
 from keras.src.backend.tensorflow import core as backend_core  # its Variable is patched
@@ -45,7 +44,6 @@ __all__ = [
     "compile_utils",
     "compute_output_spec",
     "data_adapter_utils",
-    "get_name_from_symbol",
     "is_default",
     "loss_module",
     "make_default_seed",

@@ -96,7 +96,7 @@ def _of_attribute(owner: Any, name: str) -> tuple[str, bool] | None:
         return _of_path(f"{owner.__name__}.{name}")
     kind = type(owner)
     if kind.__module__.partition(".")[0] == "keras" or any(k.__module__.startswith("keras.src.") for k in kind.__mro__):
-        from keras.src.api_export import get_name_from_symbol
+        from keras.src.api_export import get_name_from_symbol  # the public name of a class; nothing public tells
 
         for base in kind.__mro__:
             public = get_name_from_symbol(base)

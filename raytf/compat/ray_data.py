@@ -13,11 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 from ray.data._internal.compute import TaskPoolStrategy  # how many tasks of an operator run at once, by its plan
-from ray.data._internal.execution.interfaces.ref_bundle import (
-    BlockEntry,
-    BlockSlice,
-    RefBundle,
-)  # blocks as plans have them
+
+# Blocks, and rows of them, as plans have them: what is to be read by one task.
+from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, BlockSlice, RefBundle
 from ray.data._internal.execution.operators.map_operator import MapOperator  # what a plan becomes: counted
 from ray.data._internal.logical.interfaces import LogicalPlan, SourceOperator  # what a Dataset is made of
 from ray.data._internal.logical.operators import (  # operators, told apart and made anew on another source
@@ -192,6 +190,10 @@ def rows_are_exact(scanner: Scanner) -> bool:
     return all(getattr(scanner, name, None) is None for name in ("predicate", "partition_predicate", "limit"))
 
 
+@uses(
+    "ray.data._internal.datasource_v2.formats.parquet.footer_file_indexer:FooterFileIndexer._num_actors",
+    since=("ray", 2, 60),
+)
 def limit_footer_readers(source, most: int) -> None:
     """Has files listed with no more actors than `most`; Ray 2.60 starts 32 unless an environment variable says less."""
     indexer = getattr(source, "file_indexer", None)

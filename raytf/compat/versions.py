@@ -33,9 +33,9 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def untested() -> dict[str, str]:
-    """Installed versions that are not in `TESTED`, by package."""
-    found = {package: installed(package) for package in TESTED}
+def untested(*packages: str) -> dict[str, str]:
+    """Installed versions that are not in `TESTED`, by package; of all packages, or of these."""
+    found = {package: installed(package) for package in packages or TESTED}
     return {p: v for p, v in found.items() if ".".join(v.split(".")[:2]) not in TESTED[p]}
 
 

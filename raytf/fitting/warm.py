@@ -18,7 +18,7 @@ from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.placement_group import placement_group_table
 
 from raytf.compat import ray_core
-from raytf.compat.ray_train import label_selectors
+from raytf.compat.ray_configs import label_selectors
 from raytf.console.progress import Entries
 from raytf.fitting.fit_worker import FitWorker
 from raytf.runtime import connection

@@ -31,10 +31,11 @@ from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
-from raytf.parallel import epoch_iterator, local_sgd, losses, metrics, model_optimizers, optimizers, step, verbosity
+from raytf.parallel import epoch_iterator, local_sgd, losses, metrics, model_optimizers, optimizers, verbosity
+from raytf.parallel import step as step_module
 
 # Those that say what stands in the place of Keras' functions, beside this one.
-REPLACING = (epoch_iterator, losses, metrics, optimizers, step)
+REPLACING = (epoch_iterator, losses, metrics, optimizers, step_module)
 _installed: list[bool] = []
 
 
@@ -49,7 +50,7 @@ def _make_function(original, self, step_function):
     if not many_replicas(strategy):
         return original(self, step_function)
     _refuse_what_cannot_work(self, strategy)
-    replica_step = step.one_replica_step(self, step_function)
+    replica_step = step_module.one_replica_step(self, step_function)
     training = step_function == self.train_step
 
     @tf.autograph.experimental.do_not_convert
@@ -162,6 +163,7 @@ def _agree_on_seed(strategy):
 
 @patch((backend_trainer.TensorFlowTrainer, "evaluate"))
 def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
+    """Refused where it cannot be right; the chief alone shows what `verbose` asks for."""
     if many_replicas(self.distribute_strategy):
         _refuse_what_cannot_work(self, self.distribute_strategy)
         if self.built:
@@ -171,20 +173,22 @@ def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *
 
 @patch((backend_trainer.TensorFlowTrainer, "predict"))
 def _predict(original, self, x, batch_size=None, verbose="auto", *args, **kwargs):
+    """Shown by the chief alone."""
     return original(self, x, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
 @patch((backend_trainer.TensorFlowTrainer, "make_predict_function"))
 def _make_predict_function(original, self, force=False):
+    """A worker without a row of the last batch predicts one that is left out, so that all take part in its sums."""
     if many_replicas(self.distribute_strategy) and "predict_step" not in self.__dict__:
         predict_step = self.predict_step
 
         def padded(data):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-            rows, partial = step.count_rows(step.first_leaf(x))
+            rows, partial = step_module.count_rows(step_module.first_leaf(x))
             if not partial:
                 return predict_step(data)
-            outputs = predict_step(step.with_placeholder(data, rows))
+            outputs = predict_step(step_module.with_placeholder(data, rows))
             return tree.map_structure(lambda t: t[:rows], outputs)
 
         self.__dict__["predict_step"] = padded
@@ -223,7 +227,7 @@ def check_versions() -> None:
             f"raytf trains with Keras' TensorFlow backend; received: {keras.backend.backend()}. "
             "Unset KERAS_BACKEND or set it to tensorflow."
         )
-    if versions.untested():
+    if versions.untested("keras", "tensorflow"):
         selfcheck.refuse(selfcheck.differences())
 
 

@@ -13,8 +13,9 @@ from ray.train import ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.compat import legacy_keras
+from raytf.compat.ray_configs import resources_per_worker
 from raytf.compat.ray_core import WARN_BLOCKING_GET
-from raytf.compat.ray_train import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate, resources_per_worker
+from raytf.compat.ray_train import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
 from raytf.console.output import Output
 from raytf.console.progress import Entries
 from raytf.runtime import resources

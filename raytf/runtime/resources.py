@@ -8,7 +8,7 @@ import math
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytf.compat import ray_core, ray_train
+from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_core import gcs_pb2
 from raytf.errors import ResourceError
 
@@ -25,7 +25,7 @@ def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -
 
 def per_worker(scaling_config) -> dict[str, float]:
     """The resources that a worker asks for, each more than 0."""
-    return {name: amount for name, amount in ray_train.resources_per_worker(scaling_config).items() if amount > 0}
+    return {name: amount for name, amount in ray_configs.resources_per_worker(scaling_config).items() if amount > 0}
 
 
 def fewest_workers(scaling_config) -> int:
@@ -151,7 +151,7 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
     if not ray_core.started_here() or ray_core.cpus_were_said():
         return scaling_config
     wanted, cores = total(bundles).get("CPU", 0), ray.cluster_resources().get("CPU", 0)
-    each = dict(ray_train.resources_per_worker(scaling_config))
+    each = dict(ray_configs.resources_per_worker(scaling_config))
     if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
         return scaling_config
     print(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")

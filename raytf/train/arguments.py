@@ -8,7 +8,7 @@ from ray.train import RunConfig, ScalingConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
-from raytf.compat.ray_train import resources_per_worker
+from raytf.compat.ray_configs import resources_per_worker
 from raytf.errors import ConfigError
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime.resources import fewest_workers

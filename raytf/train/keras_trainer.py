@@ -17,7 +17,7 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
-from raytf.compat.ray_train import resources_per_worker
+from raytf.compat.ray_configs import resources_per_worker
 from raytf.console import progress
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
@@ -354,7 +354,7 @@ class KerasTrainer:
         if not self.progress:
             return self._run(task, launch)
         for name, found in blocks.items():
-            print(ingest.describe(name, found, task.shuffle if name == "train" else "none"))
+            print(ingest.describe(name, found, task.sampling.shuffle if name == "train" else "none"))
         board = progress.Board()
         try:
             return self._run(dataclasses.replace(task, board=board), launch)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.train import CheckpointUploadMode, Result
 
-from raytf.compat import ray_train
+from raytf.compat import ray_configs, ray_train
 from raytf.compat.patching import overrides
 from raytf.compat.ray_train import (
     CheckpointManager,
@@ -169,7 +169,7 @@ class _Utils(LocalTrainFnUtils):
         if name not in self._datasets:
             raise KeyError(f"The trainer was given no dataset {name!r}. Pass it in datasets={{...}}")
         dataset, config = self._datasets[name], self._run.dataset_config
-        options = ray_train.execution_options(config, name)
+        options = ray_configs.execution_options(config, name)
         if options is not None:
             dataset = dataset.copy(dataset)
             dataset.context.execution_options = options

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.train import DataConfig, FailureConfig, UserCallback, ValidationConfig
 
-from raytf.compat import legacy_keras, ray_train
+from raytf.compat import legacy_keras, ray_configs
 from raytf.compat.ray_train import RAY_TRAIN_CALLBACKS_ENV_VAR
 from raytf.errors import ConfigError
 
@@ -30,7 +30,7 @@ def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> di
             f"a {type(dataset_config).__name__}, which may cut datasets in its own way",
             "Use a TensorflowTrainer, which obeys it, or prepare the datasets before",
         )
-    split = ray_train.datasets_to_split(dataset_config)
+    split = ray_configs.datasets_to_split(dataset_config)
     if split != "all" and set(split) != set(datasets):
         raise ConfigError(
             "A KerasTrainer shares the rows of each batch among the workers, validation too",
@@ -39,7 +39,7 @@ def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> di
         )
     found = {}
     for name, dataset in datasets.items():
-        options = ray_train.execution_options(dataset_config, name)
+        options = ray_configs.execution_options(dataset_config, name)
         if options is not None:
             dataset = dataset.copy(dataset)
             dataset.context.execution_options = options

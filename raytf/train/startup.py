@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
 
-from raytf.compat import ray_core, ray_train
+from raytf.compat import ray_configs, ray_core, ray_train
 from raytf.compat.patching import overrides
 from raytf.compat.ray_train import (
     ENABLE_PREEMPTION_WATCHER_ENV_VAR,
@@ -154,8 +154,8 @@ class EarlyStartTrainer(DataParallelTrainer):
         if not isinstance(scaling.num_workers, int) or scaling.num_workers < 1 or _is_slice(scaling):
             return
         each, selectors = (
-            ray_train.resources_per_worker(scaling),
-            ray_train.label_selectors(scaling, scaling.num_workers),
+            ray_configs.resources_per_worker(scaling),
+            ray_configs.label_selectors(scaling, scaling.num_workers),
         )
         self._reservation.take(scaling.num_workers, each, scaling.placement_strategy, selectors)
         plan = getattr(self.backend_config, "servers", None)

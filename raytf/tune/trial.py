@@ -15,7 +15,7 @@ from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from ray.tune.utils import flatten_dict
 
-from raytf.compat import loggers, ray_train, ray_tune
+from raytf.compat import loggers, ray_configs, ray_tune
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate
@@ -63,10 +63,10 @@ class SweepSpec:
 
     def resources(self, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
         """Tune's request for a trial: nothing for its actor, a bundle for each worker."""
-        each = ray_train.resources_per_worker(self.scaling_config)
+        each = ray_configs.resources_per_worker(self.scaling_config)
         count = self.workers(config)
         bundles = [{}, *[dict(each) for _ in range(count)]]
-        selectors = ray_train.label_selectors(self.scaling_config, count)
+        selectors = ray_configs.label_selectors(self.scaling_config, count)
         # Tune leaves the empty bundle of the trial's actor out, and so do the selectors
         more = {} if selectors is None else {"bundle_label_selector": selectors}
         return tune.PlacementGroupFactory(bundles, strategy=self.scaling_config.placement_strategy, **more)
@@ -126,7 +126,7 @@ class Trial(tune.Trainable):
             if "scaled_learning_rate" in self._derived:
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
             if self._worker_group is None:
-                each = ray_train.resources_per_worker(plan.scaling_config)
+                each = ray_configs.resources_per_worker(plan.scaling_config)
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
                 self._worker_group = WorkerGroup(plan.setup, each, workers, plan.environment, **places)

@@ -20,6 +20,8 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 
+from tests.processes.groups import LOCAL, processes
+
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "compat"
 README, BEGIN, END = ROOT / "README.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
@@ -109,23 +111,26 @@ def check_smoke(kind: str):
 
 
 def check_parity(python: str, folder: str) -> str:
-    """Two processes equal one for each of `PARITY`."""
-    kind = {"dtype": "float64", "communication": "auto", "scenarios": PARITY}
-    groups = [kind | {"place": place, "world": int(place), "folder": os.path.join(folder, place)} for place in "12"]
-    for group in groups:
-        os.mkdir(group["folder"])
+    """Two processes equal one for each of `PARITY`, and so do two devices of one for what `LOCAL` has of them."""
+    wanted = {"1": PARITY, "2": PARITY, "mirrored": tuple(name for name in PARITY if name in LOCAL)}
+    groups = []
+    for place, names in wanted.items():
+        where = pathlib.Path(folder) / place
+        where.mkdir()
+        how = {"dtype": "float64", "place": place, "world": processes(place), "communication": "auto"}
+        groups.append({"folder": str(where), "scenarios": names, **how})
     call(python, "-m", "tests.processes.worker", json.dumps(groups))
-    for group in groups:
-        codes = json.loads((pathlib.Path(group["folder"]) / "codes.json").read_text())
-        logs = [path.read_text()[-3000:] for path in pathlib.Path(group["folder"]).glob("log.*")]
-        assert not any(codes.values()), f"exit codes {codes}\n" + "\n".join(logs)
-    wrong = [name for name in PARITY if not _equal(folder, name)]
+    for place in wanted:
+        codes = json.loads((pathlib.Path(folder) / place / "codes.json").read_text())
+        assert not any(codes.values()), (pathlib.Path(folder) / place / "log.0").read_text()[-3000:]
+    compared = [(place, name) for place, names in wanted.items() if place != "1" for name in names]
+    wrong = [f"{name} ({place})" for place, name in compared if not _equal(folder, place, name)]
     assert not wrong, f"not equal: {', '.join(wrong)}"
-    return f"{len(PARITY)} scenarios"
+    return f"{len(compared)} scenarios"
 
 
-def _equal(folder: str, name: str) -> bool:
-    one, many = (pickle.loads((pathlib.Path(folder) / place / f"{name}.0.pkl").read_bytes()) for place in "12")
+def _equal(folder: str, place: str, name: str) -> bool:
+    one, many = (pickle.loads((pathlib.Path(folder) / p / f"{name}.0.pkl").read_bytes()) for p in ("1", place))
     if isinstance(one, str) or isinstance(many, str):
         print(f"{name}: {one if isinstance(one, str) else many}"[:500])
         return False
