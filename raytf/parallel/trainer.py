@@ -87,11 +87,11 @@ def _make_function(original, self, step_function):
     compiled = None if self.run_eagerly else tf.function(steps, reduce_retracing=True)
 
     def eager_steps(iterator):
-        for step in range(self.steps_per_execution):
+        for done in range(self.steps_per_execution):
             try:
                 result = one_step(next(iterator))
             except (StopIteration, tf.errors.OutOfRangeError):
-                if step == 0:
+                if done == 0:
                     raise
                 break
         return result
