@@ -59,7 +59,7 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     grid = sweep(trainer(tmp_path, build=build), {"point": table}, max_concurrent_trials=1, progress=True)
     assert not grid.errors and len({r.metrics["pid"] for r in grid}) == 1, "one worker group runs all trials"
     results = {r.config["point"]["place"]: r for r in grid}
-    alone = trainer(tmp_path / "alone", workers=0, build=build, config={"point": {"learning_rate": 0.01}}).fit()
+    alone = trainer(tmp_path / "alone", build=build, config={"point": {"learning_rate": 0.01}}).fit()
     for place in (0, 2):
         for mine, its in zip(weights(results[place]), weights(alone), strict=True):
             np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
