@@ -105,7 +105,7 @@ def kill_server_once(marker, epoch, batch):
 
         def on_train_batch_begin(self, b, logs=None):
             if rank() == 0 and (self.epoch, b) == (epoch, batch) and not os.path.exists(marker):
-                servers = [p for p in psutil.Process().parent().children() if p.cmdline()[:1] == ["ray::Server"]]
+                servers = [p for p in psutil.Process().parent().children() if p.cmdline()[:1] == ["ray::StreamServer"]]
                 with open(marker, "w") as file:
                     file.write(str([p.pid for p in servers]))
                 for process in servers:

@@ -129,7 +129,7 @@ def test_what_fits_is_kept_and_the_rest_is_streamed(folder, monkeypatch):
     dataset = ray.data.read_parquet(str(folder))
     assert kind("auto", {"train": dataset}) is StoredDataset
     assert kind(False, {"train": dataset}) is StreamedDataset
-    monkeypatch.setattr(ingest, "_SHARE", 1e-9)
+    monkeypatch.setattr(ingest, "_STORE_FRACTION", 1e-9)
     assert kind("auto", {"train": dataset}) is StreamedDataset
     assert kind(True, {"train": dataset}) is StoredDataset
     assert kind("auto", {"train": models.dataset()}) is StoredDataset

@@ -95,7 +95,7 @@ def test_what_is_large_streams_whatever_it_is_read_from(monkeypatch, capsys):
     found = ingest.read_all({"train": huge}, "auto", ScalingConfig(num_workers=1))
     assert isinstance(found["train"], streamed.StreamedDataset) and sum(found["train"].rows) == 10**9
     streamed.close(found)
-    monkeypatch.setattr(ingest, "_SHARE", 1e-9)
+    monkeypatch.setattr(ingest, "_STORE_FRACTION", 1e-9)
     found = ingest.read_all({"train": ray.data.range(50).sort("id")}, "auto", ScalingConfig(num_workers=1))
     assert isinstance(found["train"], StoredDataset)
     said = capsys.readouterr().err
