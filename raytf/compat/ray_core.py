@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 
@@ -134,6 +135,7 @@ def take_lines(wrapped: Callable, raylets: Callable) -> None:
     if not hasattr(worker.print_to_stdstream, "raytf_original"):
         original = worker.print_to_stdstream
 
+        @functools.wraps(original)
         def print_to_stdstream(batch, ignore_prefix):
             raylets(original, batch, ignore_prefix)
 

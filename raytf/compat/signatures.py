@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 from raytf.compat import names, patching
 from raytf.compat.recorded import SIGNATURES
 
+# Ray gives it to the methods of a class that has become an actor's in this process.
+_OF_ACTORS = "_ray_trace_ctx"
+
 
 def shown(function: Callable) -> str | None:
     """Names, kinds and defaults of parameters: "(self, x, y=, *, z=, **more)"; None of what has no signature."""
@@ -15,7 +18,7 @@ def shown(function: Callable) -> str | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    return f"({', '.join(_shown(list(parameters)))})"
+    return f"({', '.join(_shown([one for one in parameters if one.name != _OF_ACTORS]))})"
 
 
 def _shown(parameters: list[inspect.Parameter]) -> Iterable[str]:

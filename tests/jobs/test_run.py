@@ -138,7 +138,11 @@ def test_an_interrupt_ends_every_process(tmp_path):
     )
     process = start("--num-workers", 2, "forever.py", cwd=tmp_path)
     seen = [process.stdout.readline() for _ in range(2)]
-    assert all("waiting" in line for line in seen) and len(left()) == 4
+    assert all("waiting" in line for line in seen)
+    until = time.monotonic() + 30  # a command line can be read a moment after its process has begun
+    while len(left()) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(left()) == 4
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopped by SIGINT" in err
