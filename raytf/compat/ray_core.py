@@ -24,7 +24,6 @@ from ray.core.generated import (  # what a head answers, in Ray's messages: `ray
 from ray.experimental import internal_kv  # small values that outlive their writers, without a process
 
 from raytf.compat.names import uses
-from raytf.compat.versions import at_least
 
 __all__ = [
     "LOG_PREFIX_ACTOR_NAME",
@@ -180,8 +179,3 @@ def living_actors() -> Iterator:
     """Actors that live with what they hold, as messages; `ray.util.state` needs the dashboard."""
     accessor = ray._private.state.state._connect_and_get_accessor()
     return map(gcs_pb2.ActorTableData.FromString, accessor.get_actor_table(None, "ALIVE"))
-
-
-def knows_preemption() -> bool:
-    """Whether Ray Train tells train loops of nodes that go (`ray.train.get_preemption_info`), as it does since 2.58."""
-    return at_least("ray", 2, 58)

@@ -31,11 +31,10 @@ class BatchSpec:
     map: Callable | None = None
 
     def __post_init__(self):
-        buckets = self._buckets
-        if len(buckets) > 1:
+        if len(self._buckets) > 1:
             raise ConfigError(
                 "One column at most can say which rows share a batch",
-                f"bucket=True for {', '.join(self.columns[i].names[0] for i in buckets)}",
+                f"bucket=True for {', '.join(self.columns[i].names[0] for i in self._buckets)}",
                 "Leave it for one",
             )
 
@@ -60,7 +59,7 @@ class BatchSpec:
         """What is read, in the order of the structure."""
         return [c for spec in self.structure for c in columns.flat(spec)]
 
-    @property
+    @functools.cached_property
     def _buckets(self) -> list[int]:
         return [i for i, c in enumerate(self.columns) if not c.stacked and c.parts[0].bucket]
 

@@ -56,7 +56,7 @@ class Batcher:
         """Superbatchs to what the model takes: images decoded, the user's `map` applied, in the user's structure.
 
         Args:
-            dataset: of superbatchs, as `signature` has them, each of whole batches but for the last.
+            dataset: of superbatches, as `signature` has them, each of whole batches but for the last.
             rows: of a batch.
             static: all batches have as many.
             empty: one batch without rows at the end.

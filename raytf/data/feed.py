@@ -1,6 +1,6 @@
 """A dataset to `tf.data.Dataset`: this worker's part of every global batch, in the order of `raytf.data.sampling`.
 
-Rows are copied once, in superbatchs of many steps, from Arrow memory into memory of their own; TensorFlow cuts these
+Rows are copied once, in superbatches of many steps, from Arrow memory into memory of their own; TensorFlow cuts these
 into batches in C++, so that Python is called seldom.
 """
 
@@ -83,7 +83,7 @@ class Feed:
         """A `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
         start, stop = self._shard.of(self.global_batch)
         shape = self.shape
-        dataset = tf.data.Dataset.from_generator(self._superbatchs, output_signature=shape.signature)
+        dataset = tf.data.Dataset.from_generator(self._superbatches, output_signature=shape.signature)
         rest = self._order.total - (self.steps - 1) * self.global_batch
         # a step of which this worker has no row is a step
         empty = self._shard.of(rest)[0] == rest
@@ -99,7 +99,7 @@ class Feed:
             dataset = dataset.prefetch(PREFETCH)
         return worker_part.mark_worker_part(dataset.with_options(options))
 
-    def _superbatchs(self):
+    def _superbatches(self):
         number, first = self.epoch, self.first_step
         self.first_step = 0
         if self._counts_itself:

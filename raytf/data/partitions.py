@@ -234,7 +234,7 @@ def _not_cut(received: str) -> ConfigError:
     return ConfigError(
         "A streamed dataset must be a source that Ray Data reads, followed by operators that take rows or batches",
         received,
-        "Write the result to Parquet once and read that, or use storage='object_store' if it fits",
+        "Write the result to Parquet once and read that, or use materialize=True if it fits",
     )
 
 

@@ -90,10 +90,6 @@ class Sent:
         return both
 
 
-def _has_value(variable) -> bool:
-    return keras_objects.held_by(variable) is not None
-
-
 def _locals(variable) -> list:
     """The variables of this process behind one; a read of metrics through a strategy would wait for other workers."""
     inner = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
