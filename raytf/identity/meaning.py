@@ -56,9 +56,14 @@ def described(value: Any, left_out: frozenset[str] = frozenset(), tensors: bool 
 
 
 def number(value: float) -> Any:
-    """A number as far as float32 goes: float32 and float64 of one number are the same."""
+    """A number as far as float32 goes: float32 and float64 of one number are the same.
+
+    Above 2**24 float32 leaves out whole units: two clocks of one minute would be one number there, and are not.
+    """
     if not math.isfinite(value):
         return repr(value)
+    if 1 << 24 < abs(value) < 1e15:
+        return float(value)
     if value and not 1e-37 < abs(value) < 3e38:
         return float(f"{value:.9g}")
     return float(str(np.float32(value)))

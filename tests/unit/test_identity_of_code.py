@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from raytf.identity import same_run
+from raytf.identity import meaning, same_run
 from tests.unit import changes_of_models as changes
 from tests.unit.test_identity import run_of, texts
 
@@ -84,3 +85,10 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_both_have():
         pytest.raises(same_run.ConfigError, match=r"learning_rate 0\.5, was 0\.01"),
     ):
         same_run.check(was, now, "auto", "it")
+
+
+def test_two_clocks_of_one_minute_are_two_numbers():
+    """Float32 makes one of them, up to where another process starts in the next 128 seconds."""
+    assert meaning.number(1795407999.9) != meaning.number(1795408000.1)
+    assert meaning.number(0.1) == meaning.number(float(np.float32(0.1)))
+    assert meaning.number(3e7) == 3e7 and meaning.number(-(2.0**60)) == meaning.number(float(np.float32(-(2.0**60))))
