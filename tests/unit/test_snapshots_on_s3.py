@@ -1,0 +1,133 @@
+"""Snapshots on an object store: moto's server on this machine, slow, failing, and with other keys. No Ray."""
+
+import pathlib
+import time
+
+import pyarrow.fs
+import pytest
+
+pytest.importorskip("moto")
+
+from raytf.errors import ConfigError
+from raytf.storage import checkpoint_files, snapshot_store
+from raytf.storage.snapshot_store import SnapshotStore, name_of
+from raytf.storage.snapshots import NotKeptError, SnapshotWriter
+from tests.unit import object_store
+from tests.unit.object_store import BUCKET
+from tests.unit.test_snapshots import check, files_of, is_gone, parts_of, wait_for
+
+RUN = f"{BUCKET}/some/run"
+
+
+@pytest.fixture
+def storage():
+    with object_store.serving() as made:
+        yield made
+
+
+@pytest.fixture
+def writer(storage):
+    made = SnapshotWriter(storage.filesystem(), RUN)
+    yield made
+    made.close()
+    wait_for(lambda: is_gone(made.pid))
+
+
+def fetched(storage, step: int, folder: pathlib.Path) -> pathlib.Path:
+    """The snapshot of a step on this machine."""
+    target = folder / name_of(step)
+    target.mkdir()
+    pyarrow.fs.copy_files(
+        f"{RUN}/{name_of(step)}",
+        str(target),
+        source_filesystem=storage.filesystem(),
+        destination_filesystem=pyarrow.fs.LocalFileSystem(),
+    )
+    return target
+
+
+def stored(storage) -> list[str]:
+    found = storage.filesystem().get_file_info(pyarrow.fs.FileSelector(RUN, allow_not_found=True))
+    return sorted(info.base_name for info in found)
+
+
+def test_a_large_one_goes_in_parts_and_the_manifest_comes_last(storage, writer, tmp_path):
+    for step, size in ((1, 1000), (2, 1000), (3, 4_000_000)):  # of four bytes
+        assert writer.write(name_of(step), parts_of(step, size), wait=100.0)
+    writer.finish(100.0)
+    assert stored(storage) == [name_of(2), name_of(3)]
+    check(fetched(storage, 3, tmp_path), 3, 4_000_000)
+    of_last = [(method, path) for method, path in storage.requests if f"/{name_of(3)}/" in path]
+    written = [path for method, path in of_last if method in ("PUT", "POST")]
+    assert sum("partNumber" in path for path in written) >= 2
+    assert all("manifest.json" in path for path in written[-3:]) and "manifest.json" not in written[-4]
+
+
+def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
+    """A 503 at a part of the file, more often than pyarrow itself tries it, is told, and the next try is whole."""
+    count = [0]
+
+    def fault(environ):
+        if environ["REQUEST_METHOD"] == "PUT" and "model.keras" in environ["PATH_INFO"] and count[0] < 9:
+            count[0] += 1
+            return "503 Slow Down"
+        return None
+
+    storage.fault = fault
+    writer = SnapshotWriter(storage.filesystem(), RUN)
+    with pytest.warns(UserWarning, match=f"{name_of(1)} could not be written, and is tried again.*UploadPart"):
+        assert writer.write(name_of(1), parts_of(1, 3_000_000), wait=100.0)
+        writer.finish(200.0)
+    check(fetched(storage, 1, tmp_path), 1, 3_000_000)
+    writer.close()
+    wait_for(lambda: is_gone(writer.pid))
+
+
+def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_path):
+    writer = SnapshotWriter(storage.filesystem(), RUN)
+    assert writer.write(name_of(1), parts_of(1), wait=100.0)
+    writer.finish(100.0)
+    storage.fault = lambda environ: "503 Down" if environ["REQUEST_METHOD"] in ("PUT", "POST") else None
+    with pytest.warns(UserWarning, match=f"{name_of(2)} could not be written.*SERVICE_UNAVAILABLE"):
+        assert writer.write(name_of(2), parts_of(2))
+        with pytest.raises(NotKeptError, match=f"{name_of(2)} could not be kept: OSError"):
+            writer.finish(3.0)
+    assert checkpoint_files.look(storage.filesystem(), f"{RUN}/{name_of(1)}").step == 1
+    with pytest.raises(checkpoint_files.DamagedCheckpointError):
+        checkpoint_files.look(storage.filesystem(), f"{RUN}/{name_of(2)}")
+    storage.fault = lambda environ: None
+    writer.finish(100.0)
+    check(fetched(storage, 2, tmp_path), 2)
+    writer.close()
+    wait_for(lambda: is_gone(writer.pid))
+
+
+def test_a_slow_storage_holds_nobody_up(storage, writer, tmp_path):
+    assert writer.write(name_of(1), parts_of(1), wait=100.0)
+    writer.finish(100.0)
+    storage.fault = lambda environ: time.sleep(0.05)  # several requests for each file
+    with pytest.warns(UserWarning, match="longer than snapshots come"):
+        while writer.write(name_of(2), parts_of(2)):
+            pass
+    assert writer.skipped == 1
+    writer.finish(100.0)
+    check(fetched(storage, 2, tmp_path), 2)
+
+
+def test_wrong_keys_are_found_before_training(storage):
+    snapshot_store.probe(storage.filesystem(), RUN)
+    storage.require_known_keys()
+    with pytest.raises(ConfigError, match="storage that can be written.*ACCESS_DENIED|INVALID_ACCESS_KEY"):
+        snapshot_store.probe(storage.filesystem(("other", "keys")), RUN)
+
+
+def test_one_of_the_same_name_is_none_while_it_is_written_anew(storage):
+    """Parts of two snapshots are never taken for one."""
+    store = SnapshotStore(storage.filesystem(), RUN)
+    store.put(name_of(1), files_of(1))
+    storage.fault = lambda environ: "403 No" if "model.keras" in environ["PATH_INFO"] else None
+    with pytest.raises(OSError):
+        store.put(name_of(1), files_of(1))
+    storage.fault = lambda environ: None
+    with pytest.raises(checkpoint_files.DamagedCheckpointError):
+        checkpoint_files.look(storage.filesystem(), f"{RUN}/{name_of(1)}")
