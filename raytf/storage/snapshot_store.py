@@ -30,7 +30,6 @@ _PARTIAL = ".partial_"
 # Of a writer whose other side has gone nothing is left so long after.
 _ABANDONED_SECONDS = 120.0
 _CHUNK_BYTES = 1 << 22
-_PROBE = ".writable_"
 
 
 def name_of(step: int) -> str:
@@ -53,37 +52,6 @@ def manifest(files: Mapping[str, list]) -> bytes:
     found = {part: {"bytes": scattered.size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
     state = stored_json.parsed(b"".join(files[STATE])) if STATE in files else {}
     return json.dumps({"version": state.get("version", checkpoint_files.VERSION), "files": found}).encode()
-
-
-def probe(filesystem, folder: str) -> None:
-    """Writes, reads and removes a small file in the folder of a run, which is made for it.
-
-    Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: of the run there.
-
-    Raises:
-        ConfigError: that cannot be done.
-    """
-    path, text = posixpath.join(folder, _PROBE + secrets.token_hex(8)), secrets.token_bytes(16)
-    try:
-        filesystem.create_dir(folder)
-        with filesystem.open_output_stream(path) as file:
-            file.write(text)
-        with filesystem.open_input_stream(path) as file:
-            found = file.read()
-        filesystem.delete_file(path)
-    except OSError as error:
-        why = f"{folder!r}, where there is {type(error).__name__}: {str(error).strip()[:500]}"
-    else:
-        if found == text:
-            return
-        why = f"{folder!r}, where a file does not hold what was written"
-    raise ConfigError(
-        "Checkpoints need a storage that can be written and read",
-        why,
-        "Correct RunConfig(storage_path=...), or its permissions and credentials",
-    )
 
 
 class SnapshotStore:

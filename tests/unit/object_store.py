@@ -18,7 +18,7 @@ class Storage:
     """A storage that runs.
 
     Attributes:
-        fault: fault(environ) of each request of WSGI: a status line to answer with, or None to let it pass; it may wait.
+        fault: fault(environ) of each request: a status line to answer with, or None to let it pass; it may wait.
         requests: (method, path with its query) of those that came.
     """
 

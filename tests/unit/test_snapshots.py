@@ -18,6 +18,7 @@ from raytf import liveness
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, scattered, snapshot_store
 from raytf.storage.checkpoint_files import State
+from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, name_of, needless
 from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter
 
@@ -319,11 +320,11 @@ def test_a_full_disk_is_told_and_written_again_once_there_is_room(small_disk):
 
 
 def test_a_read_only_disk_is_found_before_training(small_disk):
-    snapshot_store.probe(LOCAL, str(small_disk / "run"))
-    assert os.listdir(small_disk / "run") == []
+    with RunLock(LOCAL, str(small_disk / "run")):
+        pass
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(ConfigError, match="storage that can be written.*Read-only file system"):
-        snapshot_store.probe(LOCAL, str(small_disk / "run"))
+    with pytest.raises(ConfigError, match="storage of a run must be one.*can write to.*Read-only file system"):
+        RunLock(LOCAL, str(small_disk / "run")).acquire()
 
 
 @pytest.mark.parametrize(

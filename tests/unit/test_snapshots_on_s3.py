@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("moto")
 
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, snapshot_store
+from raytf.storage import checkpoint_files
+from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, name_of
 from raytf.storage.snapshots import NotKeptError, SnapshotWriter
 from tests.unit import object_store
@@ -115,10 +116,11 @@ def test_a_slow_storage_holds_nobody_up(storage, writer, tmp_path):
 
 
 def test_wrong_keys_are_found_before_training(storage):
-    snapshot_store.probe(storage.filesystem(), RUN)
-    storage.require_known_keys()
-    with pytest.raises(ConfigError, match="storage that can be written.*ACCESS_DENIED|INVALID_ACCESS_KEY"):
-        snapshot_store.probe(storage.filesystem(("other", "keys")), RUN)
+    with RunLock(storage.filesystem(), RUN):
+        storage.require_known_keys()
+        with pytest.raises(ConfigError, match="storage of a run must be one.*can write to.*(ACCESS_DENIED|INVALID_AC)"):
+            RunLock(storage.filesystem(("other", "keys")), f"{BUCKET}/another").acquire()
+        storage.tell("reset-auth", b"inf")
 
 
 def test_one_of_the_same_name_is_none_while_it_is_written_anew(storage):
