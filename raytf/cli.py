@@ -72,6 +72,12 @@ _TRAINING = _options(
     show_default=True,
     help="Where the run exists: auto goes on if it is the same run, true with what has changed, false starts anew.",
 )
+@click.option(
+    "--checkpoint-every",
+    default="auto",
+    show_default=True,
+    help='When to keep checkpoints within epochs: "100 steps", "10 min", or epoch for none.',
+)
 def train(model, **options):
     """Train the model that FUNCTION(config) of MODULE builds, on Parquet files.
 
@@ -261,6 +267,7 @@ def _trainer(model: str, options: dict, resume: str | bool = "auto", largest=lam
         num_ps=options["num_ps"],
         seed=options["seed"],
         resume=resume,
+        checkpoint_every=options.get("checkpoint_every", "auto"),
         scaling_config=ScalingConfig(
             num_workers=options["num_workers"],
             use_gpu=options["gpus_per_worker"] > 0,

@@ -14,6 +14,7 @@ from raytf.data.columns import check_names, parse
 from raytf.errors import ConfigError
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.tune.learning_rate import Scaling
+from raytf.worker import checkpoint_every
 
 
 def split_function(name: str) -> tuple[str, str]:
@@ -56,6 +57,7 @@ def check_training(options: Mapping[str, Any], config: Mapping[str, Any]) -> Non
     validation.check_config(config)
     validation.check_seed(options["seed"])
     validation.check_num_ps(options["strategy"], options["num_ps"])
+    checkpoint_every.parse(options.get("checkpoint_every", "auto"))
     workers, devices = options["num_workers"], options["gpus_per_worker"]
     pick_strategy(options["strategy"], workers=workers, devices=devices, tpu=False)
     per_replica_batch(config["batch_size"], 1 if options["num_ps"] else workers * max(1, devices))

@@ -18,14 +18,30 @@ from raytf.parallel import model_optimizers
 class _EpochIterator(backend_trainer.TFEpochIterator):
     """Follows `steps_per_execution` when it changes within an epoch, where the number of batches is known."""
 
+    _rest: tuple | None = None
+
+    def begin_at(self, step: int, dataset: tf.data.Dataset) -> None:
+        """Says where the next epoch begins; batches are numbered as in a whole one.
+
+        Args:
+            step: those before were made already, by another process.
+            dataset: the batches from there on.
+        """
+        self._rest = step, dataset
+
+    def _distribute(self, dataset, strategy):
+        return strategy.experimental_distribute_dataset(dataset)
+
     @overrides(EpochIterator)
     def _enumerate_iterator(self):
         if self.steps_per_epoch or not self._num_batches:
             yield from super()._enumerate_iterator()
             return
         self.data_adapter.on_epoch_begin()
-        iterator = iter(self._get_iterator())
-        self._steps_seen = 0
+        (self._steps_seen, rest), self._rest = self._rest or (0, None), None
+        if self._steps_seen < self._num_batches:
+            whole = self._get_iterator()
+            iterator = iter(whole if rest is None else self._distribute(rest, self._distribute_strategy))
         while self._steps_seen < self._num_batches:
             begin = self._steps_seen
             self._steps_seen = min(begin + self.steps_per_execution, self._num_batches)

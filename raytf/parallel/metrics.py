@@ -1,8 +1,10 @@
-"""Metrics and moving statistics under several workers: local during an epoch, global at its end."""
+"""Metrics and moving statistics under several workers: local during an epoch, global at its end, and where a part of it
+is kept."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
@@ -26,15 +28,121 @@ def _averaged_variables(model) -> list:
 
 def synchronize(model):
     """Averages moving statistics over workers and returns [(metric variable, global value)]: one collective a dtype."""
+    return _totals(model, assign=True)[0]
+
+
+def _totals(model, assign: bool) -> tuple[list, list]:
+    """([(metric variable, global value)], [(moving statistic, its mean over workers)]), which are assigned or not."""
     strategy = model.distribute_strategy
     metrics = [v for v in model.metrics_variables if tf.as_dtype(v.dtype) in communicator.SUMMABLE]
     averaged = [*_averaged_variables(model), *local_sgd.averaged_at_ends(model)]
-    key = [id(v) for v in (*metrics, *averaged)]
-    known, function = model.__dict__.get("_raytf_synchronize", (None, None))
+    key = [assign, *(id(v) for v in (*metrics, *averaged))]
+    functions = model.__dict__.setdefault("_raytf_synchronize", {})
+    known, function = functions.get(assign, (None, None))
     if known != key:
-        function = _synchronize_function(strategy, metrics, averaged)
-        model.__dict__["_raytf_synchronize"] = (key, function)
-    return list(zip(metrics, function(), strict=True))
+        function = _synchronize_function(strategy, metrics, averaged, assign)
+        functions[assign] = (key, function)
+    totals, means = function()
+    return list(zip(metrics, totals, strict=True)), list(zip(averaged, means, strict=True))
+
+
+def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, dict]:
+    """Where an epoch stands after some of its steps; every worker calls it at the same step.
+
+    Args:
+        model: a model in `fit`.
+        logs: what the last step returned here.
+        assign: give moving statistics their mean over workers, as at the end of an epoch.
+
+    Returns:
+        The variables of each metric over the rows of all workers, for `go_on`; [(moving statistic, its mean)], where
+        they were not assigned; and the logs of the last step over the rows of all workers.
+    """
+    own = [list(metric.variables) for metric in model.metrics]
+    if not many_replicas(model.distribute_strategy):
+        return [[np.asarray(v) for v in its] for its in own], [], dict(logs or {})
+    totals, means = _totals(model, assign)
+    local, rows = model.__dict__.get("_raytf_last", (logs, 1))
+    known = {id(v): np.asarray(total) for v, total in totals}
+    values = [[known[id(v)] if id(v) in known else _chiefs_own(model, v) for v in its] for its in own]
+    return values, [] if assign else means, _logs(model, local, rows, totals)
+
+
+def _chiefs_own(model, variable) -> np.ndarray:
+    """The value of a variable that cannot be summed, in this process; a read from outside would sum it."""
+    strategy = model.distribute_strategy
+    value = strategy.run(lambda: tf.identity(variable.value))
+    return np.asarray(strategy.experimental_local_results(value)[0])
+
+
+def go_on(model, values: Sequence[Sequence[np.ndarray]]) -> list[int]:
+    """Gives metrics that were reset what `standing` said, so that sums over any number of workers go on from there.
+
+    The first replica gets sums, and the others keep what they were reset to; means, and what counts once, all get.
+
+    Args:
+        model: in `fit`, at the beginning of an epoch.
+        values: of each metric. Empty ones are passed over.
+
+    Returns:
+        The places of metrics that have no variables yet, as these are made with the first step; see `add`.
+
+    Raises:
+        ValueError: the model has other metrics.
+    """
+    metrics = list(model.metrics)
+    if len(metrics) != len(values):
+        raise ValueError(f"{len(metrics)} metrics, and there were {len(values)}")
+    late, pairs = [], []
+    for i, (metric, its) in enumerate(zip(metrics, values, strict=True)):
+        mine = list(metric.variables)
+        if its and not mine:
+            late.append(i)
+            continue
+        if its and [v.shape for v in its] != [tuple(v.shape) for v in mine]:
+            raise ValueError(f"a metric {metric.name!r} with other variables")
+        pairs += zip(mine, its or [], strict=bool(its))
+    _replace(model, pairs, added=False)
+    return late
+
+
+def add(model, values: Mapping[int, Sequence[np.ndarray]]) -> None:
+    """Adds to metrics that were made by the first step what they had summed before; see `go_on`."""
+    metrics = list(model.metrics)
+    _replace(model, [p for i, its in values.items() for p in zip(metrics[i].variables, its, strict=True)], added=True)
+
+
+def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
+    strategy = model.distribute_strategy
+    if not many_replicas(strategy):
+        for variable, value in pairs:
+            variable.assign(variable.value + value if added else value)
+        return
+    shared = [(v, value) for v, value in pairs if step_module.is_shared(v)]
+    for variable, value in shared:
+        variable.assign(variable.value + value if added else value)
+    each = [(v, value) for v, value in pairs if not step_module.is_shared(v)]
+
+    def replica():
+        first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+        for variable, value in each:
+            before = tf.convert_to_tensor(variable.value)
+            total = tf.cast(value, before.dtype)
+            summed = variable.aggregation == "sum" and before.dtype in communicator.SUMMABLE
+            if added:
+                total = before + total
+            elif summed:  # what the others were reset to, too
+                total = total - before * tf.cast(strategy.num_replicas_in_sync - 1, before.dtype)
+            variable.assign(tf.where(first, total, before) if summed else total)
+
+    if each:
+        tf.function(lambda: strategy.run(replica))()
+
+
+def finish_logs(model, logs: Mapping) -> None:
+    """Has an epoch whose steps were all made before end with the logs of the last of them."""
+    model.__dict__["_raytf_last"] = (dict(logs), 1)
+    model.__dict__["_raytf_logs"] = dict(logs)
 
 
 @patch((backend_core.Variable, "_direct_assign"))
@@ -67,7 +175,7 @@ def _assign_mean(variable, strategy, value):
     return variable.get().assign(tf.reduce_mean(tf.stack(local), 0) if local[0].dtype.is_floating else local[0])
 
 
-def _synchronize_function(strategy, metrics, averaged):
+def _synchronize_function(strategy, metrics, averaged, assign):
     replicas = strategy.num_replicas_in_sync
 
     def replica():
@@ -81,25 +189,32 @@ def _synchronize_function(strategy, metrics, averaged):
                 value = tf.where(first, value, tf.zeros_like(value))
             local.append(value if len(local) < len(metrics) else wide(value))
         summed = all_sum(local) if local else []
-        for variable, value in zip(averaged, summed[len(metrics) :], strict=True):
+        means = [
+            tf.cast(value / tf.cast(replicas, value.dtype), variable.dtype)
+            for variable, value in zip(averaged, summed[len(metrics) :], strict=True)
+        ]
+        for variable, value in zip(averaged, means, strict=True) if assign else ():
             with step_module.within(inline_merge=local_replicas(strategy) == 1):
-                variable.assign(tf.cast(value / tf.cast(replicas, value.dtype), variable.dtype))
+                variable.assign(value)
         totals = summed[: len(metrics)]
         return [
             t / tf.cast(replicas, t.dtype) if v.aggregation == "mean" and not step_module.is_shared(v) else t
             for v, t in zip(metrics, totals, strict=True)
-        ]
+        ], means
 
     @tf.function
     def synchronize():
-        return [strategy.experimental_local_results(v)[0] for v in strategy.run(replica)]
+        return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], strategy.run(replica))
 
     return synchronize
 
 
 def global_logs(model, logs, rows):
     """The logs that one process would have: from global metrics, or the mean over rows of what a step returned."""
-    totals = synchronize(model)
+    return _logs(model, logs, rows, synchronize(model))
+
+
+def _logs(model, logs, rows, totals):
     logs = logs if isinstance(logs, dict) else {}
     with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
         metrics = dict(model.get_metrics_result())
@@ -114,7 +229,8 @@ def global_logs(model, logs, rows):
 
 @patch((backend_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"))
 def get_metrics_result_or_logs(original, self, logs):
-    """Logs of an epoch are those of all workers' rows."""
+    """Logs of an epoch are those of all workers' rows; of one that had no steps left, those of the steps before."""
+    logs = self.__dict__.pop("_raytf_logs", None) or logs
     if not many_replicas(self.distribute_strategy):
         return original(self, logs)
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))

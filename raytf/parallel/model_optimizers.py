@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from raytf.compat import keras_objects
@@ -64,14 +63,14 @@ def build(model, data_batch) -> None:
         model.optimizer.build(model.trainable_variables)
 
 
-def write(folder: str, model) -> None:
-    """Notes in a checkpoint's folder for which of the model's weights each optimizer was built.
+def noted(model) -> dict[str, dict]:
+    """What `FILE` of a checkpoint says: for which of the model's weights each optimizer was built.
 
     Raises:
         ConfigError: one trains weights that are not the model's, which no checkpoint would hold.
     """
     places = {id(v): i for i, v in enumerate(model.weights)}
-    noted = {}
+    found = {}
     for name, optimizer in of(model).items():
         if not optimizer.built:
             continue
@@ -82,13 +81,12 @@ def write(folder: str, model) -> None:
                 f"{name}, which trains {keras_objects.trained_by(optimizer)[trained.index(None)].name!r}",
                 "Make the layers attributes of the model",
             )
-        noted[name] = {"class": type(optimizer).__name__, "weights": trained}
-    with open(os.path.join(folder, FILE), "w") as file:
-        json.dump(noted, file)
+        found[name] = {"class": type(optimizer).__name__, "weights": trained}
+    return found
 
 
 def build_as_saved(folder: str, model) -> None:
-    """Builds the optimizers of a built model for the weights for which they were when `write` was called.
+    """Builds the optimizers of a built model for the weights for which they were when `noted` was called.
 
     Raises:
         ConfigError: the model has other optimizers, or fewer weights.
@@ -97,9 +95,8 @@ def build_as_saved(folder: str, model) -> None:
     path = os.path.join(folder, FILE)
     if not os.path.lexists(path):  # of a version that knew one optimizer
         return
-    noted = checkpoint_files.read_json(folder, FILE)
     mine, weights = of(model), model.weights
-    for name, saved in noted.items():
+    for name, saved in checkpoint_files.read_json(folder, FILE).items():
         if type(saved) is not dict or type(saved.get("weights")) is not list or type(saved.get("class")) is not str:
             raise checkpoint_files.damaged(os.path.basename(os.path.normpath(folder)), f"{FILE} has no right {name!r}")
         here = type(mine[name]).__name__ if name in mine else "none"

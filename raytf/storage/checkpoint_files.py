@@ -11,16 +11,19 @@ import posixpath
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from raytf.errors import ConfigError, first_line
 from raytf.storage import stored_json
 
-VERSION = 2
+# What this raytf reads; format 3 is written within an epoch alone, which others would begin anew.
+VERSION, VERSION_OF_EPOCHS = 3, 2
 MODEL, STATE, SEEDS, MANIFEST = "model.keras", "state.json", "seeds.npz", "manifest.json"
 CALLBACKS, ARRAYS, BUILD = "callbacks.json", "callbacks.npz", "build.json"
+METRICS, RANDOM = "metrics.npz", "random.npz"
 _LONGEST_METADATA = 1 << 16
 # How many times its size a file of Keras may unpack to: Keras packs nothing, and weights shrink little. Small ones may.
 _MOST_UNPACKED = 16
@@ -44,6 +47,9 @@ class State:
         history: a dict of metric values for each epoch.
         identity: what tells this run from another, by name; {} in checkpoints that have none.
         learning_rate: the config's, or None where that is not a number.
+        epoch_step: steps of the next epoch that are made, too; 0 at the end of an epoch.
+        logs: what the last of these steps returned, over the rows of all workers; {} at the end of an epoch.
+        order: what says which rows the steps of an epoch have, see `Feed.order`; {} at the end of an epoch.
     """
 
     epoch: int
@@ -53,9 +59,17 @@ class State:
     history: list[dict[str, float]]
     identity: dict = dataclasses.field(default_factory=dict)
     learning_rate: float | None = None
+    epoch_step: int = 0
+    logs: dict = dataclasses.field(default_factory=dict)
+    order: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        """The format that a checkpoint of it has."""
+        return VERSION if self.epoch_step else VERSION_OF_EPOCHS
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
+        return json.dumps({"version": self.version, **dataclasses.asdict(self)})
 
     @classmethod
     def of(cls, found: dict, name: str) -> State:
@@ -79,6 +93,9 @@ class State:
             "history": lambda v: type(v) is list and all(type(row) is dict for row in v),
             "identity": lambda v: type(v) is dict,
             "learning_rate": lambda v: v is None or (type(v) in (int, float) and math.isfinite(v)),
+            "epoch_step": _is_count,
+            "logs": lambda v: type(v) is dict,
+            "order": lambda v: type(v) is dict,
         }
         for field in dataclasses.fields(cls):
             missing = field.name not in fields and field.default is field.default_factory is dataclasses.MISSING
@@ -230,14 +247,19 @@ def keras_version(path: str) -> str:
     return str(found.get("keras_version", ""))
 
 
-def write_manifest(folder: str) -> None:
-    """Writes sizes and checksums of what is in the folder; the last file of a checkpoint."""
+def write_manifest(folder: str, version: int = VERSION_OF_EPOCHS) -> None:
+    """Writes sizes and checksums of what is in the folder; the last file of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        version: its format, which `State.version` tells.
+    """
     files = {}
     for part in sorted(os.listdir(folder)):
         path = os.path.join(folder, part)
         files[part] = {"bytes": os.path.getsize(path), "crc32": _crc32(path)}
     with open(os.path.join(folder, MANIFEST), "w") as file:
-        json.dump({"version": VERSION, "files": files}, file)
+        json.dump({"version": version, "files": files}, file)
 
 
 def _crc32(path: str) -> int:
@@ -364,6 +386,25 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
         "; ".join(refused),
         "Start a run with another name",
     )
+
+
+def merged(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:
+    """Checkpoints of the ends of epochs and of steps within them, in the order in which they are to be tried.
+
+    After as many steps that of the epoch comes first, as its validation is behind it.
+
+    Args:
+        epochs: `ray.train.Checkpoint`s, newest first; taken one by one.
+        steps: (steps made in all, `ray.train.Checkpoint`), newest first.
+    """
+    left = list(steps)
+    for epoch in epochs:
+        with contextlib.suppress(DamagedCheckpointError):  # it is named when it is tried
+            step = read_state_of(epoch).step
+            while left and left[0][0] > step:
+                yield left.pop(0)[1]
+        yield epoch
+    yield from (candidate for _, candidate in left)
 
 
 def newest_first(checkpoints: Iterable) -> list:

@@ -27,7 +27,7 @@ from raytf.compat.ray_train import (
     get_fs_and_path,
 )
 from raytf.errors import ConfigError, in_a_line
-from raytf.storage import checkpoint_files, stored_json
+from raytf.storage import checkpoint_files, step_folders, stored_json
 from raytf.storage.checkpoint_files import DamagedCheckpointError, State
 from raytf.storage.run_lock import LOCK
 
@@ -71,12 +71,16 @@ class Last:
 
     Args:
         epoch: epochs that are complete.
+        step: steps that are made in all.
+        epoch_step: of these, those of an epoch that is not complete.
         stopped: whether a callback ended the run.
         identity: what the run was, see `same_run.py`; {} where that is not known.
         relisted: (checkpoints, what is wrong with the list) where Ray's list is to be made anew, see `relist`.
     """
 
     epoch: int
+    step: int
+    epoch_step: int
     stopped: bool
     identity: dict[str, Any]
     relisted: tuple[tuple[str, ...], str] | None = None
@@ -124,6 +128,32 @@ class RunFolder:
         Raises:
             ConfigError: there is a list of checkpoints, and none is a whole one of raytf's.
         """
+        within = self._last_within_epoch(finished)
+        try:
+            last = self._last_of_epochs(finished)
+        except ConfigError:
+            if within is None:
+                raise
+            return within
+        if within is None or (last is not None and last.step >= within.step):
+            return last
+        return dataclasses.replace(within, relisted=last.relisted if last else None)
+
+    def _last_within_epoch(self, finished: Callable[[Last], bool]) -> Last | None:
+        refused = []
+        for _, name in step_folders.listed(self.filesystem, self.path):
+            try:
+                found = self._look(name, finished)
+            except DamagedCheckpointError as error:
+                refused.append(str(error.received))
+                continue
+            if refused:
+                text = "Damaged: " + "; ".join(refused)
+                warnings.warn(f"{self.name}: {text}. In its place {name} is taken", stacklevel=4)
+            return found
+        return None
+
+    def _last_of_epochs(self, finished: Callable[[Last], bool]) -> Last | None:
         wrong, names = "", []
         try:
             names = [entry.checkpoint_dir_name for entry in self._by_age(self._listed())]
@@ -260,7 +290,7 @@ class RunFolder:
         """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""
         path = f"{self.path}/{name}"
         state: State = checkpoint_files.look(self.filesystem, path)
-        last = Last(state.epoch, state.stopped, state.identity)
+        last = Last(state.epoch, state.step, state.epoch_step, state.stopped, state.identity)
         if finished(last):
             with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
                 checkpoint_files.check(folder, name=name)

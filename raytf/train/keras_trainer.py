@@ -92,6 +92,11 @@ class KerasTrainer:
             compiled with where that is more than 1; else it measures the first steps, and raises the number where
             Python's time between two steps matters and no callback looks at batches.
         progress: show a progress line at the driver.
+        checkpoint_every: when to keep checkpoints within epochs, beside those at their ends: "100 steps", "30 s",
+            "10 min"; "epoch" for none; or "auto", so often that it takes less than a hundredth of the time, and at most
+            every 30 s. A run goes on at the next step, with the same rows, masks and metrics, on any number of workers.
+            With `sync_every` workers are one model only every few steps, so that "auto" means "epoch" and a time is
+            refused; with parameter servers and in sweeps there are none within epochs.
         resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
             same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
             config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
@@ -130,6 +135,7 @@ class KerasTrainer:
         window: int = 65_536,
         steps_per_execution: int | str = "auto",
         progress: bool = True,
+        checkpoint_every: str = "auto",
         resume: str | bool = "auto",
     ):
         self.build_model, self.callbacks = build_model, callbacks
@@ -144,7 +150,7 @@ class KerasTrainer:
         self.steps_per_execution = steps_per_execution
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
-        self.resume = resume
+        self.resume, self.checkpoint_every = resume, checkpoint_every
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -195,6 +201,7 @@ class KerasTrainer:
         if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
         validation.check_seed(self.seed)
+        arguments.every(self.checkpoint_every, self.num_ps, self.tensorflow_config)
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
         run_folder.check_name(self.run_config.name)
@@ -244,6 +251,8 @@ class KerasTrainer:
                     folder.relist(last, run_config.checkpoint_config)
                     if ended(last, self):
                         return self._ended(folder, last)
+                    if last.epoch_step:
+                        print(f"{folder.name}: goes on after step {last.epoch_step} of epoch {last.epoch + 1}")
                 if self.resume is False and (aside := folder.put_aside()):
                     print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
                 return self._train(launch, found, told)
@@ -328,6 +337,7 @@ class KerasTrainer:
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
+            checkpoint_every=arguments.every(self.checkpoint_every, self.num_ps, self.tensorflow_config),
         )
 
     def _shuffle(self, blocks: dict) -> str:

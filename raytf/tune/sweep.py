@@ -239,6 +239,12 @@ def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every
             "strategy='parameter_server'" if trainer.num_ps else "evaluator=True",
             "Sweep without it",
         )
+    if isinstance(trainer, KerasTrainer) and trainer.checkpoint_every not in ("auto", "epoch"):
+        raise ConfigError(
+            "A sweep's trials are kept at the ends of their epochs, when Tune asks for it",
+            f"checkpoint_every={trainer.checkpoint_every!r}",
+            "Sweep a trainer without it",
+        )
     if resume is None:
         space.check(param_space)
     elif "://" not in (path := report.located(resume)) and not os.path.exists(path):

@@ -11,7 +11,8 @@ as counters, best values and weights put aside. It is none of these:
   write elsewhere, any text with a separator.
 
 A callback that defines `get_state()` and `set_state(state)` says for itself: a plain value, asked for at each
-checkpoint, and given back after `on_train_begin`.
+checkpoint, and given back after `on_train_begin`; in an epoch that goes on after some of its steps, after its
+`on_epoch_begin` once more, which may have begun to count anew.
 """
 
 from __future__ import annotations
@@ -61,6 +62,25 @@ class CallbackStates:
         begun = self._begun if self._begun is not None else self._built
         entries = [_state(*each, arrays) for each in zip(self.callbacks, self._built, begun, strict=True)]
         return entries, arrays
+
+    def held(self) -> list[tuple]:
+        """What the callbacks hold now, as copies, for `put_back` in this process."""
+        return [_held(callback) for callback in self.callbacks]
+
+    def put_back(self, held: Sequence[tuple]) -> None:
+        """Gives the callbacks what they held, as far as it has changed.
+
+        Args:
+            held: what `held` gave.
+        """
+        for callback, (own, digests, values) in zip(self.callbacks, held, strict=True):
+            if own is not None:
+                callback.set_state(_copied(*own))
+                continue
+            now = _digests(callback)
+            for key, digest in digests.items():
+                if now.get(key) != digest:
+                    vars(callback)[key] = _copied(*values[key])
 
     def restore(self, entries: Sequence[Mapping], arrays: Mapping, chief: bool) -> None:
         """Gives the callbacks the state that they had; those that had none start anew.
@@ -134,6 +154,24 @@ def _state(callback, built: dict, begun: dict, arrays: list) -> dict:
     # folders may be others at each start, and say nothing of what was derived
     told = {k: built[k] for k in sorted(arguments & built.keys()) if not _names(vars(callback)[k], _is_path)}
     return {"class": name, "arguments": told, "attributes": attributes}
+
+
+def _held(callback) -> tuple:
+    """(of a callback that says for itself, what that is; digests and values of the attributes of others)."""
+    if _own(callback):
+        return _plain(callback.get_state()), {}, {}
+    digests = _digests(callback)
+    return None, digests, {key: _plain(vars(callback)[key]) for key in digests}
+
+
+def _plain(value) -> tuple:
+    arrays: list = []
+    encoded = plain_values.encode(value, arrays)
+    return encoded, [array.copy() for array in arrays]
+
+
+def _copied(encoded, arrays: list):
+    return plain_values.decode(encoded, {str(i): array for i, array in enumerate(arrays)})
 
 
 def _restore(callback, built: dict, entry: Mapping, arrays: Mapping, chief: bool) -> bool:

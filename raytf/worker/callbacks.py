@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -22,16 +23,41 @@ from raytf.worker.callback_state import CallbackStates
 
 
 class FeedCallback(keras.callbacks.Callback):
-    """Tells the feed which epoch comes."""
+    """Tells the feed which epoch comes, and counts steps; put it first.
+
+    Args:
+        feed: a `feed.Feed`.
+        step: steps that were made before.
+
+    Attributes:
+        step: steps that are made in all.
+        epoch_step: of these, those of the epoch that goes on.
+    """
 
     raytf_local_batches = True
 
-    def __init__(self, feed):
+    def __init__(self, feed, step: int = 0):
         super().__init__()
-        self._feed = feed
+        self._feed, self.step, self.epoch_step = feed, step, 0
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return self._feed.steps
+
+    def go_on(self, epoch: int, step: int):
+        """Has an epoch that has begun go on after some steps: the dataset of those that are left."""
+        self._feed.set_epoch(epoch, step)
+        self.epoch_step = step
+        return self._feed.dataset()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._feed.set_epoch(epoch)
+        self.epoch_step = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.step += batch + 1 - self.epoch_step
+        self.epoch_step = batch + 1
 
 
 class ReportCallback(keras.callbacks.Callback):
@@ -49,6 +75,7 @@ class ReportCallback(keras.callbacks.Callback):
         history: metrics of the epochs before, when a run goes on.
         report: report(metrics, write) in the place of Ray's; write(folder) writes the checkpoint.
         identity: what tells this run from another, kept in each checkpoint.
+        steps: steps() gives the steps that were made in all; without it, the steps of an optimizer count.
     """
 
     raytf_local_batches = True
@@ -72,8 +99,10 @@ class ReportCallback(keras.callbacks.Callback):
         history: Sequence[Mapping[str, float]] = (),
         report: Callable = session.report,
         identity: Mapping[str, Any] | None = None,
+        steps: Callable[[], int] | None = None,
     ):
         super().__init__()
+        self._steps = steps
         self._identity = dict(identity or {})
         self._to = report
         self._checkpoint, self._seed, self._build = checkpoint, seed, build
@@ -99,18 +128,31 @@ class ReportCallback(keras.callbacks.Callback):
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
-        # an optimizer that waits for others, or steps more than once, counts otherwise
-        counts = [int(optimizer.iterations) for optimizer in model_optimizers.of(self.model).values()]
-        step = min((count for count in counts if count), default=0)
-        rate = checkpoints.rate_of(self._build[1]) if self._build else None
-        state = checkpoints.State(
-            len(self._history), step, self._seed, stopped, list(self._history), self._identity, rate
-        )
+        state = self._state(stopped)
 
         def write(folder):
             checkpoints.save(folder, self.model, state, self._states, self._build)
 
         self._to(dict(self._history[-1]), write if self._checkpoint else None)
+
+    def parts(self, metrics: Mapping[str, np.ndarray], **within) -> dict[str, Any]:
+        """What the files of a checkpoint within an epoch hold, see `checkpoint.parts`.
+
+        Args:
+            metrics: arrays of `metrics.npz`.
+            within: epoch_step, logs and order of the `State`.
+        """
+        state = dataclasses.replace(self._state(stopped=False), **_numbers(within))
+        return checkpoints.parts(self.model, state, self._states, self._build, metrics)
+
+    def _state(self, stopped: bool) -> checkpoints.State:
+        # an optimizer that waits for others, or steps more than once, counts otherwise
+        counts = [int(optimizer.iterations) for optimizer in model_optimizers.of(self.model).values()]
+        step = min((count for count in counts if count), default=0) if self._steps is None else self._steps()
+        rate = checkpoints.rate_of(self._build[1]) if self._build else None
+        return checkpoints.State(
+            len(self._history), step, self._seed, stopped, list(self._history), self._identity, rate
+        )
 
 
 class StepReportCallback(keras.callbacks.Callback):
@@ -152,6 +194,7 @@ class WarmupCallback(keras.callbacks.Callback):
     Args:
         steps: at least 1.
         model: just built; its learning rate is the one to reach.
+        done: steps that were made before.
 
     Raises:
         ConfigError: the optimizer follows a schedule of its own, or is not the only one.
@@ -159,7 +202,7 @@ class WarmupCallback(keras.callbacks.Callback):
 
     raytf_local_batches = True
 
-    def __init__(self, steps: int, model):
+    def __init__(self, steps: int, model, done: int = 0):
         super().__init__()
         others = [name for name in model_optimizers.of(model) if name != "optimizer"]
         if others:
@@ -176,10 +219,7 @@ class WarmupCallback(keras.callbacks.Callback):
                 f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
-        self._steps, self._rate = steps, float(rate)
-
-    def on_train_begin(self, logs=None):
-        self._done = int(self.model.optimizer.iterations)
+        self._steps, self._rate, self._done = steps, float(rate), done
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._done < self._steps:
@@ -194,20 +234,29 @@ class WarmupCallback(keras.callbacks.Callback):
 
 
 class RestoreCallback(keras.callbacks.Callback):
-    """Gives callbacks back their state when a run goes on; put it after them.
+    """Gives callbacks back their state when a run goes on, and random numbers their place; put it after them.
 
     Args:
         folder: of the checkpoint.
         states: a `callback_state.CallbackStates`.
         chief: whether this worker writes the files.
+        history: of the epochs before, for the History of `fit`.
     """
 
-    def __init__(self, folder: str, states, chief: bool = True):
+    def __init__(self, folder: str, states, chief: bool = True, history: Sequence[Mapping[str, float]] = ()):
         super().__init__()
-        self._folder, self._states, self._chief = folder, states, chief
+        self._folder, self._states, self._chief, self._history = folder, states, chief, history
 
     def on_train_begin(self, logs=None):
         checkpoints.restore_callbacks(self._folder, self._states, self._chief)
+        checkpoints.restore_random(self._folder)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        history, rows, self._history = self.model.history, self._history, ()
+        for row in rows:  # not before: the History begins its epochs anew behind all others
+            history.epoch.append(row["epoch"] - 1)
+            for name in row.keys() - {"epoch"}:
+                history.history.setdefault(name, []).append(row[name])
 
 
 def continue_logs(callbacks, epoch: int) -> None:

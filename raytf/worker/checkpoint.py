@@ -4,16 +4,23 @@ A checkpoint is a folder. Nothing in it is unpickled, and nothing in it says whi
 spoil a training, but not start a program.
 
 * `model.keras`: architecture, weights and optimizer state, by Keras.
-* `state.json`: "version" 2, and the fields of `State`: epoch, step, seed, stopped, history, identity, learning_rate.
-* `model_optimizers.json`: for which weights each optimizer was built; a GAN has several.
+* `state.json`: "version" 2, or 3 within an epoch, and the fields of `State`: epoch, step, seed, stopped, history,
+  identity, learning_rate, epoch_step, logs, order.
+* `optimizers.json`: for which weights each optimizer was built; a GAN has several.
 * `seeds.npz`: the state of the model's seed generators (Dropout, augmentation), which Keras leaves out of its file.
+* `random.npz`: where Python's `random` and NumPy's global generator stand on the chief; older checkpoints have none.
+* `metrics.npz`, within an epoch: the variables of the model's metrics over the epoch's steps so far and the rows of all
+  workers, as "<number of the metric>.<number of the variable>".
 * `callbacks.json`: "callbacks", an entry for each, see `callback_state.py`; values as `plain_values.py` writes them.
 * `callbacks.npz`: the arrays that `callbacks.json` names by number (weights put aside).
 * `build.json`, for models that Keras cannot build from `model.keras` alone: "build_model", the import path of the
   function, to be read and never imported; "config", its plain values; "left_out", the types of the others by name;
   "inputs", shape without the batch and dtype of what the model takes.
-* `manifest.json`: "version" 2, and "files": "bytes" and "crc32" of each of the above. Written last; a folder without
-  it, or that differs from it, is no checkpoint, and the one before it is taken.
+* `manifest.json`: "version" as above, and "files": "bytes" and "crc32" of each of the above. Written last; a folder
+  without it, or that differs from it, is no checkpoint, and the one before it is taken.
+
+Format 3 is that of checkpoints within an epoch: a raytf that knows format 2 would begin the epoch anew with weights
+that have seen a part of it.
 
 Format 1 had no "version" and no manifest, and `callbacks.pkl` and `build.pkl` in the place of the JSON: its weights,
 optimizer, seeds and state are read, the pickles never. Of a newer format nothing is.
@@ -31,7 +38,7 @@ import os
 import posixpath
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytf.compat import keras_objects, legacy_keras
 from raytf.console import quiet
@@ -43,7 +50,9 @@ from raytf.storage.checkpoint_files import (
     BUILD,
     CALLBACKS,
     MANIFEST,
+    METRICS,
     MODEL,
+    RANDOM,
     SEEDS,
     STATE,
     State,
@@ -53,6 +62,7 @@ from raytf.storage.checkpoint_files import (
     read_state,
     read_state_of,
 )
+from raytf.worker import random_state
 from raytf.worker.callback_state import CallbackStates
 
 if TYPE_CHECKING:
@@ -64,12 +74,16 @@ __all__ = [
     "check",
     "last_state",
     "load_model",
+    "metrics_of",
+    "parts",
     "read_state",
     "read_state_of",
     "remember",
     "restore",
     "restore_callbacks",
+    "restore_random",
     "save",
+    "write",
 ]
 
 # A row for a model's first call is never this large.
@@ -78,29 +92,82 @@ _MOST_INPUT_VALUES = 1 << 28
 _made_here: dict[str, tuple[Callable, dict]] = {}
 
 
-def save(folder: str, model, state: State, states: CallbackStates | None = None, build: tuple | None = None) -> None:
+def save(
+    folder: str,
+    model,
+    state: State,
+    states: CallbackStates | None = None,
+    build: tuple | None = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a checkpoint into an empty folder; called by the chief alone.
 
     Args:
         folder: an existing folder of this machine.
+        model, state, states, build, metrics: see `parts`.
+    """
+    write(folder, model, parts(model, state, states, build, metrics), state.version)
+
+
+def parts(
+    model,
+    state: State,
+    states: CallbackStates | None = None,
+    build: tuple | None = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a checkpoint's files hold, but for `model.keras` and the manifest, in memory.
+
+    Args:
         model: a compiled and built `keras.Model`.
         state: where the training stands.
         states: of the user's callbacks.
         build: (build_model, config, inputs), or None; inputs is (shape without the batch, dtype), or a dict of these.
+        metrics: arrays of `metrics.npz` by name, within an epoch.
+
+    Returns:
+        By the name of the file: a text, or the arrays of an npz by name.
+
+    Raises:
+        ConfigError: an optimizer trains what is not the model's, or a callback's `get_state` gives no plain value.
+    """
+    import numpy as np
+
+    entries, arrays = ([], []) if states is None else states.state()
+    found = {
+        SEEDS: {f"arr_{i}": np.asarray(v) for i, v in enumerate(seeds_of(model))},
+        RANDOM: random_state.taken(),
+        model_optimizers.FILE: json.dumps(model_optimizers.noted(model)),
+        CALLBACKS: json.dumps({"callbacks": entries}),
+        ARRAYS: {str(i): array for i, array in enumerate(arrays)},
+        STATE: state.to_json(),
+    }
+    if build is not None:
+        found[BUILD] = json.dumps(_described(*build))
+    if metrics is not None:
+        found[METRICS] = dict(metrics)
+    return found
+
+
+def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
+    """Writes the files of a checkpoint into an empty folder.
+
+    Args:
+        folder: an existing folder of this machine.
+        model: a compiled and built `keras.Model`.
+        found: what `parts` gave.
+        version: that of the state.
     """
     import numpy as np
 
     _save_model(os.path.join(folder, MODEL), model)
-    np.savez(os.path.join(folder, SEEDS), *[np.asarray(v) for v in _seeds(model)])
-    model_optimizers.write(folder, model)
-    entries, arrays = ([], []) if states is None else states.state()
-    _write(folder, CALLBACKS, {"callbacks": entries})
-    np.savez(os.path.join(folder, ARRAYS), **{str(i): array for i, array in enumerate(arrays)})
-    if build is not None:
-        _write(folder, BUILD, _described(*build))
-    with open(os.path.join(folder, STATE), "w") as file:
-        file.write(state.to_json())
-    checkpoint_files.write_manifest(folder)
+    for part, content in found.items():
+        if isinstance(content, str):
+            with open(os.path.join(folder, part), "w") as file:
+                file.write(content)
+        else:
+            np.savez(os.path.join(folder, part), **content)
+    checkpoint_files.write_manifest(folder, version)
 
 
 def _save_model(path: str, model) -> None:
@@ -116,11 +183,6 @@ def _save_model(path: str, model) -> None:
         model.save(path)
     finally:
         vars(model).pop("get_config", None)
-
-
-def _write(folder: str, part: str, value: dict) -> None:
-    with open(os.path.join(folder, part), "w") as file:
-        json.dump(value, file)
 
 
 def _described(build_model: Callable, config: Mapping, inputs) -> dict:
@@ -168,7 +230,7 @@ def restore(folder: str, model, config: Mapping | None = None) -> None:
         model.load_weights(file)
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
-        for variable, value in zip(_seeds(model), values, strict=True):
+        for variable, value in zip(seeds_of(model), values, strict=True):
             variable.assign(value)
     except OSError as error:  # of HDF5
         raise checkpoint_files.damaged(name, f"{MODEL}: {first_line(error)}") from error
@@ -226,7 +288,33 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
         raise checkpoint_files.damaged(name, f"{CALLBACKS}: {first_line(error)}") from error
 
 
-def _seeds(model) -> list:
+def restore_random(folder: str) -> None:
+    """Sets Python's `random` and NumPy's global generator as they stood; nothing for checkpoints that do not say.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint holds something else.
+    """
+    if not os.path.lexists(os.path.join(folder, RANDOM)):
+        return
+    with checkpoint_files.arrays(folder, RANDOM) as found:
+        random_state.give_back({name: found[name] for name in found.files})
+
+
+def metrics_of(folder: str) -> list[list]:
+    """The arrays of each metric of a checkpoint within an epoch, in the order of the model's metrics.
+
+    Raises:
+        DamagedCheckpointError: it holds something else.
+    """
+    found: dict[int, dict[int, Any]] = {}
+    with checkpoint_files.arrays(folder, METRICS) as arrays:
+        for name in arrays.files:
+            metric, _, variable = name.partition(".")
+            found.setdefault(int(metric), {})[int(variable)] = arrays[name]
+    return [[of[i] for i in sorted(of)] for of in (found.get(m, {}) for m in range(max(found, default=-1) + 1))]
+
+
+def seeds_of(model) -> list:
     """The states of the model's seed generators, and of the global one where something draws from it."""
     from raytf.compat.keras import shared_seed_generator
 

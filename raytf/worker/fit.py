@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 
 import keras
@@ -13,7 +14,7 @@ from raytf.identity import same_run
 from raytf.parallel import model_optimizers
 from raytf.parallel.callbacks import settable_rate
 from raytf.runtime.topology import Shard
-from raytf.worker import callbacks, checkpoint, context, input_wait, job, steps_per_execution, tpu
+from raytf.worker import callbacks, checkpoint, context, input_wait, job, steps_per_execution, tpu, within_epoch
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.job import TrainJob
 
@@ -46,11 +47,12 @@ def train(task: TrainJob, session) -> None:
             model.steps_per_execution = task.steps_per_execution
         users = users_callbacks(task, session)
         states = CallbackStates(users)
-        around = [callbacks.FeedCallback(feeds["train"]), *users]
+        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0)
+        around = [position, *users]
         if task.steps_per_execution == "auto" and not static:
             around.insert(0, steps_per_execution.ExecutionCallback(users))
         if task.warmup_steps:
-            around.append(callbacks.WarmupCallback(task.warmup_steps, model))
+            around.append(callbacks.WarmupCallback(task.warmup_steps, model, position.step))
         around += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
@@ -58,16 +60,49 @@ def train(task: TrainJob, session) -> None:
         if task.report_steps is not None:
             to = functools.partial(session.report, keep=True)
             around.append(callbacks.StepReportCallback(task.report_steps[0], session.report, task.report_steps[1]))
-        report = report_callback(task, datasets["train"], states, state, to)
+        report = report_callback(task, datasets["train"], states, state, to, steps=lambda: position.step)
+        before, after = resumed(folder, state, states, position, feeds["train"].order)
+        kept = within_epochs(task, feeds, position, report, session)
         model.fit(
             datasets["train"],
             validation_data=datasets.get("validation"),
             epochs=task.config["epochs"],
             initial_epoch=state.epoch if state else 0,
-            callbacks=[*around, report],
+            callbacks=[*before, *around, *after, report, *kept],
             verbose=0,
             shuffle=False,  # the feed does
         )
+
+
+def within_epochs(task: TrainJob, feeds: dict[str, Feed], position, report, session) -> list:
+    """The callback that keeps checkpoints within epochs, where the run is to have some."""
+    if session.keep is None or not task.checkpoint_every.within_epochs:
+        return []
+    kept = within_epoch.StepCheckpointCallback(
+        task.checkpoint_every,
+        session.keep,
+        position,
+        report,
+        chief=session.rank == 0,
+        order=feeds["train"].order,
+        validates="validation" in feeds,
+    )
+    return [kept]
+
+
+def resumed(folder: str | None, state, states, position, order) -> tuple[list, list]:
+    """Callbacks before and behind the others, where the training goes on within an epoch."""
+    if state is None or not state.epoch_step:
+        return [], []
+    if differs := within_epoch.rows_differ(state, order):
+        warnings.warn(
+            f"Epoch {state.epoch + 1} begins anew, with weights that have seen {state.epoch_step} of its steps: these "
+            f"would have other rows now ({differs})",
+            stacklevel=2,
+        )
+        return [], []
+    resumption = within_epoch.Resumption(folder, state, states, position)
+    return [resumption.first], [resumption.last]
 
 
 def _open(task: TrainJob, name: str, session, static: bool):
@@ -113,10 +148,10 @@ def restored(folder: str | None, state, model, task: TrainJob, states, session) 
         model.optimizer.learning_rate = built  # the user was told so, and said resume=True
     if session.rank == 0:
         callbacks.continue_logs(states.callbacks, state.epoch)
-    return [callbacks.RestoreCallback(folder, states, session.rank == 0)]
+    return [callbacks.RestoreCallback(folder, states, session.rank == 0, state.history)]
 
 
-def report_callback(task: TrainJob, dataset, states, state, to: Callable):
+def report_callback(task: TrainJob, dataset, states, state, to: Callable, steps: Callable[[], int] | None = None):
     """The callback that reports each epoch with `to(metrics, write)`; put it last."""
 
     return callbacks.ReportCallback(
@@ -126,6 +161,7 @@ def report_callback(task: TrainJob, dataset, states, state, to: Callable):
         history=state.history if state else (),
         report=to,
         identity=task.identity,
+        steps=steps,
     )
 
 

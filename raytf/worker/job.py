@@ -10,6 +10,7 @@ from raytf.console.progress import Board
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
+from raytf.worker.checkpoint_every import Every
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class TrainJob:
         evaluator: checkpoints are evaluated beside the training, which does not validate.
         validate: something is to be called for each checkpoint: the evaluator, or a function of the user's.
         identity: what tells this run from another, by name; JSON values.
+        checkpoint_every: when checkpoints within epochs are kept.
     """
 
     build_model: Callable
@@ -48,6 +50,7 @@ class TrainJob:
     evaluator: bool = False
     validate: bool = False
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+    checkpoint_every: Every = Every()  # noqa: RUF009 - it is frozen
 
     def used(self) -> list[str]:
         """The datasets of the training itself."""

@@ -12,14 +12,18 @@ import functools
 import os
 import posixpath
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
 from raytf.compat.ray_train import CheckpointConsistencyMode
-from raytf.storage import checkpoint_files, scratch
+from raytf.storage import checkpoint_files, scratch, step_folders
+from raytf.worker import checkpoint
 
+# Checkpoints within epochs that stay: the last, and one for when it is damaged.
+_KEPT_STEPS = 2
 # The controller knows the reports of a run that goes on before its workers start.
 _LIST_SECONDS = 60.0
 
@@ -44,21 +48,47 @@ class RaySession:
         Raises:
             DamagedCheckpointError: there are some, and none is whole.
         """
-        saved = ray.train.get_checkpoint()
-        if saved is None:
-            yield None
-            return
         with contextlib.ExitStack() as stack:
-            if self.rank == 0:
-                saved, folder = checkpoint_files.first_whole(_kept(saved), functools.partial(_opened, stack))
+            name, folder = self._newest(stack) if self.rank == 0 else (None, None)
             if self.size > 1:
-                name = broadcast_from_rank_zero(posixpath.basename(saved.path) if self.rank == 0 else None)
-            if self.rank != 0:
-                if posixpath.basename(saved.path) != name:
-                    beside = posixpath.join(posixpath.dirname(saved.path), name)
-                    saved = ray.train.Checkpoint(beside, filesystem=saved.filesystem)
-                folder = _opened(stack, saved, contents=False)
+                name = broadcast_from_rank_zero(name)
+            if self.rank != 0 and name is not None:
+                folder = _opened(stack, self._at(name), contents=False)
             yield folder
+
+    def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None]:
+        """(name, folder on this machine) of the last whole checkpoint, of an epoch or within one."""
+        steps = step_folders.listed(self.storage.storage_filesystem, self.storage.experiment_fs_path)
+        last = ray.train.get_checkpoint()
+        if last is None and not steps:
+            return None, None
+        candidates = checkpoint_files.merged(
+            _kept(last) if last is not None else iter(()), [(step, self._at(name)) for step, name in steps]
+        )
+        saved, folder = checkpoint_files.first_whole(candidates, functools.partial(_opened, stack))
+        return posixpath.basename(saved.path.rstrip("/")), folder
+
+    def _at(self, name: str) -> ray.train.Checkpoint:
+        path = posixpath.join(self.storage.experiment_fs_path, name)
+        return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
+
+    def keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+        """Keeps a checkpoint within an epoch; called on the chief.
+
+        Args:
+            name: of its folder in that of the run, see `step_folders.name_of`.
+            model: a compiled and built `keras.Model`.
+            parts: what `checkpoint.parts` gave.
+
+        Returns:
+            Whether it was kept.
+        """
+        filesystem, run = self.storage.storage_filesystem, self.storage.experiment_fs_path
+        with scratch.folder() as folder:
+            checkpoint.write(folder, model, parts, checkpoint_files.VERSION)
+            step_folders.upload(folder, filesystem, run, name)
+        step_folders.remove_older(filesystem, run, _KEPT_STEPS)
+        return True
 
     def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
         """Reports metrics and, from the chief, a checkpoint; every worker calls it."""
@@ -105,6 +135,7 @@ class TrialSession:
     """
 
     storage = None
+    keep = None  # Tune says when a trial is saved
 
     def __init__(self, rank: int, size: int, folder: str | None, name: str):
         self.rank, self.size, self.name = rank, size, name

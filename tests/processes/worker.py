@@ -1,6 +1,8 @@
 """The TensorFlow processes of the parity tests: runs scenarios and writes what each returned, or how it failed.
 
-python -m tests.processes.worker '[{"folder": FOLDER, "dtype": "float64", "place": "2", ...}, ...]'
+python -m tests.processes.worker '[{"folder": FOLDER, "dtype": "float64", "place": "2", ...}, ...]' ...
+
+The groups of a further argument start when those of the one before have ended.
 
 TensorFlow is imported once; each process of a group is a fork of the one that has it. A group's folder gets a file for
 each scenario and rank, a log for each rank, and `codes.json` when its processes have ended.
@@ -8,6 +10,7 @@ each scenario and rank, a log for each rank, and `codes.json` when its processes
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -24,12 +27,21 @@ AT_ONCE = 2
 _PORTS = range(32_000, 32_700)
 
 
-def main(groups: list[dict]) -> None:
+# Where the scenarios of a group are, unless it says so.
+_SCENARIOS = "tests.processes.optimizer_scenarios"
+
+
+def main(stages: list[list[dict]]) -> None:
     from raytf.compat.fast_import import import_keras
 
     import_keras()
-    import tests.processes.optimizer_scenarios  # noqa: F401  # all that a fork is to have
+    for group in (group for groups in stages for group in groups):
+        importlib.import_module(group.setdefault("module", _SCENARIOS))  # all that a fork is to have
+    for groups in stages:
+        _run_groups(groups)
 
+
+def _run_groups(groups: list[dict]) -> None:
     waiting, running = list(groups), []
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
@@ -126,12 +138,11 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
 def _run(group: dict, place) -> None:
     import keras
 
-    from tests.processes.scenarios import SCENARIOS
-
+    scenarios = importlib.import_module(group["module"]).SCENARIOS
     for name in group["scenarios"]:
         path = os.path.join(place.folder, f"{name}.{place.rank}.pkl")
         try:
-            result = SCENARIOS[name](place)
+            result = scenarios[name](place)
         except Exception:
             result = traceback.format_exc()
             print(f"{name}: {result}", file=sys.stderr, flush=True)
@@ -144,4 +155,4 @@ def _run(group: dict, place) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main([json.loads(groups) for groups in sys.argv[1:]])

@@ -35,7 +35,9 @@ WITHOUT = {
     "raytf.fitting.warm",
     "raytf.worker.callback_state",
     "raytf.worker.checkpoint",
+    "raytf.worker.checkpoint_every",
     "raytf.worker.job",
+    "raytf.worker.random_state",
     "raytf.worker.session",
 }
 # The door to Keras and TensorFlow, which imports them; what is left of it does without.

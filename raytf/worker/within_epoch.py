@@ -1,0 +1,229 @@
+"""Within an epoch: checkpoints after some of its steps, and how a training goes on from one of them.
+
+Ends of epochs have their own (`callbacks.ReportCallback`). A training that goes on makes the next step as if nothing
+had happened: the same rows, masks and random numbers, with the metrics of the epoch so far, and callbacks that hold
+what they held. `fit` resets metrics and calls `on_epoch_begin` before it; what that changes is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+
+import keras
+import numpy as np
+
+from raytf.collectives import communicator
+from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers
+from raytf.storage import step_folders
+from raytf.storage.checkpoint_files import State
+from raytf.worker import checkpoint as checkpoints
+from raytf.worker import checkpoint_every, random_state
+from raytf.worker.callback_state import CallbackStates
+from raytf.worker.callbacks import FeedCallback, ReportCallback
+from raytf.worker.checkpoint_every import Clock, Every
+
+
+class StepCheckpointCallback(keras.callbacks.Callback):
+    """Keeps checkpoints within epochs; put it last. Every worker must have it, as metrics are summed over all.
+
+    With a number of steps they lie at the same steps in each run, and what workers average at the ends of epochs
+    (moving statistics) is averaged at them, too, so that a run which goes on has it to the bit. With a time they lie
+    anywhere: they change nothing in the training, and a run which goes on has these averages to rounding.
+
+    Args:
+        every: when; within epochs.
+        keep: keep(name, model, parts) -> whether it was kept; called on the chief, see `RaySession.keep`.
+        position: counts the steps.
+        report: knows what belongs to a checkpoint.
+        chief: whether this worker keeps them.
+        order: `Feed.order` of the training rows.
+        validates: whether something comes between the last step of an epoch and its end that may take long.
+    """
+
+    raytf_local_batches = True
+    raytf_after_agreement = True
+
+    def __init__(
+        self,
+        every: Every,
+        keep: Callable,
+        position: FeedCallback,
+        report: ReportCallback,
+        *,
+        chief: bool,
+        order: Mapping,
+        validates: bool,
+    ):
+        super().__init__()
+        self._every, self._keep, self._position, self._report = every, keep, position, report
+        self._chief, self._order, self._validates = chief, dict(order), validates
+
+    def on_train_begin(self, logs=None):
+        self._waits = False  # one is due as soon as all workers have the same weights
+        self._seen = self._next_look = self._position.step
+        self._clock = Clock(self._every, time.monotonic(), self._position.step)
+        self._local_steps = local_sgd.every(self.model.distribute_strategy)
+
+    def on_train_batch_end(self, batch, logs=None):
+        before, self._seen = self._seen, self._position.step
+        self._waits = self._waits or self._is_due(before, self._seen)
+        ends = self._position.epoch_step >= (self.params["steps"] or math.inf) and not self._validates
+        if not self._waits or ends or self.model.stop_training or not self._are_alike():
+            return
+        self._waits = False
+        began = time.monotonic()
+        self._save(logs)
+        self._clock.made(time.monotonic(), time.monotonic() - began)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._waits = False
+        self._clock.epoch_ended(time.monotonic(), self._position.step)
+
+    def _is_due(self, before: int, step: int) -> bool:
+        if self._every.steps is not None:
+            return checkpoint_every.crosses(self._every.steps, before, step)
+        if step < self._next_look:
+            return False
+        due, wait = self._clock.look(time.monotonic(), step)
+        if communicator.spans_workers(self.model.distribute_strategy):
+            (told,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(wait * 2 + due)])
+            wait, due = divmod(int(told), 2)
+        self._next_look = step + wait
+        return bool(due)
+
+    def _are_alike(self) -> bool:
+        """Whether all workers have the same weights; with `sync_every` these differ between two averages."""
+        optimizers = model_optimizers.of(self.model).values()
+        return self._local_steps == 1 or all(int(one.iterations) % self._local_steps == 0 for one in optimizers)
+
+    def _save(self, logs) -> None:
+        values, averages, logs = metrics.standing(self.model, logs, assign=self._every.steps is not None)
+        if not self._chief:
+            return
+        named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
+        with _holding(averages):
+            parts = self._report.parts(named, epoch_step=self._position.epoch_step, logs=logs, order=self._order)
+            self._keep(step_folders.name_of(self._position.step), self.model, parts)
+
+
+@contextlib.contextmanager
+def _holding(pairs):
+    """Within it variables have other values."""
+    before = [np.asarray(variable) for variable, _ in pairs]
+    for variable, value in pairs:
+        variable.assign(value)
+    try:
+        yield
+    finally:
+        for (variable, _), value in zip(pairs, before, strict=True):
+            variable.assign(value)
+
+
+class Resumption:
+    """A training that goes on after some steps of an epoch: two callbacks around all others.
+
+    Args:
+        folder: of the checkpoint.
+        state: of the checkpoint.
+        states: `callback_state.CallbackStates` of the user's callbacks.
+        position: counts the steps, and tells the feed of the training rows.
+
+    Attributes:
+        first: callback before all others.
+        last: callback behind all others but those that report.
+    """
+
+    def __init__(self, folder: str, state: State, states: CallbackStates, position: FeedCallback):
+        self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
+        self._metrics = checkpoints.metrics_of(folder)
+        self._states, self._position = states, position
+        self._late: dict[int, list[np.ndarray]] = {}
+        self.first, self.last = _First(self), _Last(self)
+
+    def before_all(self, model) -> None:
+        """Notes what was restored, before callbacks begin the training."""
+        variables = [*model.variables, *checkpoints.seeds_of(model), *model_optimizers.variables(model)]
+        counted = {id(v) for v in model.metrics_variables}
+        self._variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
+        self._iterator = epoch_iterator.newest_iterator()
+
+    def before_epoch(self) -> None:
+        """Notes what callbacks hold, before the epoch begins for them."""
+        self._held, self._random = self._states.held(), random_state.taken()
+
+    def begin(self, model, epoch: int) -> None:
+        """Puts back what callbacks have changed, and metrics, and has the epoch begin at its step.
+
+        Another epoch than that of the checkpoint is one that a callback has chosen, and begins with its first step.
+        """
+        held, variables, iterator = self._held, self._variables, self._iterator
+        del self._held, self._variables, self._iterator
+        if epoch != self._epoch:
+            return
+        for variable, value in variables:
+            if not np.array_equal(np.asarray(variable), value):
+                variable.assign(value)
+        self._states.put_back(held)
+        random_state.give_back(self._random)
+        try:
+            self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics)}
+        except ValueError as error:  # with resume=True others may be compiled
+            warnings.warn(
+                f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
+                f"checkpoint knows others: {error}",
+                stacklevel=2,
+            )
+        iterator.begin_at(self._step, self._position.go_on(epoch, self._step))
+        if self._step >= self._position.steps:
+            metrics.finish_logs(model, self._logs)
+
+    def stepped(self, model) -> None:
+        """After each execution: metrics that the first one has made get what they had summed before."""
+        late, self._late = self._late, {}
+        if late:
+            metrics.add(model, late)
+
+
+def rows_differ(state: State, order: Mapping) -> str:
+    """What says that the steps of the epoch in which a checkpoint was made would have other rows; "" for nothing."""
+    names = [name for name in (*order, *state.order) if order.get(name) != state.order.get(name)]
+    return ", ".join(f"{n} {order.get(n)}, was {state.order.get(n)}" for n in dict.fromkeys(names))
+
+
+class _First(keras.callbacks.Callback):
+    raytf_local_batches = True
+
+    def __init__(self, resumption: Resumption):
+        super().__init__()
+        self._resumption = resumption
+        self._begins = True
+
+    def on_train_begin(self, logs=None):
+        self._resumption.before_all(self.model)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self._begins:
+            self._begins = False
+            self._resumption.before_epoch()
+
+
+class _Last(keras.callbacks.Callback):
+    raytf_local_batches = True
+    raytf_after_agreement = True
+
+    def __init__(self, resumption: Resumption):
+        super().__init__()
+        self._resumption = resumption
+        self._begins = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self._begins:
+            self._begins = False
+            self._resumption.begin(self.model, epoch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._resumption.stepped(self.model)

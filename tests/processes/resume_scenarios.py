@@ -1,0 +1,372 @@
+"""What is stopped within an epoch and goes on, on one, two and three workers: `fit.train` as a KerasTrainer runs it.
+
+A scenario is named "case:stage". "quiet" trains as if nothing happened; "stopped" ends at a step, behind a checkpoint;
+"resumed" goes on from it to the end, with as many workers; and "chain" goes on from one of another number of workers, and
+is stopped again where the next one is to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+
+import keras
+import numpy as np
+import pyarrow as pa
+import tensorflow as tf
+from keras import layers
+
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import Column
+from raytf.data.sampling import Sampling
+from raytf.data.stored import StoredDataset
+from raytf.parallel import model_optimizers
+from raytf.worker import checkpoint, fit
+from raytf.worker.checkpoint_every import parse
+from raytf.worker.job import TrainJob
+from tests.processes import optimizer_scenarios
+from tests.processes.scenarios import Place
+
+FEATURES = [f"x{i}" for i in range(6)]
+# Who goes on with whose checkpoint, in the chain, and at which epoch and step it is stopped.
+CHAIN = [("2", None), ("1", "2"), ("3", "1"), ("2", "3")]
+
+
+class Stopped(Exception):
+    """Ends a training where it stands, on all workers."""
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends a training behind some step of an epoch."""
+
+    raytf_local_batches = True
+
+    def __init__(self, epoch, step):
+        super().__init__()
+        self.at = epoch, step
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == self.at[0] and batch + 1 >= self.at[1]:
+            raise Stopped
+
+    def on_test_begin(self, logs=None):
+        if self.epoch == self.at[0] and self.at[1] == np.inf:
+            raise Stopped  # the last step is behind, and the epoch has not ended
+
+
+class Counts(keras.callbacks.Callback):
+    """A callback that begins to count anew with each epoch, and says what it has seen."""
+
+    raytf_local_batches = True
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+        self.seen, self.batches, self.begun = 0, 0, False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen, self.begun = 0, True
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches = batch
+        self.begun = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += batch + 1 - self.batches
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.notes.append([epoch, self.seen, float(np.random.random()), *map(float, self.model.history.epoch)])
+
+
+class Halve(keras.callbacks.Callback):
+    """Halves the rate whenever an epoch begins: once for each, however often it is begun."""
+
+    raytf_local_batches = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch:
+            self.model.optimizer.learning_rate = 0.5 * float(self.model.optimizer.learning_rate)
+
+
+@dataclasses.dataclass
+class Case:
+    """A training.
+
+    Args:
+        build: build(config) -> model.
+        rows, batch: of an epoch, and of a step.
+        every: checkpoint_every.
+        stops: where the training, and those of the chain, are stopped: (epoch, steps).
+        alike: whether other numbers of workers train alike.
+        features, labels, map, shuffle, window, validation: of the data.
+        execution: steps an execution.
+    """
+
+    build: object
+    rows: int = 205
+    batch: int = 20
+    every: str = "3 steps"
+    stops: tuple = ((1, 5), (1, 8), (2, 4))
+    alike: bool = True
+    features: object = dataclasses.field(default_factory=lambda: FEATURES)
+    labels: object = "y"
+    map: object = None
+    shuffle: str = "full"
+    window: int = 60
+    validation: bool = True
+    execution: int | str = 1
+    callbacks: object = lambda: []
+
+
+def table(rows, seed=0):
+    random = np.random.default_rng(seed)
+    columns = {name: random.normal(size=rows) for name in FEATURES}
+    columns["y"] = (columns["x0"] > 0).astype(int) + 2 * (columns["x1"] > 0.3)
+    columns["tokens"] = pa.array([[1 + i % 19] * (1 + i % 7) for i in range(rows)], pa.list_(pa.int64()))
+    return pa.table(columns)
+
+
+def stored(rows, seed=0):
+    whole = table(rows, seed)
+    cuts = [0, rows // 7, rows // 2, rows]
+    blocks = [whole.slice(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return StoredDataset(blocks, [len(b) for b in blocks], whole.column_names)
+
+
+class Session:
+    """The run around a training, in a folder."""
+
+    storage = None
+
+    def __init__(self, place: Place, begins: str | None, kept: str | None):
+        self.rank, self.size = place.rank, place.world
+        self._begins, self._kept, self.reports = begins, kept, []
+        if kept is None:
+            self.keep = None
+
+    @contextlib.contextmanager
+    def checkpoint(self):
+        if self._begins is not None:
+            checkpoint.check(self._begins)
+        yield self._begins
+
+    def report(self, metrics, write):
+        self.reports.append(metrics)
+
+    def keep(self, name, model, parts):
+        folder = os.path.join(self._kept, name)
+        os.makedirs(folder)
+        checkpoint.write(folder, model, parts, 3)
+        return True
+
+
+def newest(folder: str) -> str:
+    return os.path.join(folder, max(os.listdir(folder)))
+
+
+def train(place: Place, case: Case, begins: str | None = None, kept: str | None = None, stop: tuple | None = None):
+    """What a training gives; None for one that was stopped."""
+    models, notes = [], []
+
+    def build(config):
+        models.append(case.build())
+        return models[-1]
+
+    def callbacks(config):
+        return [Counts(notes), *case.callbacks(), *([Stop(*stop)] if stop else [])]
+
+    session = Session(place, begins, kept)
+    datasets = {"train": stored(case.rows)} | ({"validation": stored(41, 1)} if case.validation else {})
+    task = TrainJob(
+        build_model=build,
+        callbacks=callbacks,
+        config={"batch_size": case.batch, "epochs": 3},
+        batch=BatchSpec.parsed(case.features, case.labels, None, case.map),
+        datasets=datasets,
+        sampling=Sampling(global_batch=case.batch, seed=5, shuffle=case.shuffle, window=case.window),
+        steps_per_execution=case.execution,
+        board=None,
+        checkpoint_every=parse(case.every if kept else "epoch"),
+    )
+    try:
+        fit.train(task, session)
+    except Stopped:
+        return None
+    (model,) = models
+    out = {f"w{i}": np.asarray(v) for i, v in enumerate(model.weights)}
+    for name, optimizer in model_optimizers.of(model).items():
+        out |= {f"{name}{i}": np.asarray(v) for i, v in enumerate(optimizer.variables)}
+    # a History begins with what a checkpoint knows; reports with what comes
+    for name, values in model.history.history.items():
+        out[f"h:{name}"] = np.asarray(values, np.float64)
+    last = session.reports[-1]
+    out |= {f"r:{name}": np.asarray(value, np.float64) for name, value in last.items()}
+    return out | {"n:last": np.asarray(notes[-1])}
+
+
+def shared(place: Place, case: str, world, number: int = 0) -> str:
+    """Where the checkpoints of a number of workers are."""
+    return os.path.join(os.path.dirname(place.folder), f"{case}_{world}_{number}")
+
+
+def quiet(place: Place, name: str):
+    return train(place, CASES[name], kept=None if CASES[name].every == "epoch" else shared(place, name, place.world, 9))
+
+
+def stopped(place: Place, name: str):
+    case = CASES[name]
+    assert train(place, case, kept=shared(place, name, place.world), stop=case.stops[0]) is None
+    return {}
+
+
+def resumed(place: Place, name: str):
+    begins = newest(shared(place, name, place.world))
+    return train(place, CASES[name], begins=begins, kept=shared(place, name, place.world, 8))
+
+
+def chain(place: Place, name: str, link: int):
+    case, (_, before) = CASES[name], CHAIN[link]
+    begins = newest(shared(place, name, before, link - 1 if link > 1 else 0))
+    stop = case.stops[link] if link < len(case.stops) else None
+    out = train(place, case, begins=begins, kept=shared(place, name, place.world, link), stop=stop)
+    assert (out is None) == (stop is not None)
+    return out or {}
+
+
+def mlp(optimizer=lambda: keras.optimizers.Adam(0.01), dropout=0.0, metrics=None, norm=None, **kwargs):
+    def build():
+        inputs = [keras.Input((6,)), layers.Dense(16, "relu")]
+        model = keras.Sequential(
+            [*inputs, *(norm() if norm else []), layers.Dropout(dropout), layers.Dense(4, "softmax")]
+        )
+        watched = metrics() if metrics else ["accuracy"]
+        model.compile(optimizer(), "sparse_categorical_crossentropy", metrics=watched, **kwargs)
+        return model
+
+    return build
+
+
+def accumulating():
+    return keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.02, 5, 0.9),
+        gradient_accumulation_steps=4,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=5,
+        global_clipnorm=0.5,
+    )
+
+
+def half():
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.05, momentum=0.9), dynamic_growth_steps=4
+        )
+        return mlp(lambda: optimizer)()
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+class Bare(keras.Model):
+    """A `train_step` that returns what no metric holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(8, "relu"), layers.Dense(4)
+        self.f1 = keras.metrics.F1Score(average="macro", name="f1")  # gets its variables in the first step
+
+    @property
+    def metrics(self):
+        return [self.f1]
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            said = self(x, training=True)
+            loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, said, from_logits=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self.f1.update_state(keras.ops.one_hot(y, 4), keras.ops.softmax(said))
+        return {"mine": loss}
+
+    def test_step(self, data):
+        return {"mine": keras.ops.mean(self(data[0]))}
+
+
+def bare():
+    model = Bare()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def gan():
+    model = optimizer_scenarios.DCGAN(
+        optimizer_scenarios.dense(8, 1, inputs=6), optimizer_scenarios.dense(8, 6, inputs=2)
+    )
+    adam = lambda: keras.optimizers.Adam(0.005)
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(adam(), adam(), loss, steps_per_execution=3)
+    return model
+
+
+def tokens():
+    inputs = keras.Input((None,), dtype="int64")
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(20, 6)(inputs))
+    model = keras.Model(inputs, layers.Dense(4, "softmax")(x))
+    model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def noisy(features, labels, seeds):
+    noise = tf.map_fn(lambda s: tf.random.stateless_normal((6,), s, dtype=features.dtype), seeds, features.dtype)
+    return features + 0.1 * noise, labels
+
+
+def watched():
+    return [
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.7, patience=1, min_delta=10),
+        keras.callbacks.EarlyStopping("val_loss", patience=9),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        Halve(),
+    ]
+
+
+def several():
+    return [keras.metrics.AUC(name="auc", num_thresholds=20), keras.metrics.MeanMetricWrapper(one_or_none, name="mean")]
+
+
+def one_or_none(y_true, y_pred):
+    return keras.ops.cast(keras.ops.equal(y_true[:, 0], keras.ops.argmax(y_pred, -1)), y_pred.dtype)
+
+
+CASES = {
+    "plain": Case(mlp(), callbacks=watched),
+    "dropout": Case(mlp(dropout=0.3), alike=False),
+    "accumulation": Case(mlp(accumulating), rows=371, batch=7, every="9 steps", stops=((1, 30), (1, 50), (2, 11))),
+    "long executions": Case(
+        mlp(steps_per_execution=7), rows=1000, execution=7, every="10 steps", stops=((1, 21), (1, 42), (2, 14))
+    ),
+    "float16": Case(half, alike=False),
+    "gan": Case(gan, features=FEATURES[:2], labels=FEATURES, validation=False, every="7 steps", batch=6),
+    "bare": Case(bare, validation=False, alike=False),
+    "last step": Case(bare, every="11 steps", stops=((1, np.inf), (2, np.inf), (2, np.inf)), alike=False),
+    "window": Case(mlp(), shuffle="window", map=noisy),
+    "bucketed": Case(tokens, features=Column("tokens", pad="batch", bucket=True)),
+    "synchronized": Case(mlp(norm=lambda: [layers.BatchNormalization(synchronized=True)])),
+    "own rows": Case(mlp(norm=lambda: [layers.BatchNormalization()]), alike=False),
+    "by time": Case(mlp(), every="0.001 s"),
+}
+STAGES = {"quiet": quiet, "stopped": stopped, "resumed": resumed}
+STAGES |= {f"chain{i}": functools.partial(chain, link=i) for i in range(1, len(CHAIN))}
+SCENARIOS = {
+    f"{name}:{stage}": functools.partial(function, name=name) for name in CASES for stage, function in STAGES.items()
+}

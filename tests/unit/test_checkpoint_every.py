@@ -1,0 +1,99 @@
+"""When a checkpoint within an epoch is due."""
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from raytf.errors import ConfigError
+from raytf.worker import checkpoint_every
+from raytf.worker.checkpoint_every import Clock, Every, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("auto", Every(auto=True)),
+        ("epoch", Every()),
+        ("1 step", Every(steps=1)),
+        ("100 steps", Every(steps=100)),
+        ("100steps", Every(steps=100)),
+        ("30 s", Every(seconds=30)),
+        ("0.5 min", Every(seconds=30)),
+        ("10 min", Every(seconds=600)),
+        ("2 h", Every(seconds=7200)),
+    ],
+)
+def test_what_it_says(text, every):
+    assert parse(text) == every
+    assert every.within_epochs == (text != "epoch")
+
+
+NONSENSE = [
+    "",
+    "0 steps",
+    "-5 steps",
+    "0",
+    "0 s",
+    "2.5 steps",
+    "10",
+    "steps",
+    "nan s",
+    "1e400 s",
+    "10 parsecs",
+    "often",
+]
+
+
+@pytest.mark.parametrize("text", [*NONSENSE, "10 min or so", 0, 5, None, True, 10.0, ["10 min"]])
+def test_nonsense_is_refused(text):
+    with pytest.raises(ConfigError, match=r"checkpoint_every must be .*above 0.*Use \"100 steps\""):
+        parse(text)
+
+
+@hypothesis.given(st.integers(1, 50), st.lists(st.integers(1, 40), min_size=1))
+def test_executions_of_any_length_meet_each_multiple_once(every, executions):
+    step, met = 0, 0
+    for length in executions:
+        met += checkpoint_every.crosses(every, step, step + length)
+        step += length
+        assert met <= step // every
+    if max(executions) <= every:
+        assert met == step // every
+
+
+def trained(every, seconds_a_step, cost, steps, clock=None):
+    """The times of the checkpoints of a training, and the number of looks."""
+    now, clock, next_look, times, looks = 100.0, Clock(every, 100.0, 7), 8, [], 0
+    for step in range(8, 8 + steps):
+        now += seconds_a_step(step)
+        if step >= next_look:
+            looks += 1
+            due, wait = clock.look(now, step)
+            next_look = step + wait
+            if due:
+                now += cost
+                clock.made(now, cost)
+                times.append(now)
+    return times, looks, now - 100.0
+
+
+@pytest.mark.parametrize("seconds_a_step", [0.001, 0.03, 1.0, 70.0])
+def test_a_time_is_kept_with_few_looks(seconds_a_step):
+    steps = int(max(600 / seconds_a_step, 60))
+    times, looks, _ = trained(Every(seconds=60), lambda step: seconds_a_step, 0.1, steps)
+    between = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert all(60 <= seconds <= 62 + 2 * seconds_a_step for seconds in between) and len(between) >= 7
+    assert looks <= steps and (seconds_a_step > 0.1 or looks < 30 * (len(times) + 1))
+
+
+@pytest.mark.parametrize("cost", [0.005, 0.2, 3.0, 40.0])
+def test_auto_costs_less_than_a_hundredth(cost):
+    times, _, seconds = trained(Every(auto=True), lambda step: 0.05, cost, 400_000)
+    assert len(times) * cost <= 0.0101 * seconds + cost
+    assert len(times) > 0.8 * min(seconds / 31, 0.01 * seconds / cost) - 1
+    assert all(b - a >= 30 for a, b in zip(times, times[1:], strict=False))
+
+
+def test_steps_that_become_slower_are_noticed():
+    times, _, _ = trained(Every(seconds=60), lambda step: 0.01 if step < 3000 else 1.0, 0.1, 5000)
+    assert max(b - a for a, b in zip(times, times[1:], strict=False)) < 62 + 5 / 0.01
