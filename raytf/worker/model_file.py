@@ -44,14 +44,15 @@ class ModelFile:
 
     def content(self) -> Archive:
         """The file as the model is now; its arrays may be TensorFlow's own memory: copy them before the next step."""
-        if self._structure() != self._made_of:
+        layers, optimizers = self._parts()
+        if _ids(layers, optimizers) != self._made_of:
             self._make()
         values = self._values()
         if values is None:
             self._tell_again()
             self._make()
             values = self._values() or []  # without places Keras has written it just now, and it is taken as it is
-        if (now := self._configured()) != self._made_with:
+        if (now := _configured(layers, optimizers)) != self._made_with:
             self._config, self._made_with = self._described(), now
         members = {**self._members, _CONFIG: self._config, _METADATA: self._dated()}
         return Archive([(name, members[name]) for name in self._members], self._image, values)
@@ -79,11 +80,13 @@ class ModelFile:
         self._image = Image(found[_WEIGHTS], [places[path] for path in self._order or ()])
         self._members: dict[str, bytes | Image] = {**found, _WEIGHTS: self._image}
         self._config, self._metadata = found[_CONFIG], json.loads(found[_METADATA])
-        self._made_of, self._made_with = self._structure(), self._configured()
+        layers, optimizers = self._parts()
+        self._made_of, self._made_with = _ids(layers, optimizers), _configured(layers, optimizers)
 
     def _owners(self) -> list[tuple[str, Any]] | None:
         """(path, layer or optimizer) of what is in the HDF5, or None where one of them is nothing that is known."""
-        known = {id(o): o for o in (*keras_objects.layers_of(self._model), *self._optimizers())}
+        layers, optimizers = self._parts()
+        known = {id(o): o for o in (*layers, *optimizers)}
         found = compat_keras.saved_paths(self._model)
         if any(identity not in known for _, identity in found):
             return None
@@ -111,20 +114,11 @@ class ModelFile:
             return None
         return values  # type: ignore[return-value]
 
-    def _structure(self) -> tuple:
-        """What tells that the model has other parts than before."""
-        return (*map(id, keras_objects.layers_of(self._model)), *map(id, self._optimizers()))
-
-    def _optimizers(self) -> list:
+    def _parts(self) -> tuple[list, list]:
+        """(layers, optimizers) of the model, with those within others."""
         found = list(model_optimizers.of(self._model).values())
-        return found + [o.inner_optimizer for o in found if hasattr(o, "inner_optimizer")]
-
-    def _configured(self) -> tuple:
-        """What of config.json changes in a training: what is trained, and rates."""
-        layers = keras_objects.layers_of(self._model)
-        rates = [keras_objects.rate_of(optimizer) for optimizer in self._optimizers()]
-        numbers = [None if rate is None or callable(rate) else float(compat_keras.as_array(rate)) for rate in rates]
-        return tuple(layer.trainable for layer in layers), tuple(numbers)
+        inner = [optimizer.inner_optimizer for optimizer in found if hasattr(optimizer, "inner_optimizer")]
+        return keras_objects.layers_of(self._model), found + inner
 
     def _described(self) -> bytes:
         with describable(self._model):
@@ -143,6 +137,18 @@ class ModelFile:
                 "checkpoints, and training waits for it",
                 stacklevel=4,
             )
+
+
+def _ids(layers: list, optimizers: list) -> list[int]:
+    """What tells that a model has other parts than before."""
+    return [*map(id, layers), *map(id, optimizers)]
+
+
+def _configured(layers: list, optimizers: list) -> tuple[list, list]:
+    """What of config.json changes in a training: which layers are trained, and rates."""
+    rates = [keras_objects.rate_of(optimizer) for optimizer in optimizers]
+    numbers = [None if rate is None or callable(rate) else float(compat_keras.as_array(rate)) for rate in rates]
+    return [layer.trainable for layer in layers], numbers
 
 
 @contextlib.contextmanager
