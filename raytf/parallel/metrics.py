@@ -56,11 +56,11 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
 
     Returns:
         The variables of each metric over the rows of all workers, for `go_on`; [(moving statistic, its mean)], where
-        they were not assigned; and the logs of the last step over the rows of all workers.
+        they were not assigned; and the logs that the epoch would have, were this its last step.
     """
     own = [list(metric.variables) for metric in model.metrics]
     if not many_replicas(model.distribute_strategy):
-        return [[np.asarray(v) for v in its] for its in own], [], dict(logs or {})
+        return [[np.asarray(v) for v in its] for its in own], [], dict(keras_objects.epoch_logs(model, logs))
     totals, means = _totals(model, assign)
     local, rows = model.__dict__.get("_raytf_last", (logs, 1))
     known = {id(v): np.asarray(total) for v, total in totals}
@@ -140,8 +140,7 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
 
 
 def finish_logs(model, logs: Mapping) -> None:
-    """Has an epoch whose steps were all made before end with the logs of the last of them."""
-    model.__dict__["_raytf_last"] = (dict(logs), 1)
+    """Has an epoch whose steps were all made before end with the logs that `standing` gave after the last of them."""
     model.__dict__["_raytf_logs"] = dict(logs)
 
 
@@ -230,7 +229,9 @@ def _logs(model, logs, rows, totals):
 @patch((backend_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"))
 def get_metrics_result_or_logs(original, self, logs):
     """Logs of an epoch are those of all workers' rows; of one that had no steps left, those of the steps before."""
-    logs = self.__dict__.pop("_raytf_logs", None) or logs
+    known = self.__dict__.pop("_raytf_logs", None)
+    if known is not None:
+        return known
     if not many_replicas(self.distribute_strategy):
         return original(self, logs)
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))

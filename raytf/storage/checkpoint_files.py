@@ -48,7 +48,7 @@ class State:
         identity: what tells this run from another, by name; {} in checkpoints that have none.
         learning_rate: the config's, or None where that is not a number.
         epoch_step: steps of the next epoch that are made, too; 0 at the end of an epoch.
-        logs: what the last of these steps returned, over the rows of all workers; {} at the end of an epoch.
+        logs: metrics of these steps, as at the end of an epoch; {} there.
         order: what says which rows the steps of an epoch have, see `Feed.order`; {} at the end of an epoch.
     """
 

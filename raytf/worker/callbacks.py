@@ -23,11 +23,12 @@ from raytf.worker.callback_state import CallbackStates
 
 
 class FeedCallback(keras.callbacks.Callback):
-    """Tells the feed which epoch comes, and counts steps; put it first.
+    """Tells feeds which epoch comes, and counts steps; put it first.
 
     Args:
-        feed: a `feed.Feed`.
+        feed: a `feed.Feed` of the training rows.
         step: steps that were made before.
+        others: of rows for validation, whose batches may be others in each epoch, too.
 
     Attributes:
         step: steps that are made in all.
@@ -36,9 +37,9 @@ class FeedCallback(keras.callbacks.Callback):
 
     raytf_local_batches = True
 
-    def __init__(self, feed, step: int = 0):
+    def __init__(self, feed, step: int = 0, others: Sequence = ()):
         super().__init__()
-        self._feed, self.step, self.epoch_step = feed, step, 0
+        self._feed, self.step, self.epoch_step, self._others = feed, step, 0, others
 
     @property
     def steps(self) -> int:
@@ -52,7 +53,8 @@ class FeedCallback(keras.callbacks.Callback):
         return self._feed.dataset()
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._feed.set_epoch(epoch)
+        for feed in (self._feed, *self._others):
+            feed.set_epoch(epoch)
         self.epoch_step = 0
 
     def on_train_batch_end(self, batch, logs=None):

@@ -47,7 +47,8 @@ def train(task: TrainJob, session) -> None:
             model.steps_per_execution = task.steps_per_execution
         users = users_callbacks(task, session)
         states = CallbackStates(users)
-        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0)
+        others = [feed for name, feed in feeds.items() if name != "train"]
+        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, others)
         around = [position, *users]
         if task.steps_per_execution == "auto" and not static:
             around.insert(0, steps_per_execution.ExecutionCallback(users))

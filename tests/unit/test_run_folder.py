@@ -50,19 +50,48 @@ def trained(folder, epochs=2):
     names = [f"checkpoint_{i}" for i in range(epochs)]
     for i, name in enumerate(names):
         state = {"version": 2, "epoch": i + 1, "step": 4, "seed": 0, "stopped": False}
-        state |= {"history": [{"epoch": i + 1, "loss": 9.0 - i}], "identity": {"seed": i}}
-        parts = {
-            "model.keras": "weights",
-            "seeds.npz": "seeds",
-            "state.json": json.dumps(
-                {**state, "history": [{"epoch": i + 1, "loss": 9.0 - i}], "identity": {"seed": i}}
-            ),
-        }
-        for part, text in parts.items():
-            write(folder, f"{name}/{part}", text)
-        files = {part: {"bytes": len(text), "crc32": zlib.crc32(text.encode())} for part, text in parts.items()}
-        write(folder, f"{name}/manifest.json", {"version": 2, "files": files})
+        whole(folder, name, state | {"history": [{"epoch": i + 1, "loss": 9.0 - i}], "identity": {"seed": i}})
     write(folder, SNAPSHOT, snapshot(names))
+
+
+def whole(folder, name, state):
+    """A checkpoint."""
+    parts = {"model.keras": "weights", "seeds.npz": "seeds", "state.json": json.dumps(state)}
+    for part, text in parts.items():
+        write(folder, f"{name}/{part}", text)
+    files = {part: {"bytes": len(text), "crc32": zlib.crc32(text.encode())} for part, text in parts.items()}
+    write(folder, f"{name}/manifest.json", {"version": state["version"], "files": files})
+
+
+def within(folder, step, epoch_step):
+    """A checkpoint within an epoch."""
+    state = {"version": 3, "epoch": 2, "step": step, "epoch_step": epoch_step, "seed": 0, "stopped": False}
+    whole(folder, f"step_{step:012d}", state | {"history": [], "identity": {"seed": "step"}})
+
+
+def test_a_run_stands_where_its_newest_checkpoint_is(folder):
+    within(folder, 2, 2)
+    assert folder.last() == run_folder.Last(2, 2, 2, False, {"seed": "step"}), "it ended within its first epoch"
+    trained(folder)
+    assert folder.last() == run_folder.Last(2, 4, 0, False, {"seed": 1}), "that of the step is older"
+    within(folder, 4, 4)
+    assert folder.last().epoch_step == 0, "behind as many steps that of the epoch has its validation, too"
+    within(folder, 6, 2)
+    assert folder.last() == run_folder.Last(2, 6, 2, False, {"seed": "step"})
+    within(folder, 9, 5)
+    write(folder, "step_000000000009/model.keras", "w")
+    with pytest.warns(
+        UserWarning, match="Damaged: step_000000000009 .model.keras is 1 bytes.*step_000000000006 is taken"
+    ):
+        assert folder.last().step == 6
+    write(folder, "checkpoint_1/model.keras", "w")
+    with pytest.warns(UserWarning, match="Damaged"):
+        found = folder.last()
+    assert found.step == 6 and found.relisted == (("checkpoint_0",), ""), "Ray's list is made anew all the same"
+    aside = folder.put_aside()
+    assert folder.last() is None and any(
+        n.startswith("step_") for n in names(folder, f"{folder.path.rpartition('/')[0]}/{aside}")
+    )
 
 
 def snapshot(names):

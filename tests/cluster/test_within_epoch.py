@@ -1,0 +1,99 @@
+"""A run that is killed within an epoch, and a run that is started again there, go on at the next step."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+
+import numpy as np
+import pytest
+
+import raytf
+from tests.cluster import models
+from tests.cluster.test_trainer import assert_equal, trainer
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def noted(config):
+    """Each worker's batches, as (epoch, batch), and an error at one of them."""
+    import keras
+
+    class Note(keras.callbacks.Callback):
+        raytf_local_batches = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            with open(os.path.join(config["notes"], f"{models.rank()}.json"), "a") as file:
+                file.write(json.dumps([os.getpid(), self.epoch, batch]) + "\n")
+            if [self.epoch, batch] == config.get("fail"):
+                raise KeyError("on purpose")
+
+    return [
+        Note(),
+        keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=10),
+        keras.callbacks.CSVLogger(config["csv"]),
+    ]
+
+
+def batches(notes, rank):
+    """[(epoch, batch), ...] of each process of a rank, in the order in which they came."""
+    found = {}
+    for line in (notes / f"{rank}.json").read_text().splitlines():
+        pid, *place = json.loads(line)
+        found.setdefault(pid, []).append(tuple(place))
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
+    """97 rows in batches of 7 are 14 steps, of which 3 make an execution, and 4 an update. Rank 1 dies inside a step of
+    the second epoch; the run fails in the third; the last checkpoint is cut off; and the run is started again."""
+
+    def run(name, **config):
+        notes = tmp_path / f"{name}_notes"
+        notes.mkdir(exist_ok=True)
+        inside = {"marker": str(tmp_path / f"{name}_killed"), "rank_": 1, "step": 19}
+        told = {"batch_size": 7, "notes": str(notes), "csv": str(tmp_path / f"{name}.csv"), "inside": inside}
+        made = trainer(
+            tmp_path,
+            name=name,
+            config=told | config,
+            callbacks=noted,
+            build=models.accumulating,
+            failures=1,
+            steps_per_execution=3,
+            checkpoint_every="2 steps",
+        )
+        return made, notes
+
+    (tmp_path / "quiet_killed").touch()
+    quiet, _ = run("quiet")
+    expected = quiet.fit()
+    broken, notes = run("broken", fail=[2, 9])
+    with pytest.raises(raytf.TrainingError, match="on purpose"):
+        broken.fit()
+    assert (tmp_path / "broken_killed").exists()
+    steps = sorted(path.name for path in (tmp_path / "broken").glob("step_*"))
+    assert steps[-1] == "step_000000000037" and len(steps) == 2
+    first, *others = batches(notes, 1)
+    assert first[-1] == (1, 3), "it was inside this execution"
+    assert others[0][0] == (1, 3), "which is made again, and nothing before it"
+    assert others[1][0] == others[0][-1] == (2, 9), "the worker group of the restart goes on where the error was"
+    os.truncate(tmp_path / "broken" / steps[-1] / "model.keras", 1000)
+    again, _ = run("broken")
+    with pytest.warns(UserWarning, match=f"Damaged: {steps[-1]}.*In its place {steps[-2]} is taken"):
+        result = again.fit()
+    assert batches(notes, 1)[-1][0] == (2, 6)
+    assert_equal(result, expected, 0)
+    assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
+    for mine, its in zip(*(raytf.load_model(r).optimizer.variables for r in (result, expected)), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+    rows = [list(csv.DictReader((tmp_path / f"{name}.csv").open(newline=""))) for name in ("broken", "quiet")]
+    assert [row["epoch"] for row in rows[0]] == ["0", "1", "2"]
+    for mine, its in zip(*rows, strict=True):
+        np.testing.assert_allclose([float(v) for v in mine.values()], [float(v) for v in its.values()], atol=1e-6)

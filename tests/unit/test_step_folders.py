@@ -1,0 +1,98 @@
+"""Checkpoints within epochs as folders of a run: named by steps, whole or passed over, beside those of epochs."""
+
+import json
+
+import fsspec
+import pyarrow.fs
+import pytest
+
+from raytf.storage import checkpoint_files, step_folders
+from raytf.storage.checkpoint_files import State
+
+
+@pytest.fixture(params=["mounted", "object store"])
+def place(request, tmp_path):
+    """(file system, path of a run)."""
+    if request.param == "mounted":
+        yield pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")
+        return
+    memory = fsspec.filesystem("memory")
+    yield pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory)), f"/steps_{tmp_path.name}/run"
+    memory.rm(f"/steps_{tmp_path.name}", recursive=True)
+
+
+def kept(place, tmp_path, step, whole=True):
+    folder = tmp_path / f"local_{step}"
+    folder.mkdir()
+    for name in ["manifest.json"] * whole + ["model.keras", "state.json"]:
+        (folder / name).write_text(f"{name} of {step}")
+    step_folders.upload(str(folder), *place, step_folders.name_of(step))
+
+
+@pytest.mark.parametrize(
+    "name", ["step_12", "step_00000000001a", "checkpoint_1", "step_", "xstep_000000000001", ".step_1"]
+)
+def test_other_names_are_none(name):
+    assert step_folders.step_of(name) is None
+
+
+@pytest.mark.parametrize("step", [0, 7, 10**12 - 1, 10**12])
+def test_names_tell_their_steps(step):
+    assert step_folders.step_of(step_folders.name_of(step)) == step
+
+
+def test_finished_ones_are_listed_newest_first(place, tmp_path):
+    assert step_folders.listed(*place) == []
+    for step in (100, 7, 1_000_000):
+        kept(place, tmp_path, step)
+    kept(place, tmp_path, 2_000_000, whole=False)
+    place[0].create_dir(f"{place[1]}/step_of_mine")
+    found = step_folders.listed(*place)
+    assert found == [(step, step_folders.name_of(step)) for step in (1_000_000, 100, 7)]
+    with place[0].open_input_stream(f"{place[1]}/{found[0][1]}/model.keras") as file:
+        assert file.read() == b"model.keras of 1000000"
+    step_folders.remove_older(*place, 1)
+    assert [step for step, _ in step_folders.listed(*place)] == [1_000_000]
+
+
+def test_one_that_was_left_is_written_anew(place, tmp_path):
+    kept(place, tmp_path, 5)
+    with place[0].open_output_stream(f"{place[1]}/{step_folders.name_of(5)}/old.txt") as file:
+        file.write(b"old")
+    (tmp_path / "local_5").rename(tmp_path / "before")
+    kept(place, tmp_path, 5)
+    assert not place[0].get_file_info(f"{place[1]}/{step_folders.name_of(5)}/old.txt").is_file
+
+
+class Stored:
+    """A `ray.train.Checkpoint` of a folder of this machine."""
+
+    def __init__(self, path):
+        self.path, self.filesystem = str(path), pyarrow.fs.LocalFileSystem()
+
+
+def test_the_newest_comes_first_whatever_it_is(tmp_path):
+    """After as many steps that of the epoch is before that of the step; a damaged one keeps its place."""
+    epochs, steps = [], []
+    for step, epoch in ((30, 3), (20, 2), (10, 1)):
+        folder = tmp_path / f"checkpoint_{epoch}"
+        folder.mkdir()
+        (folder / "state.json").write_text(State(epoch, step, 0, False, []).to_json() if step != 20 else "")
+        epochs.append(Stored(folder))
+    for step in (35, 30, 25, 5):
+        steps.append((step, Stored(tmp_path / step_folders.name_of(step))))
+    names = [c.path.rpartition("/")[2] for c in checkpoint_files.merged(iter(epochs), steps)]
+    within = {step: step_folders.name_of(step) for step, _ in steps}
+    assert names == [within[35], "checkpoint_3", "checkpoint_2", within[30], within[25], "checkpoint_1", within[5]]
+    assert [c.path for c in checkpoint_files.merged(iter(()), steps)] == [c.path for _, c in steps]
+
+
+def test_a_state_within_an_epoch_is_of_a_newer_format():
+    """Which an older raytf refuses by name, instead of beginning the epoch anew."""
+    ended, within = State(2, 8, 0, False, []), State(2, 9, 0, False, [], epoch_step=1, logs={"loss": 0.5})
+    assert (json.loads(ended.to_json())["version"], json.loads(within.to_json())["version"]) == (2, 3)
+    for state in (ended, within):
+        assert State.of(json.loads(state.to_json()), "it") == state
+    for name, value in {"epoch_step": -1, "logs": [], "order": None}.items():
+        with pytest.raises(checkpoint_files.DamagedCheckpointError, match=f"has no right '{name}'"):
+            State.of(json.loads(within.to_json()) | {name: value}, "it")
