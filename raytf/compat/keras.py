@@ -157,7 +157,9 @@ def as_array(value: Any) -> Any:
     if isinstance(value, keras.Variable):
         value = value.value
     if isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues):
-        value = tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)  # `read_value` takes four times that
+        value = tf.raw_ops.ReadVariableOp(
+            resource=value.handle, dtype=value.dtype
+        )  # `read_value` takes four times that
     if isinstance(value, (np.ndarray, tf.Tensor)):
         return np.asarray(value)
     return keras.ops.convert_to_numpy(value)

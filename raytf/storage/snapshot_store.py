@@ -20,21 +20,15 @@ import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, scattered, stored_json
+from raytf.storage import checkpoint_files, scattered, step_folders, stored_json
 from raytf.storage.checkpoint_files import MANIFEST, STATE
 
-# A snapshot within an epoch, by the step after which it was taken, and a checkpoint at the end of one.
-STEP = re.compile(r"step_(\d{12})")
-_EPOCH = re.compile(r"checkpoint_.+")
+# Checkpoints at the ends of epochs.
+_EPOCH = "checkpoint_"
 _PARTIAL = ".partial_"
 # Of a writer whose other side has gone nothing is left so long after.
 _ABANDONED_SECONDS = 120.0
 _CHUNK_BYTES = 1 << 22
-
-
-def name_of(step: int) -> str:
-    """The name of the snapshot after a step."""
-    return f"step_{step:012d}"
 
 
 def check_name(name: str) -> None:
@@ -120,9 +114,7 @@ class SnapshotStore:
 
     def _put_remote(self, name: str, files: Mapping[str, list], last: bytes) -> None:
         folder = posixpath.join(self._folder, name)
-        there = posixpath.join(folder, MANIFEST)
-        if self._filesystem.get_file_info(there).is_file:  # of before: it would vouch for a mixture
-            self._filesystem.delete_file(there)
+        self._remove(name)  # with the manifest first: it would vouch for a mixture
         self._filesystem.create_dir(folder)
         for part, pieces in [*files.items(), (MANIFEST, [last])]:
             path = posixpath.join(folder, part)
@@ -152,8 +144,8 @@ class SnapshotStore:
         for info in found:
             if info.base_name.startswith(_PARTIAL) and time.time() - info.mtime_ns / 1e9 > _ABANDONED_SECONDS:
                 shutil.rmtree(info.path, ignore_errors=True)
-        epoch = max((self._step_of(name) for name in names if _EPOCH.fullmatch(name)), default=-1)
-        steps = {name: int(match[1]) for name in names if (match := STEP.fullmatch(name))}
+        epoch = max((self._step_of(name) for name in names if name.startswith(_EPOCH)), default=-1)
+        steps = {name: step for name in names if (step := step_folders.step_of(name)) is not None}
         whole = [name for name in sorted(steps, reverse=True) if self._is_whole(name)]
         removed = needless(steps, whole, epoch, keep or self._keep)
         for name in removed:

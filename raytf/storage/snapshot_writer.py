@@ -55,6 +55,8 @@ class _Server:
             self._take(None if not self._waiting else 0.0)
             if self._waiting:
                 self._write_next()
+        with contextlib.suppress(Exception):
+            self._store.prune()  # the training may have ended with a checkpoint of an epoch
 
     def _take(self, seconds: float | None) -> bool:
         """Takes requests that came, and waits so long for the first; whether one came."""

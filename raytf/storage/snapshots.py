@@ -15,6 +15,7 @@ import dataclasses
 import json
 import mmap
 import os
+import pathlib
 import pickle
 import select
 import socket
@@ -26,7 +27,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-import raytf
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import snapshot_store
 from raytf.storage.snapshot_store import MANIFEST
@@ -239,7 +239,7 @@ class SnapshotWriter:
     def _start(self, settings: bytes) -> None:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # what this process can import, the other one can: a class of a file system may be anywhere
-        path = [os.path.dirname(os.path.dirname(raytf.__file__)), *sys.path]
+        path = [str(pathlib.Path(__file__).parents[2]), *sys.path]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
         passed = [other.fileno(), *(b.descriptor for b in self._buffers)]
         try:

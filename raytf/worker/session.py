@@ -12,6 +12,7 @@ import functools
 import os
 import posixpath
 import queue
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,10 +21,12 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
-from raytf.worker import checkpoint
+from raytf.storage.snapshots import NotKeptError, SnapshotWriter
 
 # Checkpoints within epochs that stay: the last, and one for when it is damaged.
 _KEPT_STEPS = 2
+# The last of them is waited for so long at the end.
+_LAST_SECONDS = 30.0
 # The controller knows the reports of a run that goes on before its workers start.
 _LIST_SECONDS = 60.0
 
@@ -40,6 +43,8 @@ class RaySession:
         context = ray.train.get_context()
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
         self.storage = context.get_storage()
+        self._writer: SnapshotWriter | None = None
+        self._file: Any = None  # a `model_file.ModelFile`
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
@@ -81,14 +86,36 @@ class RaySession:
             parts: what `checkpoint.parts` gave.
 
         Returns:
-            Whether it was kept.
+            Whether it was taken: the process that writes it may be behind, and says what it could not write.
         """
-        filesystem, run = self.storage.storage_filesystem, self.storage.experiment_fs_path
-        with scratch.folder() as folder:
-            checkpoint.write(folder, model, parts, checkpoint_files.VERSION)
-            step_folders.upload(folder, filesystem, run, name)
-        step_folders.remove_older(filesystem, run, _KEPT_STEPS)
-        return True
+        from raytf.worker.model_file import ModelFile
+
+        if self._file is None:
+            self._file = ModelFile(model)
+        found = {checkpoint_files.MODEL: self._file.content(), **parts}
+        if self._writer is not None:
+            try:
+                return self._writer.write(name, found)
+            except NotKeptError as error:  # its process was killed, and may be so again
+                warnings.warn(f"{error}; another one is started", stacklevel=2)
+                self._writer.close()
+        self._writer = SnapshotWriter(self.storage.storage_filesystem, self.storage.experiment_fs_path, _KEPT_STEPS)
+        return self._writer.write(name, found)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint within an epoch; called on every worker when its training has ended, or failed.
+
+        What cannot be kept is said: the run has its checkpoints of epochs, and the cause of its end is another one.
+        """
+        writer, self._writer, self._file = self._writer, None, None
+        if writer is None:
+            return
+        try:
+            writer.finish(_LAST_SECONDS)
+        except NotKeptError as error:
+            warnings.warn(str(error), stacklevel=2)
+        finally:
+            writer.close()
 
     def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
         """Reports metrics and, from the chief, a checkpoint; every worker calls it."""
@@ -144,6 +171,9 @@ class TrialSession:
         self._mine = rank == 0  # whether this worker has files of its own
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
+
+    def close(self) -> None:
+        """See `RaySession`; nothing of a trial is behind."""
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:

@@ -63,7 +63,7 @@ class _LedSession:
 
     def __init__(self, session):
         self._session, self.storage, self.checkpoint = session, session.storage, session.checkpoint
-        self.keep = session.keep
+        self.keep, self.close = session.keep, session.close
 
     def report(self, metrics: dict, write) -> None:
         broadcast_from_rank_zero(True)

@@ -16,11 +16,12 @@ import pytest
 
 from raytf import liveness
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, scattered, snapshot_store
+from raytf.storage import checkpoint_files, scattered
 from raytf.storage.checkpoint_files import State
 from raytf.storage.run_lock import RunLock
-from raytf.storage.snapshot_store import SnapshotStore, name_of, needless
+from raytf.storage.snapshot_store import SnapshotStore, needless
 from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter
+from raytf.storage.step_folders import name_of, step_of
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 
@@ -169,10 +170,13 @@ def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch):
 WRITING = """
 import itertools, os, random, signal, sys, time
 import pyarrow.fs
-from raytf.storage.snapshot_store import SnapshotStore, name_of
+from raytf.storage.snapshot_store import SnapshotStore
+from raytf.storage.step_folders import name_of
 from tests.unit.test_snapshots import check_all, files_of
 run, rng, step = sys.argv[1], random.Random(0), 1
+began = time.monotonic()
 SnapshotStore(pyarrow.fs.LocalFileSystem(), run).put(name_of(0), files_of(0))
+each = time.monotonic() - began
 for _ in range(50):
     pid = os.fork()
     if pid == 0:
@@ -180,7 +184,7 @@ for _ in range(50):
         for one in itertools.count(step):
             store.put(name_of(one), files_of(one))
             store.prune()
-    time.sleep(rng.random() * 0.05)
+    time.sleep(rng.random() * 4 * each)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     step = check_all(run)[-1]  # the last one is written once more, in the place of what is there
@@ -198,7 +202,7 @@ def files_of(step: int) -> dict[str, list]:
 
 def check_all(run) -> list[int]:
     """The steps of the snapshots that are there; fails unless each is whole."""
-    steps = sorted(int(match[1]) for match in map(snapshot_store.STEP.fullmatch, os.listdir(run)) if match)
+    steps = sorted(step for step in map(step_of, os.listdir(run)) if step is not None)
     for step in steps:
         checkpoint_files.check(os.path.join(run, name_of(step)))
         assert checkpoint_files.read_state(os.path.join(run, name_of(step))).step == step
@@ -216,7 +220,7 @@ PARENT = """
 import sys, itertools
 import pyarrow.fs
 from raytf.storage.snapshots import SnapshotWriter
-from raytf.storage.snapshot_store import name_of
+from raytf.storage.step_folders import name_of
 from tests.unit.test_snapshots import parts_of
 writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), sys.argv[1])
 for step in itertools.count(int(sys.argv[2])):

@@ -11,8 +11,9 @@ pytest.importorskip("moto")
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
 from raytf.storage.run_lock import RunLock
-from raytf.storage.snapshot_store import SnapshotStore, name_of
+from raytf.storage.snapshot_store import SnapshotStore
 from raytf.storage.snapshots import NotKeptError, SnapshotWriter
+from raytf.storage.step_folders import name_of
 from tests.unit import object_store
 from tests.unit.object_store import BUCKET
 from tests.unit.test_snapshots import check, files_of, is_gone, parts_of, wait_for
