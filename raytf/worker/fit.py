@@ -64,18 +64,15 @@ def train(task: TrainJob, session) -> None:
         report = report_callback(task, datasets["train"], states, state, to, steps=lambda: position.step)
         before, after = resumed(folder, state, states, position, feeds["train"].order)
         kept = within_epochs(task, feeds, position, report, session)
-        try:
-            model.fit(
-                datasets["train"],
-                validation_data=datasets.get("validation"),
-                epochs=task.config["epochs"],
-                initial_epoch=state.epoch if state else 0,
-                callbacks=[*before, *around, *after, report, *kept],
-                verbose=0,
-                shuffle=False,  # the feed does
-            )
-        finally:
-            session.close()
+        model.fit(
+            datasets["train"],
+            validation_data=datasets.get("validation"),
+            epochs=task.config["epochs"],
+            initial_epoch=state.epoch if state else 0,
+            callbacks=[*before, *around, *after, report, *kept],
+            verbose=0,
+            shuffle=False,  # the feed does
+        )
 
 
 def within_epochs(task: TrainJob, feeds: dict[str, Feed], position, report, session) -> list:

@@ -54,6 +54,7 @@ class RaySession:
             DamagedCheckpointError: there are some, and none is whole.
         """
         with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
             name, folder = self._newest(stack) if self.rank == 0 else (None, None)
             if self.size > 1:
                 name = broadcast_from_rank_zero(name)
@@ -102,8 +103,8 @@ class RaySession:
         self._writer = SnapshotWriter(self.storage.storage_filesystem, self.storage.experiment_fs_path, _KEPT_STEPS)
         return self._writer.write(name, found)
 
-    def close(self) -> None:
-        """Waits for the last checkpoint within an epoch; called on every worker when its training has ended, or failed.
+    def _close(self) -> None:
+        """Waits for the last checkpoint within an epoch, when the training has ended or failed.
 
         What cannot be kept is said: the run has its checkpoints of epochs, and the cause of its end is another one.
         """
@@ -171,9 +172,6 @@ class TrialSession:
         self._mine = rank == 0  # whether this worker has files of its own
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
-
-    def close(self) -> None:
-        """See `RaySession`; nothing of a trial is behind."""
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:

@@ -63,7 +63,7 @@ class _LedSession:
 
     def __init__(self, session):
         self._session, self.storage, self.checkpoint = session, session.storage, session.checkpoint
-        self.keep, self.close = session.keep, session.close
+        self.keep = session.keep
 
     def report(self, metrics: dict, write) -> None:
         broadcast_from_rank_zero(True)

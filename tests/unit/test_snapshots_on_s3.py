@@ -6,8 +6,6 @@ import time
 import pyarrow.fs
 import pytest
 
-pytest.importorskip("moto")
-
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
 from raytf.storage.run_lock import RunLock
