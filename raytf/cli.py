@@ -301,6 +301,32 @@ def report(path, output):
     click.echo(output)
 
 
+@main.command()
+@click.argument("path", metavar="RUN")
+@click.option("-o", "--output", required=True, help="The folder or file to write; it must not exist.")
+@click.option("--format", default="saved_model", show_default=True, help="saved_model, keras or onnx.")
+@click.option("--which", default="last", show_default=True, help="Of its checkpoints last, best, or that of a step.")
+@click.option("--metric", help="By which one is the best.  [default: val_loss, or loss without validation]")
+@click.option("--mode", default="min", show_default=True, help="min or max of the metric.")
+@click.option("--average", default=1, show_default=True, help="The mean of the weights of so many last checkpoints.")
+@click.option("--model", metavar="MODULE:FUNCTION", help="What builds the model, where Keras cannot from its file.")
+def export(path, output, format, which, model, **options):
+    """Write the model of a run's folder, or of a checkpoint's, for those who have no raytf.
+
+    What was written is read again, and must compute what the model does, to 1e-6 on generated rows.
+    """
+    from raytf.worker import export as exporting
+
+    options["which"] = int(which) if which.isdecimal() else which
+    exporting.check(path, output, format, **options)
+    build_model = None
+    if model is not None:
+        from raytf.cli_options import split_function
+
+        build_model = load_function(*split_function(model))
+    click.echo(exporting.export(path, output, format, build_model=build_model, **options))
+
+
 def _trainer(ctx: click.Context, largest=lambda: 1):
     """A KerasTrainer from the options of a command; starts or finds Ray, with room for `largest()` workers, too."""
     from raytf import cli_options
