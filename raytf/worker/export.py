@@ -189,7 +189,7 @@ def _onnx(model, path: str, specs, custom_objects) -> Callable:
 
     def compute(rows):
         names = [one.name for one in session.get_inputs()]
-        return session.run(None, dict(zip(names, tf.nest.flatten(rows), strict=True)))
+        return session.run(None, dict(zip(names, map(np.asarray, tf.nest.flatten(rows)), strict=True)))
 
     return compute
 

@@ -18,6 +18,7 @@ from raytf.worker import checkpoint
 from raytf.worker.export import export
 
 ROOT = pathlib.Path(raytf.__file__).parents[1]
+WITHOUT_ONNX = any(importlib.util.find_spec(name) is None for name in ("tf2onnx", "onnxruntime"))
 # name of the folder, step, validation loss of the last epoch that had ended
 KEPT = [
     ("checkpoint_2026-01-01_00-00-01", 5, 0.3),
@@ -216,6 +217,13 @@ def test_a_model_of_ones_own_classes_is_exported_by_its_inputs(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "model"]
 
 
+@pytest.mark.skipif(WITHOUT_ONNX, reason="its converter is not installed")
+@pytest.mark.parametrize("kind", [build, text])
+def test_onnx_where_its_converter_is_installed(tmp_path, kind):
+    save(tmp_path / "checkpoint", kind({}), 5, 0.1)
+    assert os.path.getsize(export(tmp_path / "checkpoint", tmp_path / "model.onnx", "onnx")) > 500
+
+
 def noisy(config):
     import keras
 
@@ -283,7 +291,7 @@ WRONG = {
     "first/checkpoint_2026-01-01_00-00-01 --output out --which 5": "which and average choose among",
     "first --output out --model json": "A model is named as MODULE:FUNCTION",
 }
-if any(importlib.util.find_spec(name) is None for name in ("tf2onnx", "onnxruntime")):
+if WITHOUT_ONNX:
     WRONG["first --output out --format onnx"] = (
         "format='onnx' without tf2onnx and onnxruntime. Install them (pip install"
     )
