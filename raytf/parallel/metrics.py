@@ -82,7 +82,7 @@ def go_on(model, values: Sequence[Sequence[np.ndarray]]) -> list[int]:
 
     Args:
         model: in `fit`, at the beginning of an epoch.
-        values: of each metric. Empty ones are passed over.
+        values: of each metric; the last ones may be left out where they have no variables.
 
     Returns:
         The places of metrics that have no variables yet, as these are made with the first step; see `add`.
@@ -91,17 +91,17 @@ def go_on(model, values: Sequence[Sequence[np.ndarray]]) -> list[int]:
         ValueError: the model has other metrics.
     """
     metrics = list(model.metrics)
-    if len(metrics) != len(values):
+    if len(metrics) < len(values):
         raise ValueError(f"{len(metrics)} metrics, and there were {len(values)}")
     late, pairs = [], []
-    for i, (metric, its) in enumerate(zip(metrics, values, strict=True)):
-        mine = list(metric.variables)
+    for i, metric in enumerate(metrics):
+        mine, its = list(metric.variables), values[i] if i < len(values) else []
         if its and not mine:
             late.append(i)
-            continue
-        if its and [v.shape for v in its] != [tuple(v.shape) for v in mine]:
+        elif [v.shape for v in its] != [tuple(v.shape) for v in mine]:
             raise ValueError(f"a metric {metric.name!r} with other variables")
-        pairs += zip(mine, its or [], strict=bool(its))
+        else:
+            pairs += zip(mine, its, strict=True)
     _replace(model, pairs, added=False)
     return late
 

@@ -36,8 +36,11 @@ WITHOUT = {
     "raytf.worker.callback_state",
     "raytf.worker.checkpoint",
     "raytf.worker.checkpoint_every",
+    "raytf.worker.choice",
+    "raytf.worker.export",
     "raytf.worker.job",
     "raytf.worker.random_state",
+    "raytf.worker.mean_weights",
     "raytf.worker.session",
 }
 # The door to Keras and TensorFlow, which imports them; what is left of it does without.
