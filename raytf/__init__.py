@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.data.columns import Column as Column
     from raytf.errors import ConfigError as ConfigError
     from raytf.errors import RaytfError as RaytfError
+    from raytf.errors import StoppedError as StoppedError
     from raytf.errors import TrainingError as TrainingError
     from raytf.fitting.calls import evaluate as evaluate
     from raytf.fitting.calls import fit as fit
@@ -57,6 +58,7 @@ _PLACES = {
     "sweep": "raytf.tune.sweep",
     "ConfigError": "raytf.errors",
     "RaytfError": "raytf.errors",
+    "StoppedError": "raytf.errors",
     "TrainingError": "raytf.errors",
 }
 __all__ = sorted(_PLACES)

@@ -9,15 +9,18 @@ from typing import Any
 import click
 
 from raytf import validation
-from raytf.errors import RaytfError
+from raytf.errors import RaytfError, StoppedError
 
 
 class _Commands(click.Group):
-    """Shows raytf's own errors as one sentence and exits with 1."""
+    """Shows raytf's own errors as one sentence and exits with 1, or as a signal has it."""
 
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
+        except StoppedError as error:
+            click.echo(f"Error: {error}", err=True)
+            raise  # with its own exit code
         except RaytfError as error:
             raise click.ClickException(str(error)) from error
 

@@ -6,6 +6,7 @@ They hold plain strings only, so that they pickle and cross from a worker to the
 from __future__ import annotations
 
 import re
+import signal
 
 
 def first_line(error: object) -> str:
@@ -111,3 +112,26 @@ class TrainingError(RaytfError, RuntimeError):
 
 class StreamError(RaytfError, RuntimeError):
     """A dataset that is streamed can be read no more."""
+
+
+class StoppedError(RaytfError, SystemExit):
+    """A run was ended by a signal; says where it goes on. A script that does not catch it ends with its `code`.
+
+    Args:
+        number: of the signal, 2 (SIGINT) or 15 (SIGTERM).
+        where: the run stands, as a clause without a full stop.
+        step: steps that are made in all and kept, or None where this start has made none.
+
+    Attributes:
+        code: 130 after SIGINT, 143 after SIGTERM.
+    """
+
+    def __init__(self, number: int, where: str, step: int | None = None):
+        super().__init__(number, where, step)
+        self.number, self.where, self.step, self.code = int(number), where, step, 128 + number
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.number).name}: {self.where}"
+
+    def __reduce__(self):
+        return type(self), (self.number, self.where, self.step)

@@ -30,7 +30,7 @@ class WorkerFrozenError(RaytfError, RuntimeError):
 
 
 @contextlib.contextmanager
-def first_cause():
+def firstcause_of():
     """Turns Ray Train's error into one that names the rank that failed first and its own error."""
     try:
         yield
@@ -55,28 +55,29 @@ def first_rank(failures: dict[int, BaseException]) -> int:
 
 def is_consequence(error: BaseException) -> bool:
     """Whether a worker failed because another had gone: told by the type of its error, and the text of TensorFlow's."""
-    cause = _cause(error)
+    cause = cause_of(error)
     kind = type(cause)
     return isinstance(cause, (PeerLostError, CollectiveTimeoutError)) or is_consequence_of_tensorflow(
         f"{kind.__module__}.{kind.__name__}", str(cause)
     )
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException | None) -> BaseException | None:
+    """The error of the user's process that Ray Train's errors wrap."""
     for name in ("_base_exc", "health_check_failure", "cause"):
         inner = getattr(error, name, None)
         if isinstance(inner, BaseException):
-            return _cause(inner)
+            return cause_of(inner)
     return error
 
 
 def _line(error: BaseException) -> str:
-    return in_a_line(_cause(error))
+    return in_a_line(cause_of(error))
 
 
 def _details(error: BaseException) -> str:
     text = getattr(error, "_traceback_str", None)
     if text is None:
         return ""
-    cause = "".join(traceback.format_exception_only(_cause(error)))
+    cause = "".join(traceback.format_exception_only(cause_of(error)))
     return text if cause.strip() in text else f"{text}\n{cause}"

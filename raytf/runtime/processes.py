@@ -6,6 +6,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RuntimeEnvSetupError
@@ -56,7 +57,10 @@ class WarmPool:
     Attributes:
         there: (node, actor) of each process that may become a worker.
         warned: where their warnings are claimed by the one that shows them, see `once.py`.
+        ending: an `ends.Ending`, whose signals end what they do; None leaves SIGINT to Ray Train.
     """
+
+    ending: Any = None
 
     def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
         self.there = []

@@ -17,6 +17,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from raytf.compat import ray_core
 from raytf.compat.ray_train import DEFAULT_WORKER_GROUP_START_TIMEOUT_S, WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
 from raytf.errors import ResourceError
 from raytf.runtime import resources
@@ -82,7 +83,7 @@ class Reservation:
             strategy: of placement.
             selectors: of nodes, a dict for each worker, or None; one that is all workers' holds for the others, too.
         """
-        if self.group is not None and self._workers == workers:
+        if self.group is not None and self._workers == workers and not self._is_drained():
             return self.group
         self.drop()
         nodes = sum(node["Alive"] for node in ray.nodes())
@@ -93,6 +94,13 @@ class Reservation:
             self._bundles, strategy, name=f"{self._name}-{self._number}", bundle_label_selector=selectors
         )
         return self.group
+
+    def _is_drained(self) -> bool:
+        """Whether a node of the group takes no more workers; what stands beside them cannot go with them to others."""
+        draining = ray_core.draining()
+        if self._beside or not draining:
+            return False
+        return not draining.keys().isdisjoint(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until the cluster has given the group; says what for after a while, and then now and then.

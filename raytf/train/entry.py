@@ -20,12 +20,15 @@ def import_raytf() -> None:
         from raytf.worker import fit  # noqa: F401
 
 
-def train(task: TrainJob, session=None) -> None:
+def train(task: TrainJob, session=None) -> dict | None:
     """Runs on every worker of a KerasTrainer.
 
     Args:
         task: what to train.
         session: the run around it, see `session.py`; Ray Train's unless it is given.
+
+    Returns:
+        Where it was told to end, see `fit.train`; None where the training came to its end.
     """
     from raytf.parameter_server import coordinator
     from raytf.worker import context, fit, tpu
@@ -33,9 +36,8 @@ def train(task: TrainJob, session=None) -> None:
     session = session or RaySession(validate=task.validate)
     if context.setup().servers is not None:
         coordinator.train(task, session)
-    elif context.uses_tpu() and session.size > 1:
+        return None
+    if context.uses_tpu() and session.size > 1:
         with tpu.led(session) as leading:
-            if leading is not None:
-                fit.train(task, leading)
-    else:
-        fit.train(task, session)
+            return fit.train(task, leading) if leading is not None else None
+    return fit.train(task, session)

@@ -34,7 +34,7 @@ from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, evaluator, ray_config
+from raytf.train import arguments, ends, evaluator, ray_config
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
@@ -217,8 +217,14 @@ class KerasTrainer:
             ConfigError: the model, the columns or the cluster do not fit; no worker has started.
             TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
                 Or another driver has taken over the run's folder while this one was frozen.
+            StoppedError: SIGTERM or SIGINT came (to the main thread); says which step is kept. It is a `SystemExit`.
         """
-        inner = place(self)
+        inner = place(self)  # may start Ray, which takes SIGTERM for itself
+        with ends.Ending() as ending:
+            return self._fit_placed(inner, ending)
+
+    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending) -> ray.train.Result:
+        """Trains as the only driver that has the run's folder."""
         run_config = self.run_config
         if self.resume is not True:  # then the name is that of a run, whoever gave it
             run_config = run_folder.named(run_config, "keras")
@@ -231,13 +237,15 @@ class KerasTrainer:
                 launch = Here(inner, run_config)
             else:
                 launch = Startup(inner, run_config)
-            lock.on_lost = launch.cancel
+            lock.on_lost, launch.ending = launch.cancel, ending
             with Prepared(launch) as training:
                 try:
-                    return self._fit_prepared(training, lock, folder, last)
+                    result = self._fit_prepared(training, lock, folder, last)
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
                     raise
+            ending.check(result, folder)
+            return result
 
     def _fit_prepared(self, training: Prepared, lock: RunLock, folder: RunFolder, last) -> ray.train.Result:
         """Trains, unless what is `last` in the run's folder is of another run, or the run has ended."""
@@ -380,7 +388,7 @@ class KerasTrainer:
 
     def _fit(self, task: TrainJob, launch: Startup, beside: evaluator.Beside | None) -> ray.train.Result:
         def keras_training():
-            train(task)
+            return train(task)
 
         inner = EarlyStartTrainer(
             keras_training,

@@ -8,6 +8,7 @@ reserves the resources, and the processes that are on the right hosts become its
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import functools
@@ -48,13 +49,14 @@ from raytf.compat.ray_train import (
 )
 from raytf.console import output, quiet
 from raytf.runtime import answers, reservation, resources
-from raytf.runtime.failures import WorkerFrozenError, is_consequence
+from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
 from raytf.runtime.guard import Place
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.runtime.watchdog import Watchdog
-from raytf.train import backend, local
+from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
+from raytf.worker import ending
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
@@ -65,6 +67,8 @@ _SILENT_SECONDS, _SILENT_AT_MOST_SECONDS = 3.0, 15.0
 _START_SECONDS = 600.0
 # Ray Train's guard against the controller's end is a process that imports Ray Train, when all cores import TensorFlow.
 _GUARDS_START_AFTER_SECONDS = 20.0
+# Between two looks at which nodes are drained: a question to the head, of a millisecond.
+_DRAINS_SECONDS = 1.0
 
 
 class Startup(WarmPool):
@@ -140,7 +144,8 @@ class EarlyStartTrainer(DataParallelTrainer):
         around = functools.partial(backend.context_here, self.backend_config)
         loop = construct_train_func(self.train_loop_per_worker, self.train_loop_config, around, "train_loop_per_worker")
         with quiet.native():
-            return local.run(loop, self.train_run_context, self.datasets, cancelled)
+            run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
+            return run() if self._launch is None or self._launch.ending is None else self._launch.ending.here(run)
 
     def _tasks_beside(self) -> dict[str, dict[str, float]]:
         """Resources of each task beside Ray Train's workers, by name."""
@@ -193,9 +198,12 @@ class EarlyStartTrainer(DataParallelTrainer):
             get_env_vars_to_propagate(), arguments, self._launch.there, self._reservation, self._beside
         )
         answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
-        if threading.current_thread() is threading.main_thread():
+        running = controller.run.remote()
+        if self._launch.ending is not None:
+            self._launch.ending.result_of(running, controller.end_after_step.remote)
+        elif threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
-        ray.get(controller.run.remote())
+        ray.get(running)
         return ray.get(controller.get_result.remote())
 
 
@@ -216,6 +224,14 @@ class _Controller(TrainController):
         super().__init__(**arguments)
         for name in ours:
             del os.environ[name]
+
+    async def end_after_step(self) -> bool:
+        """Has the workers end after a step; False where none has begun one."""
+        group = self.get_worker_group()
+        if group is None or not group.has_started():
+            return False
+        actors = [worker.actor for worker in group.get_workers()]
+        return await asyncio.to_thread(ends.agree, actors, ending.STOP)
 
 
 class _Elastic(ElasticScalingPolicy):
@@ -376,6 +392,8 @@ class _WorkerGroup(WorkerGroup):
         for rank, status in enumerate(found):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
                 self._watchdog.heard(rank)
+            if isinstance(cause_of(status.error), ending.DrainedError):  # by itself it counts as the loss of a node
+                status.error = cause_of(status.error)
         for rank, how in self._watchdog.ended.items():
             found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
         return self._without_consequences(found)
@@ -459,10 +477,20 @@ class _Preemption(PreemptionCallback):
             rank = worker.distributed_context.world_rank
             ranks.setdefault(worker.metadata.node_id, []).append(rank)
             actors[rank] = worker.actor
-        self._watcher = PreemptionWatcher(ranks, self._poll_interval_s, actors)
+        self._watcher = _Drains(ranks, min(self._poll_interval_s, _DRAINS_SECONDS), actors)
 
     @overrides(PreemptionCallback)
     def _stop_watcher(self):
         if self._watcher is not None:
             ray_train.stop(self._watcher)
             self._watcher = None
+
+
+class _Drains(PreemptionWatcher):
+    """Has the workers end after a step as soon as a node of theirs is drained; Ray Train then starts them elsewhere."""
+
+    @overrides(PreemptionWatcher)
+    def _on_drain_change(self, drained):
+        super()._on_drain_change(drained)
+        if drained:
+            ends.end_of_drained(list(self._worker_actors_by_rank.values()))

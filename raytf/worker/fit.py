@@ -16,21 +16,29 @@ from raytf.parallel.callbacks import settable_rate
 from raytf.runtime.topology import Shard
 from raytf.worker import callbacks, checkpoint, context, input_wait, job, steps_per_execution, tpu, within_epoch
 from raytf.worker.callback_state import CallbackStates
+from raytf.worker.ending import DRAIN, DrainedError, Ended
 from raytf.worker.job import TrainJob
 
 
-def train(task: TrainJob, session) -> None:
+def train(task: TrainJob, session) -> dict | None:
     """Runs on every worker; the user's code sees a plain Keras training.
 
     Args:
         task: what to train.
         session: the run around it, see `session.py`.
+
+    Returns:
+        None where the training came to its end; else {"step": after which it was told to end, "kept": whether a
+        checkpoint of it is in good hands}.
+
+    Raises:
+        DrainedError: a worker's node is drained.
     """
     distribution = context.get_strategy()
     with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
         state = checkpoint.read_state(folder) if folder else None
         if job.ended(state, task):
-            return
+            return None
         keras.utils.set_random_seed(task.sampling.seed % 2**32)
         with distribution.scope():
             model = task.build_model(dict(task.config))
@@ -64,20 +72,26 @@ def train(task: TrainJob, session) -> None:
         report = report_callback(task, datasets["train"], states, state, to, steps=lambda: position.step)
         before, after = resumed(folder, state, states, position, feeds["train"].order)
         kept = within_epochs(task, feeds, position, report, session)
-        model.fit(
-            datasets["train"],
-            validation_data=datasets.get("validation"),
-            epochs=task.config["epochs"],
-            initial_epoch=state.epoch if state else 0,
-            callbacks=[*before, *around, *after, report, *kept],
-            verbose=0,
-            shuffle=False,  # the feed does
-        )
+        try:
+            model.fit(
+                datasets["train"],
+                validation_data=datasets.get("validation"),
+                epochs=task.config["epochs"],
+                initial_epoch=state.epoch if state else 0,
+                callbacks=[*before, *around, *after, report, *kept],
+                verbose=0,
+                shuffle=False,  # the feed does
+            )
+        except Ended as ended:
+            if ended.why == DRAIN:
+                raise DrainedError(ended.step, ended.kept) from None
+            return {"step": ended.step, "kept": ended.kept}
+    return None
 
 
 def within_epochs(task: TrainJob, feeds: dict[str, Feed], position, report, session) -> list:
-    """The callback that keeps checkpoints within epochs, where the run is to have some."""
-    if session.keep is None or not task.checkpoint_every.within_epochs:
+    """The callback that keeps checkpoints within epochs, where the run can have some."""
+    if session.keep is None:
         return []
     kept = within_epoch.StepCheckpointCallback(
         task.checkpoint_every,

@@ -78,13 +78,14 @@ class RaySession:
         path = posixpath.join(self.storage.experiment_fs_path, name)
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
-    def keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+    def keep(self, name: str, model, parts: Mapping[str, Any], wait: float = 0.0) -> bool:
         """Keeps a checkpoint within an epoch; called on the chief.
 
         Args:
             name: of its folder in that of the run, see `step_folders.name_of`.
             model: a compiled and built `keras.Model`.
             parts: what `checkpoint.parts` gave.
+            wait: seconds to wait for those before it, for one that is not to be left out.
 
         Returns:
             Whether it was taken: the process that writes it may be behind, and says what it could not write.
@@ -96,12 +97,12 @@ class RaySession:
         found = {checkpoint_files.MODEL: self._file.content(), **parts}
         if self._writer is not None:
             try:
-                return self._writer.write(name, found)
+                return self._writer.write(name, found, wait)
             except NotKeptError as error:  # its process was killed, and may be so again
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
                 self._writer.close()
         self._writer = SnapshotWriter(self.storage.storage_filesystem, self.storage.experiment_fs_path, _KEPT_STEPS)
-        return self._writer.write(name, found)
+        return self._writer.write(name, found, wait)
 
     def _close(self) -> None:
         """Waits for the last checkpoint within an epoch, when the training has ended or failed.

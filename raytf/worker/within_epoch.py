@@ -1,4 +1,4 @@
-"""Within an epoch: checkpoints after some of its steps, and how a training goes on from one of them.
+"""Within an epoch: checkpoints after some of its steps, ends after one, and how a training goes on from it.
 
 Ends of epochs have their own (`callbacks.ReportCallback`). A training that goes on makes the next step as if nothing
 had happened: the same rows, masks and random numbers, with the metrics of the epoch so far, and callbacks that hold
@@ -21,22 +21,27 @@ from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers
 from raytf.storage import step_folders
 from raytf.storage.checkpoint_files import State
 from raytf.worker import checkpoint as checkpoints
-from raytf.worker import checkpoint_every, random_state
+from raytf.worker import checkpoint_every, ending, random_state
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.callbacks import FeedCallback, ReportCallback
 from raytf.worker.checkpoint_every import Clock, Every
 
+# The last checkpoint waits so long for those before it, which are being written.
+_LAST_SECONDS = 30.0
+
 
 class StepCheckpointCallback(keras.callbacks.Callback):
-    """Keeps checkpoints within epochs; put it last. Every worker must have it, as metrics are summed over all.
+    """Keeps checkpoints within epochs, and ends the training with one when that is asked for; put it last.
+
+    Every worker must have it, as metrics are summed over all.
 
     With a number of steps they lie at the same steps in each run, and what workers average at the ends of epochs
     (moving statistics) is averaged at them, too, so that a run which goes on has it to the bit. With a time they lie
     anywhere: they change nothing in the training, and a run which goes on has these averages to rounding.
 
     Args:
-        every: when; within epochs.
-        keep: keep(name, model, parts) -> whether it was kept; called on the chief, see `RaySession.keep`.
+        every: when; it may say only at the ends of epochs.
+        keep: keep(name, model, parts, wait) -> whether it was kept; called on the chief, see `RaySession.keep`.
         position: counts the steps.
         report: knows what belongs to a checkpoint.
         chief: whether this worker keeps them.
@@ -67,23 +72,32 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         self._seen = self._next_look = self._position.step
         self._clock = Clock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
+        ending.gate.begin()
 
     def on_train_batch_end(self, batch, logs=None):
+        ended = ending.gate.is_last()
         before, self._seen = self._seen, self._position.step
         self._waits = self._waits or self._is_due(before, self._seen)
         ends = self._position.epoch_step >= (self.params["steps"] or math.inf) and not self._validates
-        if not self._waits or ends or self.model.stop_training or not self._are_alike():
+        due = ended or (self._waits and not ends)
+        if not due or self.model.stop_training or not self._are_alike():
             return
         self._waits = False
         began = time.monotonic()
-        self._save(logs)
+        kept = self._save(logs, _LAST_SECONDS if ended else 0.0)
         self._clock.made(time.monotonic(), time.monotonic() - began)
+        if ended:
+            raise ending.Ended(ending.gate.why, self._position.step, kept)
 
     def on_epoch_end(self, epoch, logs=None):
+        if ending.gate.is_over():  # no step was one after which workers had the same weights; the epoch is reported
+            raise ending.Ended(ending.gate.why, self._position.step, True)
         self._waits = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
     def _is_due(self, before: int, step: int) -> bool:
+        if not self._every.within_epochs:
+            return False
         if self._every.steps is not None:
             return checkpoint_every.crosses(self._every.steps, before, step)
         if step < self._next_look:
@@ -100,14 +114,15 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         optimizers = model_optimizers.of(self.model).values()
         return self._local_steps == 1 or all(int(one.iterations) % self._local_steps == 0 for one in optimizers)
 
-    def _save(self, logs) -> None:
+    def _save(self, logs, wait: float) -> bool:
+        """Whether it was kept; True on all but the chief."""
         values, averages, logs = metrics.standing(self.model, logs, assign=self._every.steps is not None)
         if not self._chief:
-            return
+            return True
         named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
         with _holding(averages):
             parts = self._report.parts(named, epoch_step=self._position.epoch_step, logs=logs, order=self._order)
-            self._keep(step_folders.name_of(self._position.step), self.model, parts)
+            return self._keep(step_folders.name_of(self._position.step), self.model, parts, wait)
 
 
 @contextlib.contextmanager

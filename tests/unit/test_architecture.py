@@ -37,6 +37,7 @@ WITHOUT = {
     "raytf.worker.checkpoint",
     "raytf.worker.checkpoint_every",
     "raytf.worker.choice",
+    "raytf.worker.ending",
     "raytf.worker.export",
     "raytf.worker.job",
     "raytf.worker.random_state",

@@ -1,0 +1,169 @@
+"""How a run is told to end: by a signal to its driver, or because a node of it is drained. Driver side.
+
+The first SIGTERM or SIGINT asks for an end after the step that is being made (`worker/ending.py`); a second one ends
+everything at once, and so does the first as long as no worker trains.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
+from raytf.runtime import answers
+from raytf.storage.run_folder import RunFolder
+from raytf.worker import ending
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# For each of the two messages; a worker answers at once, unless it stands still.
+_ANSWER_SECONDS = 10.0
+# After this it is asked again: a worker group that replaces another knows nothing of it.
+_AGAIN_SECONDS = 5.0
+# A step has to end, and its checkpoint to be written, which is given 30 s.
+_END_SECONDS = 90.0
+
+
+def agree(workers: Sequence, why: str) -> bool:
+    """Has all workers end after the same step, the first that they can.
+
+    Args:
+        workers: actors with an `execute(function, *arguments)`, all of a group.
+        why: `ending.STOP` or `ending.DRAIN`.
+
+    Returns:
+        Whether any of them has begun a step; else they end after the first.
+
+    Raises:
+        NoAnswerError: one stands still.
+        RayActorError: one has died.
+    """
+    asked = [worker.execute.remote(ending.ask, why) for worker in workers]
+    begun = max(answers.collect(asked, _ANSWER_SECONDS, "how far a worker is, to end after the same step as others"))
+    told = [worker.execute.remote(ending.end_after, begun) for worker in workers]
+    answers.collect(told, _ANSWER_SECONDS, "that a worker has heard after which step to end")
+    return begun > 0
+
+
+class Ending:
+    """Takes signals while a `with` block runs in the main thread; in another thread none come.
+
+    Attributes:
+        number: of the first signal that came, or None.
+    """
+
+    def __init__(self):
+        self.number: int | None = None
+        self._heard: Callable[[], object] | None = None
+        self._changed = threading.Event()
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Ending:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _hear(self, number, frame) -> None:
+        again, self.number = self.number is not None, self.number or number
+        if again or self._heard is None:
+            raise StoppedError(self.number, "ended at once; a run goes on from the last checkpoint that it kept")
+        self._say("ends after this step; a second signal ends it at once")
+        self._heard()
+
+    def _say(self, text: str) -> None:
+        print(f"raytf: {signal.Signals(self.number).name}: {text}", file=sys.stderr, flush=True)
+
+    def result_of(self, ref, ask: Callable[[], object]):
+        """What `ray.get(ref)` gives, for a run that a signal is to end well.
+
+        Args:
+            ref: of the run's end.
+            ask: gives a ref that says whether any worker has begun a step, and tells them to end.
+
+        Raises:
+            StoppedError: no worker had begun a step.
+            TrainingError: the workers did not end.
+        """
+        future = ref.future()  # Ray looks at signals once in a second only
+        future.add_done_callback(lambda _: self._changed.set())
+        self._heard = self._changed.set
+        try:
+            while not future.done():
+                self._changed.wait()
+                self._changed.clear()
+                if self.number is not None:
+                    self._end(future, ask)
+            return future.result()
+        finally:
+            self._heard = None
+
+    def _end(self, future, ask: Callable[[], object]) -> None:
+        until = time.monotonic() + _END_SECONDS
+        while not future.done():
+            try:
+                if not ray.get(ask(), timeout=3 * _ANSWER_SECONDS) and not future.done():
+                    raise StoppedError(self.number, "no step had begun since the run's start; nothing is lost")
+            except RayActorError:  # a worker that ends before it answers, or the controller, whose end is the run's
+                pass
+            except (GetTimeoutError, answers.NoAnswerError) as error:
+                raise TrainingError(None, f"it was to end, and could not: {in_a_line(error)}") from error
+            if time.monotonic() > until:
+                raise TrainingError(None, f"it was to end, and its workers have not within {_END_SECONDS:g} s")
+            concurrent.futures.wait([future], _AGAIN_SECONDS)
+
+    def here(self, train: Callable):
+        """Calls a training in this very process; a signal ends it after a step."""
+
+        def heard():
+            if not ending.gate.ask(ending.STOP):
+                raise StoppedError(self.number, "no step had begun since the run's start; nothing is lost")
+            ending.gate.end_after(ending.gate.ask(ending.STOP))
+
+        ending.gate.reset()
+        self._heard = heard
+        try:
+            return train()
+        finally:
+            self._heard = None
+
+    def check(self, result, folder: RunFolder) -> None:
+        """Raises what a signal has made of a run that has ended without an error; nothing without a signal.
+
+        Raises:
+            StoppedError: all steps that were made are kept.
+            TrainingError: the last ones are not.
+        """
+        if self.number is None:
+            return
+        ended, name = getattr(result, "return_value", None), signal.Signals(self.number).name
+        if ended is None:
+            raise StoppedError(self.number, f"the run {folder.name!r} had made its last step; all is kept")
+        step, last = ended["step"], folder.last()
+        if last is None or last.step < step:
+            kept = "none is" if last is None else f"the last that is is that of step {last.step}"
+            raise TrainingError(None, f"{name}: it has ended after step {step}, whose checkpoint is not kept; {kept}")
+        where = f"step {last.epoch_step} of epoch {last.epoch + 1}" if last.epoch_step else f"epoch {last.epoch}"
+        raise StoppedError(
+            self.number,
+            f"the run {folder.name!r} has ended after step {step} ({where}), which is kept; started again with this "
+            f"name it goes on at the next",
+            step,
+        )
+
+
+def end_of_drained(workers: Sequence) -> None:
+    """Has workers end after the same step because a node of theirs is drained; one that has gone already is no news."""
+    try:
+        agree(workers, ending.DRAIN)
+    except (RaytfError, RayActorError) as error:
+        print(f"raytf: a node is drained, and the workers could not be told: {in_a_line(error)}", file=sys.stderr)

@@ -1,0 +1,126 @@
+"""Ending a training after the same step on all workers, when their run is told to end. On a worker; no TensorFlow.
+
+Workers are asked for the executions that they have begun: from then on none begins another before it is told which one
+is the last. That is the largest of the answers, so that none is past it, and none waits in it for another. All
+this takes two messages, and nothing of the time of a training that nobody ends.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from ray.exceptions import RayActorError
+
+from raytf.errors import RaytfError
+
+# From the question to what follows from all workers' answers.
+_TOLD_WITHIN_SECONDS = 30.0
+
+STOP, DRAIN = "stop", "drain"
+
+
+class Ended(BaseException):
+    """Ends `model.fit` after a step; no `except Exception` of the user's holds it up.
+
+    Args:
+        why: STOP or DRAIN.
+        step: steps that are made in all.
+        kept: whether a checkpoint of it was handed over.
+    """
+
+    def __init__(self, why: str, step: int, kept: bool):
+        super().__init__(why, step, kept)
+        self.why, self.step, self.kept = why, step, kept
+
+
+class DrainedError(RayActorError):
+    """A worker's node is drained, and the workers have ended after the same step: to Ray Train a loss of the node.
+
+    Args:
+        step: steps that are made in all.
+        kept: whether a checkpoint of it was handed over.
+    """
+
+    def __init__(self, step: int, kept: bool):
+        place = f"step {step}, from which the run goes on" if kept else f"step {step}, of which there is no checkpoint"
+        super().__init__(
+            error_msg=f"a node of the run is drained; all workers have ended after {place}", preempted=True
+        )
+        self.step, self.kept = step, kept
+
+    def __reduce__(self):
+        return type(self), (self.step, self.kept)
+
+
+class NotToldError(RaytfError, TimeoutError):
+    """A worker was asked to end, and not told after which step."""
+
+
+class Gate:
+    """Between the thread that trains and those that ask it to end.
+
+    Attributes:
+        why: STOP or DRAIN, or None as long as nobody asks.
+    """
+
+    def __init__(self):
+        self._changed = threading.Condition(threading.RLock())  # a signal's handler runs in the training's own thread
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was asked: for another training in this process."""
+        with self._changed:
+            self.why: str | None = None
+            self._begun, self._end_after = 0, None
+
+    def ask(self, why: str) -> int:
+        """The executions of steps that have begun, or begin without another look here; 0 before the training."""
+        with self._changed:
+            self.why = self.why or why
+            return self._begun
+
+    def end_after(self, executions: int) -> None:
+        """Says after how many executions to end: the most that any worker has begun; at least one."""
+        with self._changed:
+            self._end_after = self._end_after or max(1, executions)
+            self._changed.notify_all()
+
+    def begin(self) -> None:
+        """Called as a training begins: its first execution is sure to come."""
+        with self._changed:
+            self._begun = 1
+
+    def is_last(self) -> bool:
+        """Called after each execution: whether to end now; waits while that is being asked.
+
+        Raises:
+            NotToldError: no answer came.
+        """
+        with self._changed:
+            told = lambda: self.why is None or self._end_after is not None
+            if not self._changed.wait_for(told, _TOLD_WITHIN_SECONDS):
+                raise NotToldError(
+                    f"This worker was asked to end, and not told after which step within {_TOLD_WITHIN_SECONDS:g} s: "
+                    "another one gave no answer"
+                )
+            self._begun += 1
+            return self.is_over()
+
+    def is_over(self) -> bool:
+        """Called between executions: whether the last one was the one to end after, or came after it."""
+        with self._changed:
+            return self._end_after is not None and self._begun > self._end_after
+
+
+# Of the training in this process.
+gate = Gate()
+
+
+def ask(why: str) -> int:
+    """`Gate.ask`, as a function that another process sends here."""
+    return gate.ask(why)
+
+
+def end_after(executions: int) -> None:
+    """`Gate.end_after`, likewise."""
+    gate.end_after(executions)

@@ -1,0 +1,66 @@
+"""A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS, which leaves its weights.
+
+Each worker notes its steps in NAME_RANK.txt. Where FOLDER/NAME_hold exists, worker 1 stands still behind step 5 of the
+second epoch until that file has gone, so that others are one step ahead of it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+from tests.cluster import models
+
+_HELD_SECONDS = 60.0
+
+
+def noting(config):
+    """A callback that notes each step, and holds one."""
+    import keras
+
+    class Note(keras.callbacks.Callback):
+        raytf_local_batches = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            rank = models.rank() if config["workers"] else 0
+            with open(f"{config['place']}_{rank}.txt", "a") as file:
+                file.write(f"{os.getpid()} {self.epoch} {batch}\n")
+            until = time.monotonic() + _HELD_SECONDS
+            while (self.epoch, batch, rank) == (1, 4, min(1, config["workers"] - 1) if config["workers"] else 0):
+                if not os.path.exists(f"{config['place']}_hold") or time.monotonic() > until:
+                    break
+                time.sleep(0.01)
+
+    return [Note()]
+
+
+def main(folder: str, name: str, workers: int) -> None:
+    import ray
+
+    import raytf
+
+    ray.init(log_to_driver=False)
+    result = raytf.KerasTrainer(
+        models.mlp,
+        config={"batch_size": 7, "epochs": 3, "dropout": 0.2, "place": f"{folder}/{name}", "workers": workers},
+        datasets={"train": models.dataset(), "validation": models.dataset(41, 1)},
+        features=models.FEATURES,
+        labels="label",
+        callbacks=noting,
+        scaling_config=ray.train.ScalingConfig(num_workers=workers),
+        run_config=ray.train.RunConfig(name=name, storage_path=folder),
+        progress=False,
+    ).fit()
+    weights = {str(i): np.asarray(w) for i, w in enumerate(raytf.load_model(result).get_weights())}
+    np.savez(pathlib.Path(folder, f"{name}.npz"), **weights)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
