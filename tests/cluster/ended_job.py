@@ -1,12 +1,11 @@
 """A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS, which leaves its weights.
 
-Each worker notes its steps in NAME_RANK.txt. Where FOLDER/NAME_hold exists, worker 1 stands still behind step 5 of the
-second epoch until that file has gone, so that others are one step ahead of it.
+Each worker notes its node and steps in NAME_RANK.txt. Where FOLDER/NAME_hold exists, the last worker stands still behind
+step 5 of the second epoch until it is asked to end, so that others are one step ahead of it; it removes that file.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 import time
@@ -21,6 +20,11 @@ _HELD_SECONDS = 60.0
 def noting(config):
     """A callback that notes each step, and holds one."""
     import keras
+    import ray
+
+    from raytf.worker import ending
+
+    node = ray.get_runtime_context().get_node_id()
 
     class Note(keras.callbacks.Callback):
         raytf_local_batches = True
@@ -31,12 +35,13 @@ def noting(config):
         def on_train_batch_end(self, batch, logs=None):
             rank = models.rank() if config["workers"] else 0
             with open(f"{config['place']}_{rank}.txt", "a") as file:
-                file.write(f"{os.getpid()} {self.epoch} {batch}\n")
-            until = time.monotonic() + _HELD_SECONDS
-            while (self.epoch, batch, rank) == (1, 4, min(1, config["workers"] - 1) if config["workers"] else 0):
-                if not os.path.exists(f"{config['place']}_hold") or time.monotonic() > until:
-                    break
-                time.sleep(0.01)
+                file.write(f"{node} {self.epoch} {batch}\n")
+            hold = pathlib.Path(f"{config['place']}_hold")
+            if (self.epoch, batch, rank) == (1, 4, max(0, config["workers"] - 1)) and hold.exists():
+                until = time.monotonic() + _HELD_SECONDS
+                while ending.gate.why is None and time.monotonic() < until:
+                    time.sleep(0.01)
+                hold.unlink()
 
     return [Note()]
 

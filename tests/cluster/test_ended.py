@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 import ray
 
-pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+from cluster import local
+
+pytestmark = pytest.mark.slow
 
 
-def started(tmp_path, name, workers):
-    address = ray.get_runtime_context().gcs_address
+def started(tmp_path, name, workers, environment=None):
+    environment = environment or os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "tests.cluster.ended_job", str(tmp_path), name, str(workers)]
-    return subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": address}, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def finished(driver, code=0):
@@ -38,10 +41,17 @@ def until(reached, driver, seconds=120):
 
 def steps(tmp_path, name, rank):
     """(epoch, batch) of each step that a rank has made, in order."""
+    return [tuple(map(int, line.split()[1:])) for line in noted(tmp_path, name, rank)]
+
+
+def nodes(tmp_path, name):
+    """Where the chief has been."""
+    return {line.split()[0] for line in noted(tmp_path, name, 0)}
+
+
+def noted(tmp_path, name, rank):
     path = tmp_path / f"{name}_{rank}.txt"
-    if not path.exists():
-        return []
-    return [tuple(map(int, line.split()[1:])) for line in path.read_text().splitlines()]
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def weights(tmp_path, name):
@@ -49,6 +59,7 @@ def weights(tmp_path, name):
         return [file[key] for key in file]
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("workers", [2, 0])
 def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path, workers):
@@ -56,19 +67,14 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     behind step 19; then, in the run that goes on, SIGINT; then nothing. No step is lost, and none is made twice."""
     quiet = started(tmp_path, "quiet", workers)
     finished(quiet)
-    hold = tmp_path / "run_hold"
-    hold.touch()
+    (tmp_path / "run_hold").touch()
     driver = started(tmp_path, "run", workers)
     held = max(0, workers - 1)
     until(lambda: steps(tmp_path, "run", held)[-1:] == [(1, 4)], driver)
     driver.send_signal(signal.SIGTERM)
-    line = driver.stderr.readline()
-    while "SIGTERM: ends after this step" not in line:
-        assert line, "the driver has ended"
-        line = driver.stderr.readline()
-    hold.unlink()
     began = time.monotonic()
     said = finished(driver, 143)
+    assert "SIGTERM: ends after this step" in said
     print("ended", time.monotonic() - began, said)
     (step,) = map(int, re.findall(r"has ended after step (\d+)", said))
     assert (tmp_path / "run" / f"step_{step:012d}" / "manifest.json").exists()
@@ -86,3 +92,32 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     for mine, its in zip(weights(tmp_path, "run"), weights(tmp_path, "quiet"), strict=True):
         np.testing.assert_array_equal(mine, its)
     finished(started(tmp_path, "run", workers))  # nothing is left to do
+
+
+@pytest.fixture(scope="module")
+def two_hosts():
+    """A head that has no room for two workers, and two nodes that have."""
+    with local.local_cluster(nodes=3, cpus=2, options=[["--num-cpus=1"], [], []]) as cluster:
+        yield cluster
+
+
+@pytest.mark.timeout(400)
+def test_a_node_that_is_drained_costs_no_step(tmp_path, two_hosts):
+    """Both workers are on the node that is drained, behind step 19 and in step 20. They end after it, and start again
+    on the other node; FailureConfig allows no failure, as this is none."""
+    environment = os.environ | two_hosts.environment | {"RAY_ADDRESS": two_hosts.address}
+    quiet = started(tmp_path, "quiet", 2, environment)
+    finished(quiet)
+    (tmp_path / "run_hold").touch()
+    driver = started(tmp_path, "run", 2, environment)
+    until(lambda: steps(tmp_path, "run", 1)[-1:] == [(1, 4)], driver)
+    (first,) = nodes(tmp_path, "run")
+    drain = [pathlib.Path(sys.executable).with_name("ray"), "drain-node", "--address", two_hosts.address]
+    drain += ["--node-id", first, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    subprocess.run([*drain, "--deadline-remaining-seconds", "120"], env=environment, check=True, timeout=60)
+    finished(driver)
+    assert len(nodes(tmp_path, "run")) == 2
+    everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    assert steps(tmp_path, "run", 0) == steps(tmp_path, "run", 1) == everything
+    for mine, its in zip(weights(tmp_path, "run"), weights(tmp_path, "quiet"), strict=True):
+        np.testing.assert_array_equal(mine, its)

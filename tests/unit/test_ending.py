@@ -1,0 +1,85 @@
+"""Workers that are asked to end do so after the same execution, wherever the question finds them."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import signal
+import threading
+
+import pytest
+
+from raytf.errors import StoppedError
+from raytf.worker import ending
+from raytf.worker.ending import DRAIN, STOP, DrainedError, Gate
+
+
+class Worker(threading.Thread):
+    """Makes executions in step with others, until its gate says that one was the last."""
+
+    def __init__(self, together, most):
+        super().__init__(daemon=True)
+        self.gate, self.together, self.most, self.made = Gate(), together, most, 0
+
+    def run(self):
+        self.gate.begin()
+        while self.made < self.most:
+            self.together.wait(30)
+            self.made += 1
+            if self.gate.is_last():
+                return
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_workers_in_step_end_after_the_same_execution(seed):
+    """Each is asked at another time; a barrier stands for the collectives of a step."""
+    chance = random.Random(seed)
+    together = threading.Barrier(3)
+    workers = [Worker(together, 1_000_000) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    while workers[0].made < chance.randrange(1, 2000):
+        pass
+    begun = [worker.gate.ask(STOP) for worker in chance.sample(workers, 3)]
+    for worker in workers:
+        worker.gate.end_after(max(begun))
+    for worker in workers:
+        worker.join(30)
+        assert not worker.is_alive()
+    assert {worker.made for worker in workers} == {max(begun)}
+
+
+def test_asked_before_the_first_execution_a_training_ends_after_it():
+    gate = Gate()
+    assert gate.ask(DRAIN) == 0
+    gate.end_after(0)
+    gate.begin()
+    assert not gate.is_over() and gate.is_last() and gate.is_over()
+
+
+def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
+    gate = Gate()
+    gate.begin()
+    assert not gate.is_last()
+    assert gate.ask(STOP) == 2 == gate.ask(STOP)
+    gate.end_after(2)
+    gate.end_after(7)  # asked twice: what was said first holds
+    assert not gate.is_over()
+    assert gate.is_last()
+
+
+def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(ending, "_TOLD_WITHIN_SECONDS", 0.01)
+    gate = Gate()
+    gate.begin()
+    gate.ask(STOP)
+    with pytest.raises(ending.NotToldError, match="another one gave no answer"):
+        gate.is_last()
+
+
+def test_errors_travel_and_bear_their_exit_codes():
+    error = pickle.loads(pickle.dumps(StoppedError(signal.SIGTERM, "it stands there", 7)))
+    assert (error.code, error.step, str(error)) == (143, 7, "SIGTERM: it stands there")
+    assert isinstance(error, SystemExit) and StoppedError(signal.SIGINT, "").code == 130
+    drained = pickle.loads(pickle.dumps(DrainedError(7, False)))
+    assert drained.preempted and "after step 7, of which there is no checkpoint" in str(drained)
