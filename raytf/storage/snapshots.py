@@ -5,8 +5,9 @@
     writer.finish(60.0)     # the last one is whole, or NotKeptError says why not
     writer.close()
 
-There are two buffers of shared memory, of which no name exists anywhere: one may be written while the other is filled.
-Where the storage is slower than the snapshots come, some are left out, and training does not wait.
+Snapshots lie in buffers of shared memory, of which no name exists anywhere: one may be written while another is filled,
+and where one waits meanwhile, a third is filled, which then takes its place. So where the storage is slower than the
+snapshots come, the newest is kept, some are left out, and training does not wait.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _LONGEST_MESSAGE = 1 << 16
 _ALIGNED = 64
 # What belongs to a snapshot grows: histories, counters.
 _ROOM = 1 << 20
+# One that is written, one that waits, one to fill.
+_BUFFERS = 3
 
 
 class NotKeptError(RaytfError, OSError):
@@ -217,7 +220,7 @@ class SnapshotWriter:
     Attributes:
         written: what the other side said of the snapshots that are whole: "name", "bytes", "seconds", "cpu" (its
             processor seconds so far), "removed".
-        skipped: how many were left out, as both buffers were being written.
+        left_out: how many were, as newer ones came before they could be written.
 
     Raises:
         ConfigError: the file system cannot be handed to another process.
@@ -225,14 +228,14 @@ class SnapshotWriter:
 
     def __init__(self, filesystem, folder: str, keep: int = 2):
         self.written: list[dict] = []
-        self.skipped = 0
+        self.left_out = 0
         self.pid: int | None = None
         self._folder = folder
         self._names: dict[int, str] = {}
-        self._last, self._count, self._failed, self._gone = None, 0, "", False
+        self._last, self._begun, self._failed, self._gone = 0, 0, "", False
         self._said: set[str] = set()
         settings = pickle.dumps({"filesystem": _pickled(filesystem), "folder": folder, "keep": max(1, keep)})
-        self._buffers = [_Buffer(0), _Buffer(1)]
+        self._buffers = [_Buffer(number) for number in range(_BUFFERS)]
         self._control, self._errors = None, os.memfd_create("raytf_snapshot_errors")
         self._start(settings)
 
@@ -257,40 +260,27 @@ class SnapshotWriter:
         with self._process.stdin as pipe:
             pipe.write(settings)
 
-    def write(self, name: str, parts: Mapping[str, Part], wait: float = 0.0) -> bool:
+    def write(self, name: str, parts: Mapping[str, Part]) -> None:
         """Copies a snapshot; the other process writes it. Its manifest comes by itself.
 
         Args:
             name: of its folder in the run's.
             parts: by name of the file.
-            wait: seconds to wait for a buffer that is free, for a snapshot that is not to be left out.
-
-        Returns:
-            Whether it was taken; False where both buffers are being written.
 
         Raises:
             ConfigError: a name is not one of a folder in the run's.
             NotKeptError: the other process has ended.
         """
         snapshot_store.check_name(name)
-        buffer = self._free(wait, name)
-        if buffer is None:
-            self.skipped += 1
-            self._say(
-                "skipped",
-                f"The storage of {self._folder!r} takes longer than snapshots come: some are left out. Take them "
-                "less often",
-            )
-            return False
         plan = _Plan(parts)
-        if not self._last:  # the first one makes both buffers ready
-            self._buffers[1 - buffer.number].grow(plan.size + _ROOM)
-            self._buffers[1 - buffer.number].lay(plan.image)
+        buffer = self._free(name)
+        if not self._last:  # the first one makes another buffer ready, too
+            self._buffers[1].grow(plan.size + _ROOM)
+            self._buffers[1].lay(plan.image)
         at, size = plan.fill(buffer, name)
-        self._count += 1
-        self._last, buffer.busy, self._names[self._count] = self._count, self._count, name
-        self._send({"id": self._count, "buffer": buffer.number, "at": at, "size": size})
-        return True
+        self._last += 1
+        buffer.busy, self._names[self._last] = self._last, name
+        self._send({"id": self._last, "buffer": buffer.number, "at": at, "size": size})
 
     def finish(self, seconds: float) -> None:
         """Waits until the last snapshot is whole.
@@ -301,9 +291,8 @@ class SnapshotWriter:
         Raises:
             NotKeptError: it is not.
         """
-        if self._last is None:
+        if not self._last:
             return
-        self._failed = ""
         self._send({"hurry": True})
         until = time.monotonic() + seconds
         while any(buffer.busy == self._last for buffer in self._buffers):
@@ -328,18 +317,24 @@ class SnapshotWriter:
         os.close(self._errors)
         self._reap(0.0)
 
-    def _free(self, wait: float, name: str) -> _Buffer | None:
-        until = time.monotonic() + wait
+    def _free(self, name: str) -> _Buffer:
+        """A buffer to fill: one in which nothing lies, or a snapshot that waits though a newer one does, too."""
         self._drain(0.0)
-        while True:
-            if self._gone:
-                raise NotKeptError(name, self._how_it_ended())
-            free = [buffer for buffer in self._buffers if buffer.busy is None]
-            if free:
-                return free[0]
-            if (left := until - time.monotonic()) <= 0:
-                return None
-            self._drain(left)
+        if self._gone:
+            raise NotKeptError(name, self._how_it_ended())
+        free = [buffer for buffer in self._buffers if buffer.busy is None]
+        # what has begun was told before the other side looks for newer ones, see `snapshot_writer`
+        free += [buffer for buffer in self._buffers if buffer.busy not in (None, self._begun, self._last)]
+        if free[0].busy is not None:
+            self._leave_out(free[0].busy)
+        return free[0]
+
+    def _leave_out(self, number: int) -> None:
+        self._names.pop(number, None)
+        self.left_out += 1
+        if not self._failed:  # else that was said
+            text = f"The storage of {self._folder!r} takes longer than snapshots come: some are left out"
+            self._say("left out", f"{text}. Take them less often")
 
     def _send(self, message: dict) -> None:
         try:
@@ -370,19 +365,29 @@ class SnapshotWriter:
             self.pid = event["pid"]
             self._reap(_END_SECONDS)  # the process between, which has ended
             return
-        if kind == "failed":
+        number = event["id"]
+        name = self._names.get(number)
+        if kind == "begun":
+            self._begun = number
+        elif kind == "failed":
             self._failed = event["why"]
-            name = self._names[event["id"]]
             self._say(event["why"], f"The snapshot {name} could not be written, and is tried again: {event['why']}")
-            return
+        elif name is not None:  # else it was left out before the other side knew
+            self._end(number)
+            if kind == "dropped":
+                self._leave_out(number)
+            else:
+                self._failed = ""
+                self.written.append(event)
+                if event["unremoved"]:
+                    self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
+
+    def _end(self, number: int) -> None:
         for buffer in self._buffers:
-            if buffer.busy == event["id"]:
+            if buffer.busy == number:
                 buffer.busy = None
-        name = self._names.pop(event["id"]) if event["id"] != self._last else self._names[event["id"]]
-        if kind == "written":
-            self.written.append(event)
-            if event["unremoved"]:
-                self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
+        if number != self._last:
+            self._names.pop(number)
 
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:

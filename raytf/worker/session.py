@@ -96,12 +96,14 @@ class RaySession:
         found = {checkpoint_files.MODEL: self._file.content(), **parts}
         if self._writer is not None:
             try:
-                return self._writer.write(name, found)
+                self._writer.write(name, found)
+                return True
             except NotKeptError as error:  # its process was killed, and may be so again
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
                 self._writer.close()
         self._writer = SnapshotWriter(self.storage.storage_filesystem, self.storage.experiment_fs_path, _KEPT_STEPS)
-        return self._writer.write(name, found)
+        self._writer.write(name, found)
+        return True
 
     def _close(self) -> None:
         """Waits for the last checkpoint within an epoch, when the training has ended or failed.
