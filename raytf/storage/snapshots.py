@@ -32,8 +32,6 @@ from raytf.errors import ConfigError, RaytfError
 from raytf.storage import snapshot_store
 from raytf.storage.snapshot_store import MANIFEST
 
-# Importing numpy and pyarrow takes a second; the processors may be busy.
-_START_SECONDS = 120.0
 _END_SECONDS = 5.0
 _LONGEST_MESSAGE = 1 << 16
 _ALIGNED = 64
