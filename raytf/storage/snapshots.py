@@ -12,25 +12,29 @@ snapshots come, the newest is kept, some are left out, and training does not wai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import mmap
 import os
 import pathlib
 import pickle
+import secrets
 import select
 import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import snapshot_store
 from raytf.storage.snapshot_store import MANIFEST
+from raytf.storage.snapshot_writer import ORPHAN_SECONDS
 
 _END_SECONDS = 5.0
 _LONGEST_MESSAGE = 1 << 16
@@ -243,6 +247,7 @@ class SnapshotWriter:
         path = [str(pathlib.Path(__file__).parents[2]), *sys.path]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
         passed = [other.fileno(), *(b.descriptor for b in self._buffers)]
+        sign = _sign(self._folder)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "raytf.storage.snapshot_writer", *map(str, passed)],
@@ -250,11 +255,12 @@ class SnapshotWriter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                pass_fds=passed,
+                pass_fds=[*passed, sign.fileno()],
                 start_new_session=True,
             )
         finally:
             other.close()
+            sign.close()
         with self._process.stdin as pipe:
             pipe.write(settings)
 
@@ -402,6 +408,59 @@ class SnapshotWriter:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return
+
+
+def wait_for_writers(folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> bool:
+    """Waits until no process of this host writes snapshots of a run any more, and says whether that is so.
+
+    Those of a worker that was killed finish what they were handed; a run that goes on should see it.
+
+    Args:
+        folder: of the run on its storage.
+        seconds: at most so long.
+    """
+    until = time.monotonic() + seconds
+    for name in _signs(folder):
+        with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(name)  # nobody takes it: it ends with the other side
+            connection.settimeout(max(0.01, until - time.monotonic()))
+            try:
+                connection.recv(1)
+            except TimeoutError:
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def settled(folder: str) -> Iterator[None]:
+    """Waits, before and behind, for the processes of this host that write snapshots of a run: see `wait_for_writers`."""
+    wait_for_writers(folder)
+    try:
+        yield
+    finally:
+        wait_for_writers(folder)
+
+
+def _sign(folder: str) -> socket.socket:
+    """A socket with a name that is seen on this host as long as a process has it open; no file stands for it."""
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(f"\0{_prefix(folder)}{secrets.token_hex(8)}")
+    made.listen()
+    return made
+
+
+def _signs(folder: str) -> list[str]:
+    """The names of the sockets of a run's writers."""
+    try:
+        with open("/proc/net/unix") as file:
+            words = [line.split()[-1] for line in file if "@" in line]
+    except FileNotFoundError:  # not Linux
+        return []
+    return [f"\0{word[1:]}" for word in dict.fromkeys(words) if word.startswith(f"@{_prefix(folder)}")]
+
+
+def _prefix(folder: str) -> str:
+    return f"raytf_snapshots_{hashlib.sha256(folder.rstrip('/').encode()).hexdigest()[:32]}_"
 
 
 def _pickled(filesystem) -> bytes:

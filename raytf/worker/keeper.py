@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from raytf.storage import checkpoint_files
+from raytf.storage import checkpoint_files, snapshots
 from raytf.storage.snapshots import NotKeptError, SnapshotWriter
 
 # Those that stay: the last, and one for when it is damaged.
@@ -27,6 +27,13 @@ class Keeper:
         self._filesystem, self._run = filesystem, run
         self._writer: SnapshotWriter | None = None
         self._file: Any = None  # a `model_file.ModelFile`
+
+    def wait_for_others(self) -> None:
+        """Waits for what a killed worker of this host had handed over; call before the newest is looked for."""
+        if not snapshots.wait_for_writers(self._run):
+            warnings.warn(
+                f"Another process still writes checkpoints of {self._run!r}: its last ones are not seen", stacklevel=2
+            )
 
     def keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
         """See `session.RaySession.keep`.

@@ -58,6 +58,7 @@ class RaySession:
 
     def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None]:
         """(name, folder on this machine) of the last whole checkpoint, of an epoch or within one."""
+        self._keeper.wait_for_others()
         steps = step_folders.listed(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         last = ray.train.get_checkpoint()
         if last is None and not steps:

@@ -21,7 +21,7 @@ from raytf.storage import checkpoint_files, scattered
 from raytf.storage.checkpoint_files import State
 from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, needless
-from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter
+from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter, wait_for_writers
 from raytf.storage.step_folders import name_of, step_of
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -168,6 +168,18 @@ def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_p
     assert writer.written[-1]["name"] == name_of(399)
 
 
+def test_others_see_that_a_writer_is_at_work_until_it_has_ended(tmp_path):
+    run = str(tmp_path / "run")
+    assert wait_for_writers(run, 0.0)
+    writer = SnapshotWriter(LOCAL, run)
+    assert not wait_for_writers(run, 0.0)  # though its process has hardly begun
+    assert wait_for_writers(str(tmp_path / "other"), 0.0)
+    writer.write(name_of(1), parts_of(1))
+    writer.close()
+    assert wait_for_writers(run, 60.0) and wait_for_writers(run, 0.0)
+    check(tmp_path / "run" / name_of(1), 1)
+
+
 def test_the_end_of_the_writer_is_told(tmp_path):
     writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
     writer.write(name_of(1), parts_of(1))
@@ -266,6 +278,7 @@ def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, kille
             time.sleep(rng.random() * 0.02)
             os.kill(parent.pid if killed == "who hands over" else int(pid), signal.SIGKILL)
             rest = parent.communicate()[0].split()
+            assert wait_for_writers(str(run))
         step = int(rest[-2] if rest else step)
         wait_for(lambda pid=pid: is_gone(int(pid)))
         before, whole = whole, check_all(run)
