@@ -433,7 +433,7 @@ def wait_for_writers(folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> boo
 
 @contextlib.contextmanager
 def settled(folder: str) -> Iterator[None]:
-    """Waits, before and behind, for the processes of this host that write snapshots of a run: see `wait_for_writers`."""
+    """Waits before and behind for the processes of this host that write snapshots of a run, see `wait_for_writers`."""
     wait_for_writers(folder)
     try:
         yield
