@@ -188,12 +188,6 @@ class Resumption:
             metrics.add(model, late)
 
 
-def rows_differ(state: State, order: Mapping) -> str:
-    """What says that the steps of the epoch in which a checkpoint was made would have other rows; "" for nothing."""
-    names = [name for name in (*order, *state.order) if order.get(name) != state.order.get(name)]
-    return ", ".join(f"{n} {order.get(n)}, was {state.order.get(n)}" for n in dict.fromkeys(names))
-
-
 class _First(keras.callbacks.Callback):
     raytf_local_batches = True
 

@@ -325,7 +325,7 @@ def gan():
 
 def tokens():
     inputs = keras.Input((None,), dtype="int64")
-    x = layers.GlobalAveragePooling1D()(layers.Embedding(20, 6)(inputs))
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(20, 6, mask_zero=True)(inputs))
     model = keras.Model(inputs, layers.Dense(4, "softmax")(x))
     model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
