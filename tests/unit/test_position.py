@@ -39,7 +39,7 @@ def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
     assert [len(batches) for batches in whole.values()] == [5, 5, 5]
     for epoch in whole.values():
         assert sorted(np.concatenate(epoch)) == list(range(ROWS))
-    for stop in range(1, 15):
+    for stop in (1, 4, 5, 6, 14):
         position = Position(rows(**options))
         first = read(position, stop=stop)
         path = tf.train.Checkpoint(position=position).save(str(tmp_path / "saved"))
