@@ -9,6 +9,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from raytf.data import sampling
 from raytf.data.feed import Feed
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers
@@ -95,7 +96,7 @@ def resumed(folder: str | None, state, states, position, order) -> tuple[list, l
     """Callbacks before and behind the others, where the training goes on within an epoch."""
     if state is None or not state.epoch_step:
         return [], []
-    if differs := within_epoch.rows_differ(state, order):
+    if differs := sampling.differences(state.order, order):
         warnings.warn(
             f"Epoch {state.epoch + 1} begins anew, with weights that have seen {state.epoch_step} of its steps: these "
             f"would have other rows now ({differs})",

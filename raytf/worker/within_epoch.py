@@ -106,7 +106,8 @@ class StepCheckpointCallback(keras.callbacks.Callback):
             return
         named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
         with _holding(averages):
-            parts = self._report.parts(named, epoch_step=self._position.epoch_step, logs=logs, order=self._order)
+            within = {"logs": logs, "metrics": metrics.described(self.model), "order": self._order}
+            parts = self._report.parts(named, epoch_step=self._position.epoch_step, **within)
             self._keep(step_folders.name_of(self._position.step), self.model, parts)
 
 
@@ -139,7 +140,7 @@ class Resumption:
 
     def __init__(self, folder: str, state: State, states: CallbackStates, position: FeedCallback):
         self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
-        self._metrics = checkpoints.metrics_of(folder)
+        self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
         self._states, self._position = states, position
         self._late: dict[int, list[np.ndarray]] = {}
         self.first, self.last = _First(self), _Last(self)
@@ -170,7 +171,7 @@ class Resumption:
         self._states.put_back(held)
         random_state.give_back(self._random)
         try:
-            self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics)}
+            self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics, self._names)}
         except ValueError as error:  # with resume=True others may be compiled
             warnings.warn(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
@@ -186,12 +187,6 @@ class Resumption:
         late, self._late = self._late, {}
         if late:
             metrics.add(model, late)
-
-
-def rows_differ(state: State, order: Mapping) -> str:
-    """What says that the steps of the epoch in which a checkpoint was made would have other rows; "" for nothing."""
-    names = [name for name in (*order, *state.order) if order.get(name) != state.order.get(name)]
-    return ", ".join(f"{n} {order.get(n)}, was {state.order.get(n)}" for n in dict.fromkeys(names))
 
 
 class _First(keras.callbacks.Callback):
