@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("saved_model", "keras", "onnx")
 _CONVERTERS = ("tf2onnx", "onnxruntime")
-# How far an output of the export may be from the model's, for each unit of the largest of them, and at least for one.
+# How far an output of the export may be from the model's, see `_distance`.
 _TOLERANCE = 1e-6
 # Generated for the check: rows, and sizes for axes of any length, of which the first that the model takes is used.
 _ROWS, _SIZES = 3, (8, 64, 256)
@@ -238,7 +238,7 @@ def _tried(model, specs) -> tuple[Any, list[np.ndarray]]:
         except Exception as error:  # too short, for a pooling layer
             failed = error
             continue
-        if any((a != b).any() for a, b in zip(wanted, _flat(compute(rows)), strict=True)):
+        if any(_distance(a, b) > 0 for a, b in zip(wanted, _flat(compute(rows)), strict=True)):
             raise ConfigError(
                 "An export is compared with the model, whose outputs must be the same for the same rows",
                 f"{model.name!r}, which gives others each time",
@@ -280,13 +280,18 @@ def _compare(wanted: list[np.ndarray], found: list[np.ndarray], format: str) -> 
     if [one.shape for one in wanted] != [one.shape for one in found]:
         raise _differs(format, f"outputs of shapes {[o.shape for o in found]} for {[o.shape for o in wanted]}")
     for mine, its in zip(wanted, found, strict=True):
-        if mine.dtype.kind in "OSU":
-            far = float((mine != its).any())
-        else:
-            mine, its = mine.astype("float64"), its.astype("float64")
-            far = float(np.max(np.abs(mine - its) / max(1.0, np.max(np.abs(mine), initial=0)), initial=0))
-        if not far <= _TOLERANCE:  # nor is NaN
+        if not (far := _distance(mine, its)) <= _TOLERANCE:  # nor is NaN
             raise _differs(format, f"an output that differs by {far:.1e}")
+
+
+def _distance(mine: np.ndarray, its: np.ndarray) -> float:
+    """How far an output is from the model's, for each unit of its largest number and at least for one."""
+    if mine.dtype.kind in "OSU":
+        return float((mine != its).any())
+    mine, its = mine.astype("float64"), its.astype("float64")
+    same = (mine == its) | (np.isnan(mine) & np.isnan(its))  # infinite numbers, and a model that has diverged
+    largest = np.max(np.abs(mine), where=np.isfinite(mine), initial=1.0)
+    return float(np.max(np.abs(mine[~same] - its[~same]), initial=0)) / largest
 
 
 def _differs(format: str, how: str) -> ConfigError:
