@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.worker.callbacks import ReportCallback as ReportCallback
     from raytf.worker.checkpoint import load_model as load_model
     from raytf.worker.context import get_strategy as get_strategy
+    from raytf.worker.dataset import Position as Position
     from raytf.worker.dataset import get_dataset as get_dataset
     from raytf.worker.export import export as export
 
@@ -52,6 +53,7 @@ _PLACES = {
     "get_strategy": "raytf.worker.context",
     "load_model": "raytf.worker.checkpoint",
     "on_chief": "raytf.parallel.chief_callbacks",
+    "Position": "raytf.worker.dataset",
     "plan": "raytf.train.plan",
     "prepare_dataset_shard": "ray.train.tensorflow",
     "show_result": "raytf.train.results",

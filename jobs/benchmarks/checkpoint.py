@@ -54,7 +54,7 @@ def _raytf(folder: str):
         def on_train_begin(self, logs=None):
             self.writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), folder)
             self.file = ModelFile(self.model)
-            self.keep(0, wait=60.0)
+            self.keep(0)
             self.writer.finish(60.0)
             self.idle = self.writer.written[-1]["cpu"]
 
@@ -62,10 +62,10 @@ def _raytf(folder: str):
             if (batch + 1) % EVERY == 0:
                 self.keep(batch + 1)
 
-        def keep(self, step, wait=0.0):
+        def keep(self, step):
             state = checkpoint_files.State(0, step, 0, False, [])
             parts = checkpoint.parts(self.model, state)
-            self.writer.write(f"step_{step:012d}", {"model.keras": self.file.content(), **parts}, wait)
+            self.writer.write(f"step_{step:012d}", {"model.keras": self.file.content(), **parts})
 
         def on_train_end(self, logs=None):
             self.writer.finish(60.0)

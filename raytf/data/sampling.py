@@ -6,7 +6,7 @@ batches, and a run that is resumed at any (epoch, step) goes on with the very ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +114,16 @@ def _hash(numbers: np.ndarray, keys: np.ndarray, out: np.ndarray, other: np.ndar
     np.right_shift(out, np.uint32(15), out=other)
     out ^= other
     out *= keys[2]
+
+
+def differences(was: Mapping, now: Mapping) -> str:
+    """What says that steps have other rows than before, for an error; "" where they have the same.
+
+    Args:
+        was, now: `Feed.order`.
+    """
+    names = [name for name in dict.fromkeys([*now, *was]) if now.get(name) != was.get(name)]
+    return ", ".join(f"{name} {now.get(name)}, was {was.get(name)}" for name in names)
 
 
 def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) -> int:

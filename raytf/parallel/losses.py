@@ -162,10 +162,15 @@ def scale_for_distribution(original, value):
 
 @patch((keras.metrics.Mean, "update_state"))
 def mean_update_state(original, self, values, sample_weight=None):
-    """`Mean.update_state`; a scalar that stands for a batch counts by the rows it stands for."""
+    """`Mean.update_state`; a scalar that stands for a batch counts by the rows it stands for, and a step for one.
+
+    As in one process, so that an epoch goes on with another number of workers where one was stopped.
+    """
     step = step_module.current()
-    if step is not None and step.partial and sample_weight is None and len(getattr(values, "shape", (1,))) == 0:
-        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-        sample_weight = replicas / step.upscale(self.dtype)
-        sample_weight = tf.where(step.rows > 0, sample_weight, tf.zeros_like(sample_weight))
+    if step is not None and sample_weight is None and len(getattr(values, "shape", (1,))) == 0:
+        if step.partial:
+            share = 1 / step.upscale(self.dtype)
+            sample_weight = tf.where(step.rows > 0, share, tf.zeros_like(share))
+        else:
+            sample_weight = tf.constant(1 / tf.distribute.get_replica_context().num_replicas_in_sync, self.dtype)
     return original(self, values, sample_weight)

@@ -4,6 +4,7 @@ is kept."""
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -75,7 +76,17 @@ def _chiefs_own(model, variable) -> np.ndarray:
     return np.asarray(strategy.experimental_local_results(value)[0])
 
 
-def go_on(model, values: Sequence[Sequence[np.ndarray]]) -> list[int]:
+def described(model) -> list[str]:
+    """What tells a model's metrics from others: classes, and names without the number that Keras counts up."""
+
+    def told(metric) -> str:
+        within = [told(each) for each in getattr(metric, "metrics", ())]
+        return f"{type(metric).__name__} {re.sub(r'_[0-9]+$', '', metric.name)}" + (f" {within}" if within else "")
+
+    return [told(metric) for metric in model.metrics]
+
+
+def go_on(model, values: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[int]:
     """Gives metrics that were reset what `standing` said, so that sums over any number of workers go on from there.
 
     The first replica gets sums, and the others keep what they were reset to; means, and what counts once, all get.
@@ -83,6 +94,7 @@ def go_on(model, values: Sequence[Sequence[np.ndarray]]) -> list[int]:
     Args:
         model: in `fit`, at the beginning of an epoch.
         values: of each metric; the last ones may be left out where they have no variables.
+        names: what `described` gave.
 
     Returns:
         The places of metrics that have no variables yet, as these are made with the first step; see `add`.
@@ -90,18 +102,18 @@ def go_on(model, values: Sequence[Sequence[np.ndarray]]) -> list[int]:
     Raises:
         ValueError: the model has other metrics.
     """
-    metrics = list(model.metrics)
-    if len(metrics) < len(values):
-        raise ValueError(f"{len(metrics)} metrics, and there were {len(values)}")
+    metrics, mine = list(model.metrics), described(model)
+    if mine != list(names) or len(metrics) < len(values):
+        raise ValueError(f"{', '.join(mine)}, after {', '.join(names)}")
     late, pairs = [], []
     for i, metric in enumerate(metrics):
-        mine, its = list(metric.variables), values[i] if i < len(values) else []
-        if its and not mine:
+        own, its = list(metric.variables), values[i] if i < len(values) else []
+        if its and not own:
             late.append(i)
-        elif [v.shape for v in its] != [tuple(v.shape) for v in mine]:
+        elif [v.shape for v in its] != [tuple(v.shape) for v in own]:
             raise ValueError(f"a metric {metric.name!r} with other variables")
         else:
-            pairs += zip(mine, its, strict=True)
+            pairs += zip(own, its, strict=True)
     _replace(model, pairs, added=False)
     return late
 

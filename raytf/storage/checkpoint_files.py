@@ -49,6 +49,7 @@ class State:
         learning_rate: the config's, or None where that is not a number.
         epoch_step: steps of the next epoch that are made, too; 0 at the end of an epoch.
         logs: metrics of these steps, as at the end of an epoch; {} there.
+        metrics: what the model's metrics are, whose variables `metrics.npz` holds; [] at the end of an epoch.
         order: what says which rows the steps of an epoch have, see `Feed.order`; {} at the end of an epoch.
     """
 
@@ -61,6 +62,7 @@ class State:
     learning_rate: float | None = None
     epoch_step: int = 0
     logs: dict = dataclasses.field(default_factory=dict)
+    metrics: list[str] = dataclasses.field(default_factory=list)
     order: dict = dataclasses.field(default_factory=dict)
 
     @property
@@ -95,6 +97,7 @@ class State:
             "learning_rate": lambda v: v is None or (type(v) in (int, float) and math.isfinite(v)),
             "epoch_step": _is_count,
             "logs": lambda v: type(v) is dict,
+            "metrics": lambda v: type(v) is list and all(type(name) is str for name in v),
             "order": lambda v: type(v) is dict,
         }
         for field in dataclasses.fields(cls):

@@ -1,6 +1,6 @@
 """The process that writes snapshots: it takes them from shared memory, and outlives whoever handed them over.
 
-python -m raytf.storage.snapshot_writer SOCKET BUFFER BUFFER      # descriptors, from `snapshots.SnapshotWriter`
+python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, from `snapshots.SnapshotWriter`
 
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes; what is to be written lies in one of the buffers, complete when the message comes. So what was
@@ -35,7 +35,7 @@ _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
 
 class _Server:
-    """Takes requests and answers them, one after the other, the newest first.
+    """Takes requests and does one after the other, always the newest.
 
     Args:
         control: the socket to the other side; its end says that the other side has gone.
@@ -47,6 +47,7 @@ class _Server:
         self._control, self._buffers, self._store = control, buffers, store
         self._waiting: list[dict] = []
         self._gone = self._hurried = False
+        self._begun = 0  # the id of the request that was claimed last
 
     def run(self) -> None:
         """Works until the other side has gone and nothing is left."""
@@ -54,7 +55,7 @@ class _Server:
         while self._waiting or not self._gone:
             self._take(None if not self._waiting else 0.0)
             if self._waiting:
-                self._write_next()
+                self._write_newest()
         with contextlib.suppress(Exception):
             self._store.prune()  # the training may have ended with a checkpoint of an epoch
 
@@ -81,16 +82,30 @@ class _Server:
             found = True
         return found
 
-    def _drop_older(self) -> dict:
-        for request in self._waiting[:-1]:
-            self._tell({"event": "dropped", "id": request["id"]})
-        del self._waiting[:-1]
-        return self._waiting[-1]
+    def _claim(self) -> dict:
+        """The newest request, those before it being dropped.
 
-    def _write_next(self) -> None:
-        """Writes the request that waits longest; where that fails the newest, until one is written."""
-        request, wait = self._waiting[0], _FIRST_WAIT
+        It says that it begins, and then looks for a newer one. The other side hands over a newer one, and then looks
+        what has begun, before it takes back a buffer. So one of the two sees the other: no buffer is read and filled.
+        """
         while True:
+            self._take(0.0)
+            for request in self._waiting[:-1]:
+                self._tell({"event": "dropped", "id": request["id"]})
+            del self._waiting[:-1]
+            (request,) = self._waiting
+            if request["id"] == self._begun:
+                return request
+            self._begun = request["id"]
+            self._tell({"event": "begun", "id": self._begun})
+            if not self._take(0.0):
+                return request
+
+    def _write_newest(self) -> None:
+        """Writes the newest request; where that fails again and again, or what is newer then, until one is written."""
+        wait = _FIRST_WAIT
+        while True:
+            request = self._claim()
             try:
                 written = self._write(request)
             except Exception as error:  # every kind of file system has its own
@@ -99,7 +114,7 @@ class _Server:
                 with contextlib.suppress(Exception):
                     self._store.prune(keep=1)  # the disk may be full
                 self._pause(wait)
-                request, wait = self._drop_older(), min(_LONGEST_WAIT, 2 * wait)
+                wait = min(_LONGEST_WAIT, 2 * wait)
             else:
                 self._waiting.remove(request)
                 self._tell({"event": "written", "id": request["id"], "cpu": time.process_time(), **written})

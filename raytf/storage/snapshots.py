@@ -5,39 +5,44 @@
     writer.finish(60.0)     # the last one is whole, or NotKeptError says why not
     writer.close()
 
-There are two buffers of shared memory, of which no name exists anywhere: one may be written while the other is filled.
-Where the storage is slower than the snapshots come, some are left out, and training does not wait.
+Snapshots lie in buffers of shared memory, of which no name exists anywhere: one may be written while another is filled,
+and where one waits meanwhile, a third is filled, which then takes its place. So where the storage is slower than the
+snapshots come, the newest is kept, some are left out, and training does not wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import mmap
 import os
 import pathlib
 import pickle
+import secrets
 import select
 import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import snapshot_store
 from raytf.storage.snapshot_store import MANIFEST
+from raytf.storage.snapshot_writer import ORPHAN_SECONDS
 
-# Importing numpy and pyarrow takes a second; the processors may be busy.
-_START_SECONDS = 120.0
 _END_SECONDS = 5.0
 _LONGEST_MESSAGE = 1 << 16
 _ALIGNED = 64
 # What belongs to a snapshot grows: histories, counters.
 _ROOM = 1 << 20
+# One that is written, one that waits, one to fill.
+_BUFFERS = 3
 
 
 class NotKeptError(RaytfError, OSError):
@@ -217,7 +222,7 @@ class SnapshotWriter:
     Attributes:
         written: what the other side said of the snapshots that are whole: "name", "bytes", "seconds", "cpu" (its
             processor seconds so far), "removed".
-        skipped: how many were left out, as both buffers were being written.
+        left_out: how many were, as newer ones came before they could be written.
 
     Raises:
         ConfigError: the file system cannot be handed to another process.
@@ -225,14 +230,14 @@ class SnapshotWriter:
 
     def __init__(self, filesystem, folder: str, keep: int = 2):
         self.written: list[dict] = []
-        self.skipped = 0
+        self.left_out = 0
         self.pid: int | None = None
         self._folder = folder
         self._names: dict[int, str] = {}
-        self._last, self._count, self._failed, self._gone = None, 0, "", False
+        self._last, self._begun, self._failed, self._gone = 0, 0, "", False
         self._said: set[str] = set()
         settings = pickle.dumps({"filesystem": _pickled(filesystem), "folder": folder, "keep": max(1, keep)})
-        self._buffers = [_Buffer(0), _Buffer(1)]
+        self._buffers = [_Buffer(number) for number in range(_BUFFERS)]
         self._control, self._errors = None, os.memfd_create("raytf_snapshot_errors")
         self._start(settings)
 
@@ -242,6 +247,7 @@ class SnapshotWriter:
         path = [str(pathlib.Path(__file__).parents[2]), *sys.path]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
         passed = [other.fileno(), *(b.descriptor for b in self._buffers)]
+        sign = _sign(self._folder)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "raytf.storage.snapshot_writer", *map(str, passed)],
@@ -249,48 +255,36 @@ class SnapshotWriter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                pass_fds=passed,
+                pass_fds=[*passed, sign.fileno()],
                 start_new_session=True,
             )
         finally:
             other.close()
+            sign.close()
         with self._process.stdin as pipe:
             pipe.write(settings)
 
-    def write(self, name: str, parts: Mapping[str, Part], wait: float = 0.0) -> bool:
+    def write(self, name: str, parts: Mapping[str, Part]) -> None:
         """Copies a snapshot; the other process writes it. Its manifest comes by itself.
 
         Args:
             name: of its folder in the run's.
             parts: by name of the file.
-            wait: seconds to wait for a buffer that is free, for a snapshot that is not to be left out.
-
-        Returns:
-            Whether it was taken; False where both buffers are being written.
 
         Raises:
             ConfigError: a name is not one of a folder in the run's.
             NotKeptError: the other process has ended.
         """
         snapshot_store.check_name(name)
-        buffer = self._free(wait, name)
-        if buffer is None:
-            self.skipped += 1
-            self._say(
-                "skipped",
-                f"The storage of {self._folder!r} takes longer than snapshots come: some are left out. Take them "
-                "less often",
-            )
-            return False
         plan = _Plan(parts)
-        if not self._last:  # the first one makes both buffers ready
-            self._buffers[1 - buffer.number].grow(plan.size + _ROOM)
-            self._buffers[1 - buffer.number].lay(plan.image)
+        buffer = self._free(name)
+        if not self._last:  # the first one makes another buffer ready, too
+            self._buffers[1].grow(plan.size + _ROOM)
+            self._buffers[1].lay(plan.image)
         at, size = plan.fill(buffer, name)
-        self._count += 1
-        self._last, buffer.busy, self._names[self._count] = self._count, self._count, name
-        self._send({"id": self._count, "buffer": buffer.number, "at": at, "size": size})
-        return True
+        self._last += 1
+        buffer.busy, self._names[self._last] = self._last, name
+        self._send({"id": self._last, "buffer": buffer.number, "at": at, "size": size})
 
     def finish(self, seconds: float) -> None:
         """Waits until the last snapshot is whole.
@@ -301,9 +295,8 @@ class SnapshotWriter:
         Raises:
             NotKeptError: it is not.
         """
-        if self._last is None:
+        if not self._last:
             return
-        self._failed = ""
         self._send({"hurry": True})
         until = time.monotonic() + seconds
         while any(buffer.busy == self._last for buffer in self._buffers):
@@ -328,18 +321,24 @@ class SnapshotWriter:
         os.close(self._errors)
         self._reap(0.0)
 
-    def _free(self, wait: float, name: str) -> _Buffer | None:
-        until = time.monotonic() + wait
+    def _free(self, name: str) -> _Buffer:
+        """A buffer to fill: one in which nothing lies, or a snapshot that waits though a newer one does, too."""
         self._drain(0.0)
-        while True:
-            if self._gone:
-                raise NotKeptError(name, self._how_it_ended())
-            free = [buffer for buffer in self._buffers if buffer.busy is None]
-            if free:
-                return free[0]
-            if (left := until - time.monotonic()) <= 0:
-                return None
-            self._drain(left)
+        if self._gone:
+            raise NotKeptError(name, self._how_it_ended())
+        free = [buffer for buffer in self._buffers if buffer.busy is None]
+        # what has begun was told before the other side looks for newer ones, see `snapshot_writer`
+        free += [buffer for buffer in self._buffers if buffer.busy not in (None, self._begun, self._last)]
+        if free[0].busy is not None:
+            self._leave_out(free[0].busy)
+        return free[0]
+
+    def _leave_out(self, number: int) -> None:
+        self._names.pop(number, None)
+        self.left_out += 1
+        if not self._failed:  # else that was said
+            text = f"The storage of {self._folder!r} takes longer than snapshots come: some are left out"
+            self._say("left out", f"{text}. Take them less often")
 
     def _send(self, message: dict) -> None:
         try:
@@ -370,19 +369,29 @@ class SnapshotWriter:
             self.pid = event["pid"]
             self._reap(_END_SECONDS)  # the process between, which has ended
             return
-        if kind == "failed":
+        number = event["id"]
+        name = self._names.get(number)
+        if kind == "begun":
+            self._begun = number
+        elif kind == "failed":
             self._failed = event["why"]
-            name = self._names[event["id"]]
             self._say(event["why"], f"The snapshot {name} could not be written, and is tried again: {event['why']}")
-            return
+        elif name is not None:  # else it was left out before the other side knew
+            self._end(number)
+            if kind == "dropped":
+                self._leave_out(number)
+            else:
+                self._failed = ""
+                self.written.append(event)
+                if event["unremoved"]:
+                    self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
+
+    def _end(self, number: int) -> None:
         for buffer in self._buffers:
-            if buffer.busy == event["id"]:
+            if buffer.busy == number:
                 buffer.busy = None
-        name = self._names.pop(event["id"]) if event["id"] != self._last else self._names[event["id"]]
-        if kind == "written":
-            self.written.append(event)
-            if event["unremoved"]:
-                self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
+        if number != self._last:
+            self._names.pop(number)
 
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:
@@ -399,6 +408,59 @@ class SnapshotWriter:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return
+
+
+def wait_for_writers(folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> bool:
+    """Waits until no process of this host writes snapshots of a run any more, and says whether that is so.
+
+    Those of a worker that was killed finish what they were handed; a run that goes on should see it.
+
+    Args:
+        folder: of the run on its storage.
+        seconds: at most so long.
+    """
+    until = time.monotonic() + seconds
+    for name in _signs(folder):
+        with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(name)  # nobody takes it: it ends with the other side
+            connection.settimeout(max(0.01, until - time.monotonic()))
+            try:
+                connection.recv(1)
+            except TimeoutError:
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def settled(folder: str) -> Iterator[None]:
+    """Waits before and behind for the processes of this host that write snapshots of a run, see `wait_for_writers`."""
+    wait_for_writers(folder)
+    try:
+        yield
+    finally:
+        wait_for_writers(folder)
+
+
+def _sign(folder: str) -> socket.socket:
+    """A socket with a name that is seen on this host as long as a process has it open; no file stands for it."""
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(f"\0{_prefix(folder)}{secrets.token_hex(8)}")
+    made.listen()
+    return made
+
+
+def _signs(folder: str) -> list[str]:
+    """The names of the sockets of a run's writers."""
+    try:
+        with open("/proc/net/unix") as file:
+            words = [line.split()[-1] for line in file if "@" in line]
+    except FileNotFoundError:  # not Linux
+        return []
+    return [f"\0{word[1:]}" for word in dict.fromkeys(words) if word.startswith(f"@{_prefix(folder)}")]
+
+
+def _prefix(folder: str) -> str:
+    return f"raytf_snapshots_{hashlib.sha256(folder.rstrip('/').encode()).hexdigest()[:32]}_"
 
 
 def _pickled(filesystem) -> bytes:

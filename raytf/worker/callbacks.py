@@ -137,15 +137,15 @@ class ReportCallback(keras.callbacks.Callback):
 
         self._to(dict(self._history[-1]), write if self._checkpoint else None)
 
-    def parts(self, metrics: Mapping[str, np.ndarray], **within) -> dict[str, Any]:
+    def parts(self, variables: Mapping[str, np.ndarray], **within) -> dict[str, Any]:
         """What the files of a checkpoint within an epoch hold, see `checkpoint.parts`.
 
         Args:
-            metrics: arrays of `metrics.npz`.
-            within: epoch_step, logs and order of the `State`.
+            variables: arrays of `metrics.npz`.
+            within: epoch_step, logs, metrics and order of the `State`.
         """
-        state = dataclasses.replace(self._state(stopped=False), **_numbers(within))
-        return checkpoints.parts(self.model, state, self._states, self._build, metrics)
+        state = dataclasses.replace(self._state(stopped=False), **_number(within))
+        return checkpoints.parts(self.model, state, self._states, self._build, variables)
 
     def _state(self, stopped: bool) -> checkpoints.State:
         # an optimizer that waits for others, or steps more than once, counts otherwise

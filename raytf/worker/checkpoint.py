@@ -5,7 +5,7 @@ spoil a training, but not start a program.
 
 * `model.keras`: architecture, weights and optimizer state, by Keras.
 * `state.json`: "version" 2, or 3 within an epoch, and the fields of `State`: epoch, step, seed, stopped, history,
-  identity, learning_rate, epoch_step, logs, order.
+  identity, learning_rate, epoch_step, logs, metrics, order.
 * `optimizers.json`: for which weights each optimizer was built; a GAN has several.
 * `seeds.npz`: the state of the model's seed generators (Dropout, augmentation), which Keras leaves out of its file.
 * `random.npz`: where Python's `random` and NumPy's global generator stand on the chief; older checkpoints have none.

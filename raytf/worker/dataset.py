@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,7 +14,7 @@ from raytf.data import stored, streamed
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
 from raytf.data.feed import Feed
-from raytf.data.sampling import Sampling
+from raytf.data.sampling import Sampling, differences
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard, per_replica_batch
@@ -101,4 +104,120 @@ def get_dataset(
         drop_remainder=drop_remainder,
     )
     feed = Feed(dataset, batch, sampling, Shard(context.get_world_rank(), context.get_world_size()))
-    return feed.dataset()
+    made = feed.dataset()
+    _feeds[made] = feed
+    return made
+
+
+class Position(tf.train.experimental.PythonState):
+    """Where a train loop of your own stands in the rows of `get_dataset`; the same on every worker.
+
+    ```python
+    rows = raytf.get_dataset("train", batch_size=64, features="x", labels="y")
+    position = raytf.Position(rows)
+    saved = tf.train.Checkpoint(model=model, optimizer=optimizer, position=position)
+    ...  # saved.restore(path)
+    for batches in position.epochs(3):
+        for x, y in batches:
+            ...  # a step; saved.write(path) whenever it should be kept
+    ```
+
+    `tf.train.Checkpoint` takes it as it is; without one, `get_state()` gives JSON and `set_state` takes it. A loop that
+    is restored goes on with the batch after the last one that it was given, on any number of workers.
+
+    Args:
+        rows: what `get_dataset` gave; not a dataset that was made from it.
+
+    Attributes:
+        epoch: epochs that are complete.
+        step: batches that were given of the next one.
+        steps: batches of an epoch.
+
+    Raises:
+        ConfigError: `rows` is another dataset.
+    """
+
+    def __init__(self, rows: tf.data.Dataset):
+        super().__init__()
+        if rows not in _feeds:
+            raise ConfigError(
+                "A Position is that of a dataset of raytf.get_dataset",
+                f"a {type(rows).__name__} of another",
+                "Pass what get_dataset gave, and map what position.epochs gives",
+            )
+        self._feed: Feed = _feeds[rows]
+        self.epoch = self.step = 0
+        self.steps = self._feed.steps
+
+    def epochs(self, epochs: int) -> Iterator[Iterator]:
+        """The epochs that are left, and of each the batches that are left; each counts when it is given.
+
+        Args:
+            epochs: of the whole training.
+        """
+        while self.epoch < epochs:
+            yield self._batches()
+            # also where a loop has left the epoch before its end
+            self.epoch, self.step = self.epoch + 1, 0
+
+    def rest(self) -> tf.data.Dataset:
+        """The batches that are left of the epoch, as a dataset; for loops that count by themselves, see `add`."""
+        self._feed.set_epoch(self.epoch, self.step)
+        return self._feed.dataset()
+
+    def _batches(self) -> Iterator:
+        for batch in self.rest() if self.step < self.steps else ():
+            self.step += 1
+            yield batch
+
+    def add(self, steps: int) -> None:
+        """Counts batches that were taken of `rest`; the last one of an epoch begins the next.
+
+        Raises:
+            ConfigError: there are not so many.
+        """
+        left = self.steps - self.step
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= left:
+            raise ConfigError(f"steps must be 0 to {left}, which are left of the epoch", repr(steps), "Count batches")
+        self.step += steps
+        if self.step == self.steps:
+            self.epoch, self.step = self.epoch + 1, 0
+
+    def get_state(self) -> dict[str, Any]:
+        """What `set_state` takes, as JSON: epoch, step, and what says which rows a step has."""
+        return {"epoch": self.epoch, "step": self.step, "order": self._feed.order}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another position stood.
+
+        Args:
+            state: what `get_state` gave.
+
+        Raises:
+            ConfigError: it is none; or it stands within an epoch whose steps had other rows.
+        """
+        right = isinstance(state, Mapping) and all(
+            type(state.get(name)) is int and state[name] >= 0 for name in ("epoch", "step")
+        )
+        if not right or not isinstance(state.get("order"), Mapping):
+            raise ConfigError("set_state takes what get_state gave", repr(state)[:200], "Pass that")
+        differs = differences(state["order"], self._feed.order)
+        if state["step"] and differs:
+            raise ConfigError(
+                "A loop goes on within an epoch with the rows that its steps had",
+                f"step {state['step']} of an epoch with {differs}",
+                "Call get_dataset as before, or begin the epoch anew: set_state({**state, 'step': 0})",
+            )
+        self.epoch, self.step = state["epoch"], state["step"]
+
+    def serialize(self) -> str:
+        """For `tf.train.Checkpoint`."""
+        return json.dumps(self.get_state())
+
+    def deserialize(self, string_value) -> None:
+        """For `tf.train.Checkpoint`."""
+        self.set_state(json.loads(string_value))
+
+
+# The feed of each dataset that was given.
+_feeds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

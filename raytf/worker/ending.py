@@ -25,12 +25,11 @@ class Ended(BaseException):
     Args:
         why: STOP or DRAIN.
         step: steps that are made in all.
-        kept: whether a checkpoint of it was handed over.
     """
 
-    def __init__(self, why: str, step: int, kept: bool):
-        super().__init__(why, step, kept)
-        self.why, self.step, self.kept = why, step, kept
+    def __init__(self, why: str, step: int):
+        super().__init__(why, step)
+        self.why, self.step = why, step
 
 
 class DrainedError(RayActorError):
@@ -38,18 +37,15 @@ class DrainedError(RayActorError):
 
     Args:
         step: steps that are made in all.
-        kept: whether a checkpoint of it was handed over.
     """
 
-    def __init__(self, step: int, kept: bool):
-        place = f"step {step}, from which the run goes on" if kept else f"step {step}, of which there is no checkpoint"
-        super().__init__(
-            error_msg=f"a node of the run is drained; all workers have ended after {place}", preempted=True
-        )
-        self.step, self.kept = step, kept
+    def __init__(self, step: int):
+        text = f"a node of the run is drained; all workers have ended after step {step}, from which the run goes on"
+        super().__init__(error_msg=text, preempted=True)
+        self.step = step
 
     def __reduce__(self):
-        return type(self), (self.step, self.kept)
+        return type(self), (self.step,)
 
 
 class NotToldError(RaytfError, TimeoutError):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from raytf.data import sampling
 from raytf.data.feed import Feed
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers
@@ -28,8 +29,7 @@ def train(task: TrainJob, session) -> dict | None:
         session: the run around it, see `session.py`.
 
     Returns:
-        None where the training came to its end; else {"step": after which it was told to end, "kept": whether a
-        checkpoint of it is in good hands}.
+        None where the training came to its end; else {"step": after which it was told to end}.
 
     Raises:
         DrainedError: a worker's node is drained.
@@ -84,8 +84,8 @@ def train(task: TrainJob, session) -> dict | None:
             )
         except Ended as ended:
             if ended.why == DRAIN:
-                raise DrainedError(ended.step, ended.kept) from None
-            return {"step": ended.step, "kept": ended.kept}
+                raise DrainedError(ended.step) from None
+            return {"step": ended.step}
     return None
 
 
@@ -109,7 +109,7 @@ def resumed(folder: str | None, state, states, position, order) -> tuple[list, l
     """Callbacks before and behind the others, where the training goes on within an epoch."""
     if state is None or not state.epoch_step:
         return [], []
-    if differs := within_epoch.rows_differ(state, order):
+    if differs := sampling.differences(state.order, order):
         warnings.warn(
             f"Epoch {state.epoch + 1} begins anew, with weights that have seen {state.epoch_step} of its steps: these "
             f"would have other rows now ({differs})",

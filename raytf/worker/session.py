@@ -12,7 +12,6 @@ import functools
 import os
 import posixpath
 import queue
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,12 +20,8 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
-from raytf.storage.snapshots import NotKeptError, SnapshotWriter
+from raytf.worker.keeper import Keeper
 
-# Checkpoints within epochs that stay: the last, and one for when it is damaged.
-_KEPT_STEPS = 2
-# The last of them is waited for so long at the end.
-_LAST_SECONDS = 30.0
 # The controller knows the reports of a run that goes on before its workers start.
 _LIST_SECONDS = 60.0
 
@@ -43,8 +38,7 @@ class RaySession:
         context = ray.train.get_context()
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
         self.storage = context.get_storage()
-        self._writer: SnapshotWriter | None = None
-        self._file: Any = None  # a `model_file.ModelFile`
+        self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
@@ -54,7 +48,7 @@ class RaySession:
             DamagedCheckpointError: there are some, and none is whole.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._close)
+            stack.callback(self._keeper.close)
             name, folder = self._newest(stack) if self.rank == 0 else (None, None)
             if self.size > 1:
                 name = broadcast_from_rank_zero(name)
@@ -64,6 +58,7 @@ class RaySession:
 
     def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None]:
         """(name, folder on this machine) of the last whole checkpoint, of an epoch or within one."""
+        self._keeper.wait_for_others()
         steps = step_folders.listed(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         last = ray.train.get_checkpoint()
         if last is None and not steps:
@@ -78,46 +73,18 @@ class RaySession:
         path = posixpath.join(self.storage.experiment_fs_path, name)
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
-    def keep(self, name: str, model, parts: Mapping[str, Any], wait: float = 0.0) -> bool:
+    def keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
         """Keeps a checkpoint within an epoch; called on the chief.
 
         Args:
             name: of its folder in that of the run, see `step_folders.name_of`.
             model: a compiled and built `keras.Model`.
             parts: what `checkpoint.parts` gave.
-            wait: seconds to wait for those before it, for one that is not to be left out.
 
         Returns:
             Whether it was taken: the process that writes it may be behind, and says what it could not write.
         """
-        from raytf.worker.model_file import ModelFile
-
-        if self._file is None:
-            self._file = ModelFile(model)
-        found = {checkpoint_files.MODEL: self._file.content(), **parts}
-        if self._writer is not None:
-            try:
-                return self._writer.write(name, found, wait)
-            except NotKeptError as error:  # its process was killed, and may be so again
-                warnings.warn(f"{error}; another one is started", stacklevel=2)
-                self._writer.close()
-        self._writer = SnapshotWriter(self.storage.storage_filesystem, self.storage.experiment_fs_path, _KEPT_STEPS)
-        return self._writer.write(name, found, wait)
-
-    def _close(self) -> None:
-        """Waits for the last checkpoint within an epoch, when the training has ended or failed.
-
-        What cannot be kept is said: the run has its checkpoints of epochs, and the cause of its end is another one.
-        """
-        writer, self._writer, self._file = self._writer, None, None
-        if writer is None:
-            return
-        try:
-            writer.finish(_LAST_SECONDS)
-        except NotKeptError as error:
-            warnings.warn(str(error), stacklevel=2)
-        finally:
-            writer.close()
+        return self._keeper.keep(name, model, parts)
 
     def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
         """Reports metrics and, from the chief, a checkpoint; every worker calls it."""

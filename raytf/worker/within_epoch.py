@@ -26,9 +26,6 @@ from raytf.worker.callback_state import CallbackStates
 from raytf.worker.callbacks import FeedCallback, ReportCallback
 from raytf.worker.checkpoint_every import Clock, Every
 
-# The last checkpoint waits so long for those before it, which are being written.
-_LAST_SECONDS = 30.0
-
 
 class StepCheckpointCallback(keras.callbacks.Callback):
     """Keeps checkpoints within epochs, and ends the training with one when that is asked for; put it last.
@@ -41,7 +38,7 @@ class StepCheckpointCallback(keras.callbacks.Callback):
 
     Args:
         every: when; it may say only at the ends of epochs.
-        keep: keep(name, model, parts, wait) -> whether it was kept; called on the chief, see `RaySession.keep`.
+        keep: keep(name, model, parts) -> whether it was kept; called on the chief, see `RaySession.keep`.
         position: counts the steps.
         report: knows what belongs to a checkpoint.
         chief: whether this worker keeps them.
@@ -84,14 +81,14 @@ class StepCheckpointCallback(keras.callbacks.Callback):
             return
         self._waits = False
         began = time.monotonic()
-        kept = self._save(logs, _LAST_SECONDS if ended else 0.0)
+        self._save(logs)
         self._clock.made(time.monotonic(), time.monotonic() - began)
         if ended:
-            raise ending.Ended(ending.gate.why, self._position.step, kept)
+            raise ending.Ended(ending.gate.why, self._position.step)
 
     def on_epoch_end(self, epoch, logs=None):
         if ending.gate.is_over():  # no step was one after which workers had the same weights; the epoch is reported
-            raise ending.Ended(ending.gate.why, self._position.step, True)
+            raise ending.Ended(ending.gate.why, self._position.step)
         self._waits = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
@@ -114,15 +111,15 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         optimizers = model_optimizers.of(self.model).values()
         return self._local_steps == 1 or all(int(one.iterations) % self._local_steps == 0 for one in optimizers)
 
-    def _save(self, logs, wait: float) -> bool:
-        """Whether it was kept; True on all but the chief."""
+    def _save(self, logs) -> None:
         values, averages, logs = metrics.standing(self.model, logs, assign=self._every.steps is not None)
         if not self._chief:
-            return True
+            return
         named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
         with _holding(averages):
-            parts = self._report.parts(named, epoch_step=self._position.epoch_step, logs=logs, order=self._order)
-            return self._keep(step_folders.name_of(self._position.step), self.model, parts, wait)
+            within = {"logs": logs, "metrics": metrics.described(self.model), "order": self._order}
+            parts = self._report.parts(named, epoch_step=self._position.epoch_step, **within)
+            self._keep(step_folders.name_of(self._position.step), self.model, parts)
 
 
 @contextlib.contextmanager
@@ -154,7 +151,7 @@ class Resumption:
 
     def __init__(self, folder: str, state: State, states: CallbackStates, position: FeedCallback):
         self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
-        self._metrics = checkpoints.metrics_of(folder)
+        self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
         self._states, self._position = states, position
         self._late: dict[int, list[np.ndarray]] = {}
         self.first, self.last = _First(self), _Last(self)
@@ -185,7 +182,7 @@ class Resumption:
         self._states.put_back(held)
         random_state.give_back(self._random)
         try:
-            self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics)}
+            self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics, self._names)}
         except ValueError as error:  # with resume=True others may be compiled
             warnings.warn(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
@@ -201,12 +198,6 @@ class Resumption:
         late, self._late = self._late, {}
         if late:
             metrics.add(model, late)
-
-
-def rows_differ(state: State, order: Mapping) -> str:
-    """What says that the steps of the epoch in which a checkpoint was made would have other rows; "" for nothing."""
-    names = [name for name in (*order, *state.order) if order.get(name) != state.order.get(name)]
-    return ", ".join(f"{n} {order.get(n)}, was {state.order.get(n)}" for n in dict.fromkeys(names))
 
 
 class _First(keras.callbacks.Callback):

@@ -42,7 +42,7 @@ TRAINING = "--data data --validation data --features a,b --labels y --sample-wei
 TRAINING += " --gpus-per-worker 0 --cpus-per-worker 0.5 --batch-size 10 --epochs 2 --learning-rate 1e-4 --set units=3"
 TRAINING += " --strategy multi_worker_mirrored --num-ps 0 --seed 3 --storage runs --max-failures 1"
 COMMANDS = {
-    "train": f"train mymodels:build_model {TRAINING} --name first --resume auto",
+    "train": f"train mymodels:build_model {TRAINING} --name first --resume auto --checkpoint-every 30s",
     "plan": f"plan mymodels:build_model {TRAINING}",
     "sweep": "sweep mymodels:build_model batch_size=choice([10,20]) --data data --validation data --features a,b"
     " --labels y --sample-weights w --num-workers 1 --gpus-per-worker 0 --cpus-per-worker 1 --batch-size 10 --epochs 2"

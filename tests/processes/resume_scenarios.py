@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import warnings
 
 import keras
 import numpy as np
@@ -238,6 +239,32 @@ def chain(place: Place, name: str, link: int):
     return out or {}
 
 
+def reordered(place: Place, name: str):
+    """Goes on with other batches and metrics than those of the checkpoint: the epoch begins anew."""
+    case = dataclasses.replace(CASES[name], batch=25, every="epoch")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = train(place, case, begins=newest(shared(place, name, place.world)))
+    told = [str(w.message) for w in caught if "begins anew" in str(w.message)]
+    assert len(told) == 1 and "have seen 4 of its steps" in told[0], told
+    assert "(batch_size 25, was 20)" in told[0], told
+    return {"epochs": out["n:last"][3:], "seen": out["n:last"][1], "steps": out["optimizer0"]}
+
+
+def remeasured(place: Place, name: str):
+    """Goes on with metrics that the checkpoint does not know: they count from here on."""
+    case = dataclasses.replace(
+        CASES[name], build=mlp(metrics=lambda: ["sparse_categorical_crossentropy"]), every="epoch"
+    )
+    begins = newest(shared(place, name, place.world))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = train(place, case, begins=begins)
+    told = [str(w.message) for w in caught if "count the steps after its first 4 alone" in str(w.message)]
+    assert len(told) == 1, told
+    return {key: value for key, value in out.items() if key.startswith("w")}
+
+
 def mlp(optimizer=lambda: keras.optimizers.Adam(0.01), dropout=0.0, metrics=None, norm=None, **kwargs):
     def build():
         inputs = [keras.Input((6,)), layers.Dense(16, "relu")]
@@ -325,7 +352,7 @@ def gan():
 
 def tokens():
     inputs = keras.Input((None,), dtype="int64")
-    x = layers.GlobalAveragePooling1D()(layers.Embedding(20, 6)(inputs))
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(20, 6, mask_zero=True)(inputs))
     model = keras.Model(inputs, layers.Dense(4, "softmax")(x))
     model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
@@ -360,9 +387,16 @@ CASES = {
     "bucketed": Case(tokens, features=Column("tokens", pad="batch", bucket=True)),
     "synchronized": Case(mlp(norm=lambda: [layers.BatchNormalization(synchronized=True)])),
     "own rows": Case(mlp(norm=lambda: [layers.BatchNormalization()]), alike=False),
+    "local steps": Case(
+        mlp(lambda: keras.optimizers.SGD(0.05, momentum=0.9)),
+        every="3 steps",
+        execution=2,
+        stops=((1, 8),),
+        alike=False,
+    ),
     "by time": Case(mlp(), every="0.001 s"),
 }
-STAGES = {"quiet": quiet, "stopped": stopped, "resumed": resumed}
+STAGES = {"reordered": reordered, "remeasured": remeasured, "quiet": quiet, "stopped": stopped, "resumed": resumed}
 STAGES |= {f"chain{i}": functools.partial(chain, link=i) for i in range(1, len(CHAIN))}
 SCENARIOS = {
     f"{name}:{stage}": functools.partial(function, name=name) for name in CASES for stage, function in STAGES.items()

@@ -123,7 +123,9 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     ring.keep_token(bytes(ring.TOKEN_BYTES))  # what starts processes gives them one; here nobody is to be kept out
-    with context.prepared(WorkerSetup(config=TensorflowConfig(communication=group["communication"]))):
+    with context.prepared(
+        WorkerSetup(config=TensorflowConfig(**{"communication": group["communication"]} | group.get("config", {})))
+    ):
         distribution = tf.distribute.get_strategy()
         if world > 1:
             distribution = tf.distribute.MultiWorkerMirroredStrategy()

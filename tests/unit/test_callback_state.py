@@ -251,3 +251,47 @@ def test_what_is_not_plain_is_refused(value):
     with pytest.raises(TypeError, match="is of type"):
         plain_values.encode(value, [])
     assert plain_values.digest(value) is None
+
+
+class Counting(keras.callbacks.Callback):
+    """Counts within an epoch, and begins anew with each."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.rows, self.lock = 0, [], threading.Lock()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen, self.rows, self.lock, self.epoch = 0, [], threading.Lock(), epoch
+
+
+class Telling(keras.callbacks.Callback):
+    """Says for itself what it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.best = np.zeros(2)
+
+    def get_state(self):
+        return {"best": self.best}
+
+    def set_state(self, state):
+        self.best = state["best"]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.best = self.best * 0
+
+
+def test_what_an_epochs_begin_changes_is_put_back():
+    """What is no plain value stays as the epoch made it, and so does what it has made anew."""
+    counting, telling = Counting(), Telling()
+    states = CallbackStates([counting, telling])
+    counting.seen, counting.rows, telling.best = 7, [np.arange(3)], np.array([1.0, 2.0])
+    held = states.held()
+    counting.rows[0][:] = 9  # they are copies
+    for callback in (counting, telling):
+        callback.on_epoch_begin(2)
+    lock = counting.lock
+    states.put_back(held)
+    assert (counting.seen, counting.epoch) == (7, 2) and counting.lock is lock
+    np.testing.assert_array_equal(counting.rows, [[0, 1, 2]])
+    np.testing.assert_array_equal(telling.best, [1.0, 2.0])

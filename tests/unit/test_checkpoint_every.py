@@ -5,6 +5,8 @@ import pytest
 from hypothesis import strategies as st
 
 from raytf.errors import ConfigError
+from raytf.runtime.settings import TensorflowConfig
+from raytf.train import arguments
 from raytf.worker import checkpoint_every
 from raytf.worker.checkpoint_every import Clock, Every, parse
 
@@ -97,3 +99,24 @@ def test_auto_costs_less_than_a_hundredth(cost):
 def test_steps_that_become_slower_are_noticed():
     times, _, _ = trained(Every(seconds=60), lambda step: 0.01 if step < 3000 else 1.0, 0.1, 5000)
     assert max(b - a for a, b in zip(times, times[1:], strict=False)) < 62 + 5 / 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "num_ps", "sync_every", "named"),
+    [
+        ("0 steps", 0, 1, "above 0 of steps"),
+        ("10 steps", 1, 1, "With parameter servers"),
+        ("10 min", 1, 1, "With parameter servers"),
+        ("10 min", 0, 4, 'With sync_every .*"1000 steps"'),
+    ],
+)
+def test_where_it_means_nothing_it_is_refused(given, num_ps, sync_every, named):
+    with pytest.raises(ConfigError, match=named):
+        arguments.every(given, num_ps, TensorflowConfig(sync_every=sync_every))
+
+
+def test_auto_is_what_can_be():
+    plain = TensorflowConfig()
+    assert arguments.every("auto", 0, plain) == Every(auto=True)
+    assert arguments.every("auto", 2, plain) == arguments.every("auto", 0, TensorflowConfig(sync_every=4)) == Every()
+    assert arguments.every("100 steps", 0, TensorflowConfig(sync_every=4)) == Every(steps=100)

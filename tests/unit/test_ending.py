@@ -81,5 +81,5 @@ def test_errors_travel_and_bear_their_exit_codes():
     error = pickle.loads(pickle.dumps(StoppedError(signal.SIGTERM, "it stands there", 7)))
     assert (error.code, error.step, str(error)) == (143, 7, "SIGTERM: it stands there")
     assert isinstance(error, SystemExit) and StoppedError(signal.SIGINT, "").code == 130
-    drained = pickle.loads(pickle.dumps(DrainedError(7, False)))
-    assert drained.preempted and "after step 7, of which there is no checkpoint" in str(drained)
+    drained = pickle.loads(pickle.dumps(DrainedError(7)))
+    assert drained.preempted and "after step 7, from which the run goes on" in str(drained)

@@ -164,3 +164,18 @@ def test_two_columns_cannot_both_say_which_rows_share_a_batch():
     table = pa.table({"a": pa.array(LISTS), "b": pa.array(LISTS)})
     with pytest.raises(ConfigError, match="One column at most"):
         feed(table, {n: Column(n, pad="batch", bucket=True) for n in "ab"})
+
+
+def test_the_order_tells_which_rows_steps_have():
+    """What changes no step's rows is not told: seeds without a shuffle, windows with a full one, how rows are cut."""
+
+    def order(cuts=(10, 60), **options):
+        batch = BatchSpec.parsed("id", None, None, None)
+        return Feed(blocks(numbers(), cuts), batch, Sampling(**{"global_batch": 25} | options)).order
+
+    assert order(shuffle="none", seed=1) == order(shuffle="none", seed=2) != order(shuffle="none", global_batch=20)
+    assert order(shuffle="full", window=50) == order(shuffle="full", window=99, cuts=(3,))
+    assert order(shuffle="full", seed=1) != order(shuffle="full", seed=2)
+    assert order(shuffle="window", window=50) == order(shuffle="window", window=60), "both are two steps"
+    assert order(shuffle="window", window=50) != order(shuffle="window", window=75)
+    assert order(shuffle="window") != order(shuffle="window", cuts=(10, 61))

@@ -1,0 +1,100 @@
+"""Where a train loop of a user's stands in its rows: saved and restored at any batch, for any number of workers."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from raytf import ConfigError, Position
+from raytf.worker import dataset as dataset_module
+from tests.unit.test_feed import ROWS, feed, numbers
+
+
+def rows(**options):
+    """What `get_dataset` gives, without a run around it."""
+    made = feed(numbers(), "id", **options)
+    given = made.dataset()
+    dataset_module._feeds[given] = made
+    return given
+
+
+def read(position, epochs=3, stop=None):
+    """Batches of each epoch that is left, by number; ends in the middle of a batch's step after `stop` batches."""
+    found = {}
+    for epoch in position.epochs(epochs):
+        found[position.epoch] = []
+        for batch in epoch:
+            found[position.epoch].append(batch.numpy().tolist())
+            if stop is not None and sum(map(len, found.values())) == stop:
+                return found
+    return found
+
+
+@pytest.mark.parametrize("shuffle", ["full", "window", "none"])
+def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
+    options = {"shuffle": shuffle, "window": 50}
+    whole = read(Position(rows(**options)))
+    assert [len(batches) for batches in whole.values()] == [5, 5, 5]
+    for epoch in whole.values():
+        assert sorted(np.concatenate(epoch)) == list(range(ROWS))
+    for stop in (1, 4, 5, 6, 14):
+        position = Position(rows(**options))
+        first = read(position, stop=stop)
+        path = tf.train.Checkpoint(position=position).save(str(tmp_path / "saved"))
+        again = Position(rows(**options))
+        tf.train.Checkpoint(position=again).restore(path).assert_existing_objects_matched()
+        assert again.get_state() == position.get_state() == json.loads(json.dumps(position.get_state()))
+        rest = read(again)
+        for epoch, batches in whole.items():
+            assert first.get(epoch, []) + rest.get(epoch, []) == batches, f"epoch {epoch}, stopped after {stop} batches"
+
+
+def test_other_numbers_of_workers_go_on_together():
+    options = {"global_batch": 34, "shuffle": "full"}
+    alone = read(Position(rows(**options)))
+    position = Position(rows(**options))
+    read(position, stop=6)
+    parts = []
+    for worker in range(3):
+        mine = Position(rows(worker=worker, workers=3, **options))
+        mine.set_state(position.get_state())
+        parts.append(read(mine))
+    for epoch, batches in {1: alone[1][2:], 2: alone[2]}.items():
+        assert [[*itertools.chain(*step)] for step in zip(*(part[epoch] for part in parts), strict=True)] == batches
+
+
+def test_an_epoch_that_ended_ends_once_more_without_a_batch():
+    """The last batch was kept, and what comes behind an epoch was not done."""
+    position = Position(rows())
+    read(position, stop=5)
+    again = Position(rows())
+    again.set_state(position.get_state())
+    found = read(again)
+    assert found[0] == [] and len(found[1]) == 5
+
+
+def test_the_rest_of_an_epoch_is_a_dataset_of_that_many_batches():
+    position = Position(rows())
+    position.add(2)
+    assert position.rest().cardinality() == len(list(position.rest())) == 3
+    position.add(3)
+    assert (position.epoch, position.step) == (1, 0)
+    for steps in (6, -1, 1.0, True):
+        with pytest.raises(ConfigError, match="steps must be 0 to 5, which are left"):
+            position.add(steps)
+
+
+def test_other_rows_are_refused():
+    position = Position(rows())
+    read(position, stop=3)
+    other = Position(rows(global_batch=20, seed=3))
+    with pytest.raises(ConfigError, match=r"step 3 of an epoch with batch_size 20, was 25, seed 3, was 0"):
+        other.set_state(position.get_state())
+    other.set_state({**position.get_state(), "step": 0})
+    for nonsense in ({}, None, {"epoch": -1, "step": 0, "order": {}}, {"epoch": 0, "step": 1.5, "order": {}}):
+        with pytest.raises(ConfigError, match="set_state takes what get_state gave"):
+            other.set_state(nonsense)
+    with pytest.raises(ConfigError, match=r"A Position is that of a dataset of raytf\.get_dataset"):
+        Position(rows().map(lambda x: x))
