@@ -18,9 +18,8 @@ class _Commands(click.Group):
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except StoppedError as error:
-            click.echo(f"Error: {error}", err=True)
-            raise  # with its own exit code
+        except StoppedError:
+            raise  # it has been said, and has an exit code of its own
         except RaytfError as error:
             raise click.ClickException(str(error)) from error
 

@@ -69,7 +69,9 @@ class Ending:
             self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, StoppedError):  # Python ends with its code, and says nothing
+            self._say(error.where)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
