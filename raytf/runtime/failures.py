@@ -30,7 +30,7 @@ class WorkerFrozenError(RaytfError, RuntimeError):
 
 
 @contextlib.contextmanager
-def firstcause_of():
+def first_cause():
     """Turns Ray Train's error into one that names the rank that failed first and its own error."""
     try:
         yield

@@ -1,7 +1,7 @@
 """A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS, which leaves its weights.
 
 Each worker notes its node and steps in NAME_RANK.txt. Where FOLDER/NAME_hold exists, the last worker stands still
-behind step 5 of the second epoch until it is asked to end, so that others are one step ahead of it; it removes that file.
+behind step 5 of the second epoch until it is asked to end, so that others are one step ahead; it removes that file.
 """
 
 from __future__ import annotations
