@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
+import psutil
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
 from cluster import local
+from raytf.compat import ray_core
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +97,40 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     for mine, its in zip(weights(tmp_path, "run"), weights(tmp_path, "quiet"), strict=True):
         np.testing.assert_array_equal(mine, its)
     finished(started(tmp_path, "run", workers))  # nothing is left to do
+
+
+def left(tmp_path):
+    """What there is of the drivers of this Ray: processes, placement groups, actors, files in memory and in /tmp."""
+    raylets = {str(p.pid) for p in psutil.Process().children() if p.name() == "raylet"}
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.info["cmdline"] or ())
+            mine = str(tmp_path) in line or process.environ().get("RAY_RAYLET_PID") in raylets
+            if mine and "IDLE" not in line and "default_worker" not in line:
+                found.add(("process", process.pid, line))
+    found |= {("group", key) for key, its in placement_group_table().items() if its["state"] != "REMOVED"}
+    found |= {("actor", its.actor_id) for its in ray_core.living_actors()}
+    folders = (tempfile.gettempdir(), "/dev/shm")
+    return found | {(folder, name) for folder in folders for name in os.listdir(folder) if "raytf" in name}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(400)
+def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path):
+    finished(started(tmp_path, "other", 2))  # what Ray itself starts for a first run, and keeps
+    before = left(tmp_path)
+    (tmp_path / "run_hold").touch()
+    driver = started(tmp_path, "run", 2)
+    until(lambda: steps(tmp_path, "run", 1)[-1:] == [(1, 4)], driver)
+    during = left(tmp_path) - before
+    assert {"process", "group", "actor"} <= {kind for kind, *_ in during}
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 60
+    while left(tmp_path) - before:
+        assert time.monotonic() < deadline, left(tmp_path) - before
+        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
