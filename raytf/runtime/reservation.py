@@ -96,9 +96,9 @@ class Reservation:
         return self.group
 
     def _is_drained(self) -> bool:
-        """Whether a node of the group takes no more workers; what stands beside them cannot go with them to others."""
+        """Whether a node of the group takes no more processes; parameter servers stay with their group all the same."""
         draining = ray_core.draining()
-        if self._beside or not draining:
+        if "ps 0" in self._beside or not draining:
             return False
         return not draining.keys().isdisjoint(placement_group_table(self.group)["bundles_to_node_id"].values())
 

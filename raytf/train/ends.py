@@ -85,12 +85,12 @@ class Ending:
     def _say(self, text: str) -> None:
         print(f"raytf: {signal.Signals(self.number).name}: {text}", file=sys.stderr, flush=True)
 
-    def result_of(self, ref, ask: Callable[[], object]):
+    def result_of(self, ref, workers: Callable[[], object]):
         """What `ray.get(ref)` gives, for a run that a signal is to end well.
 
         Args:
             ref: of the run's end.
-            ask: gives a ref that says whether any worker has begun a step, and tells them to end.
+            workers: gives a ref of the actors that train, see `agree`.
 
         Raises:
             StoppedError: no worker had begun a step.
@@ -104,21 +104,25 @@ class Ending:
                 self._changed.wait()
                 self._changed.clear()
                 if self.number is not None:
-                    self._end(future, ask)
+                    self._end(future, workers)
             return future.result()
         finally:
             self._heard = None
 
-    def _end(self, future, ask: Callable[[], object]) -> None:
+    def _end(self, future, workers: Callable[[], object]) -> None:
         until = time.monotonic() + _END_SECONDS
         while not future.done():
             try:
-                if not ray.get(ask(), timeout=3 * _ANSWER_SECONDS) and not future.done():
-                    raise StoppedError(self.number, "no step had begun since the run's start; nothing is lost")
-            except RayActorError:  # a worker that ends before it answers, or the controller, whose end is the run's
-                pass
-            except (GetTimeoutError, answers.NoAnswerError) as error:
+                there = ray.get(workers(), timeout=_ANSWER_SECONDS)
+                begun = there and agree(there, ending.STOP)
+            except GetTimeoutError:  # Ray Train's controller stands still while it starts workers
+                begun = False
+            except RayActorError:  # a worker that has just ended, or the controller, whose end is the run's
+                begun = True
+            except answers.NoAnswerError as error:
                 raise TrainingError(None, f"it was to end, and could not: {in_a_line(error)}") from error
+            if not begun and not future.done():
+                raise StoppedError(self.number, "ended before its workers had begun a step; nothing is lost")
             if time.monotonic() > until:
                 raise TrainingError(None, f"it was to end, and its workers have not within {_END_SECONDS:g} s")
             concurrent.futures.wait([future], _AGAIN_SECONDS)
@@ -128,7 +132,7 @@ class Ending:
 
         def heard():
             if not ending.gate.ask(ending.STOP):
-                raise StoppedError(self.number, "no step had begun since the run's start; nothing is lost")
+                raise StoppedError(self.number, "ended before it had begun a step; nothing is lost")
             ending.gate.end_after(ending.gate.ask(ending.STOP))
 
         ending.gate.reset()

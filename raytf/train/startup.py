@@ -8,7 +8,6 @@ reserves the resources, and the processes that are on the right hosts become its
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import functools
@@ -56,7 +55,7 @@ from raytf.runtime.reservation import Reservation
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
-from raytf.worker import ending
+from raytf.worker.ending import DrainedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
@@ -200,7 +199,7 @@ class EarlyStartTrainer(DataParallelTrainer):
         answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
         running = controller.run.remote()
         if self._launch.ending is not None:
-            self._launch.ending.result_of(running, controller.end_after_step.remote)
+            self._launch.ending.result_of(running, controller.workers.remote)
         elif threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
         ray.get(running)
@@ -225,13 +224,10 @@ class _Controller(TrainController):
         for name in ours:
             del os.environ[name]
 
-    async def end_after_step(self) -> bool:
-        """Has the workers end after a step; False where none has begun one."""
+    def workers(self) -> list:
+        """The actors that train now."""
         group = self.get_worker_group()
-        if group is None or not group.has_started():
-            return False
-        actors = [worker.actor for worker in group.get_workers()]
-        return await asyncio.to_thread(ends.agree, actors, ending.STOP)
+        return [worker.actor for worker in group.get_workers()] if group is not None and group.has_started() else []
 
 
 class _Elastic(ElasticScalingPolicy):
@@ -392,7 +388,7 @@ class _WorkerGroup(WorkerGroup):
         for rank, status in enumerate(found):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
                 self._watchdog.heard(rank)
-            if isinstance(cause_of(status.error), ending.DrainedError):  # by itself it counts as the loss of a node
+            if isinstance(cause_of(status.error), DrainedError):  # by itself it counts as the loss of a node
                 status.error = cause_of(status.error)
         for rank, how in self._watchdog.ended.items():
             found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
