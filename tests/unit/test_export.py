@@ -15,6 +15,7 @@ from ray.train import Checkpoint
 import raytf
 from raytf.errors import ConfigError
 from raytf.worker import checkpoint
+from raytf.worker import export as export_module
 from raytf.worker.export import export
 
 ROOT = pathlib.Path(raytf.__file__).parents[1]
@@ -217,11 +218,22 @@ def test_a_model_of_ones_own_classes_is_exported_by_its_inputs(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "model"]
 
 
-@pytest.mark.skipif(WITHOUT_ONNX, reason="its converter is not installed")
-@pytest.mark.parametrize("kind", [build, text])
-def test_onnx_where_its_converter_is_installed(tmp_path, kind):
-    save(tmp_path / "checkpoint", kind({}), 5, 0.1)
-    assert os.path.getsize(export(tmp_path / "checkpoint", tmp_path / "model.onnx", "onnx")) > 500
+@pytest.mark.parametrize(
+    ("mine", "its", "far"),
+    [
+        ([1.0, -4.0], [1.0, -4.0], 0),
+        ([0.5, 0.0], [0.5, 1e-3], 1e-3),
+        ([0.0, 1e3], [1e-3, 1e3], 1e-6),
+        ([np.nan, np.inf, 1], [np.nan, np.inf, 1], 0),
+        ([1.0, 2.0], [np.nan, 2.0], np.nan),
+        ([1.0, np.inf], [1.0, -np.inf], np.inf),
+        ([b"a", b"b"], [b"a", b"c"], 1),
+        ([1, 5], [1, 4], 0.2),
+        ([], [], 0),
+    ],
+)
+def test_how_far_outputs_are(mine, its, far):
+    np.testing.assert_allclose(export_module._distance(np.array(mine), np.array(its)), far)
 
 
 def noisy(config):
@@ -314,3 +326,11 @@ def test_the_command_as_it_is_typed(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'served'}\n" and (tmp_path / "served" / "saved_model.pb").exists()
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(WITHOUT_ONNX, reason="its converter is not installed")
+def test_onnx_where_its_converter_is_installed(tmp_path):
+    save(tmp_path / "checkpoint", text({}), 5, 0.1)
+    done = typed(tmp_path, "checkpoint", "-o", "model.onnx", "--format", "onnx")
+    assert done.returncode == 0, done.stderr
+    assert os.path.getsize(tmp_path / "model.onnx") > 1000
