@@ -75,14 +75,19 @@ def ray_cluster(tmp_path_factory):
 
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield ray
-    processes = _ray_processes()
-    ray.shutdown()
-    _wait_gone(processes)
+    from tests.warm import warm
+
+    with warm(tmp_path_factory.mktemp("w")) as python, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python)
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        patch.undo()
+        yield ray
+        processes = [process for process in _processes() if "tests.warm" not in process.cmdline()]
+        ray.shutdown()
+        _wait_gone(processes)
 
 
-def _ray_processes():
+def _processes():
     import psutil
 
     return psutil.Process().children(recursive=True)
