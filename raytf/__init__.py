@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.worker.checkpoint import load_model as load_model
     from raytf.worker.context import get_strategy as get_strategy
     from raytf.worker.dataset import get_dataset as get_dataset
+    from raytf.worker.export import export as export
 
 # What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
 _PLACES = {
@@ -42,6 +43,7 @@ _PLACES = {
     "ReportCheckpointCallback": "ray.train.tensorflow.keras",
     "TensorflowCheckpoint": "ray.train.tensorflow",
     "evaluate": "raytf.fitting.calls",
+    "export": "raytf.worker.export",
     "fit": "raytf.fitting.calls",
     "predict": "raytf.fitting.calls",
     "get_dataset": "raytf.worker.dataset",

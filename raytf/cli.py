@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
 import click
 
+from raytf import validation
 from raytf.errors import RaytfError
 
 
@@ -27,6 +32,25 @@ def main():
     """
 
 
+class _Option(click.Option):
+    """An option that says where its value goes: all that is known of it stands in one place.
+
+    Args:
+        to: what takes it, as an argument of the option's name: the "config" of the model function (unless it is not
+            given), the "datasets" by name, the "trainer", its "workers", its "run", or the "sweep".
+        least: the smallest integer that it may be.
+        words: what it may be, if it is given.
+    """
+
+    def __init__(self, *args, to: str, least: int | None = None, words: Sequence[str] = (), **settings):
+        super().__init__(*args, **settings)
+        self.to, self.least, self.words = to, least, words
+
+
+def _option(*names, to: str, **settings):
+    return click.option(*names, cls=_Option, to=to, **settings)
+
+
 def _options(*options):
     """One decorator of several."""
 
@@ -38,47 +62,97 @@ def _options(*options):
     return decorate
 
 
+def _given(ctx: click.Context) -> dict[str, dict[str, Any]]:
+    """Values of a command's options by what takes them, and by name."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for option in ctx.command.params:
+        if isinstance(option, _Option):
+            found[option.to][option.name] = ctx.params[option.name]
+    return found
+
+
+def _columns(ctx, option, text: str | None) -> str | list[str] | None:
+    """A column, or several with commas between them."""
+    return text.split(",") if text and "," in text else text
+
+
+def _path(ctx, option, text: str | None) -> str | None:
+    """A path from the root, or a URI as it is."""
+    import os
+
+    return os.path.abspath(text) if text and "://" not in text else text
+
+
 _TRAINING = _options(
-    click.option("--data", required=True, help="Folder or URI of Parquet files to train on."),
-    click.option("--validation", help="Folder or URI of Parquet files to validate on."),
-    click.option("--features", required=True, help="A column; several, with commas, are stacked into a float vector."),
-    click.option("--labels", help="The column of labels."),
-    click.option("--sample-weights", help="A column of weights for each row."),
-    click.option("--num-workers", default=1, show_default=True, help="Number of workers."),
-    click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker."),
-    click.option("--cpus-per-worker", default=1.0, show_default=True, help="CPUs of each worker; may be below 1."),
-    click.option("--batch-size", default=32, show_default=True, help="Rows of the global batch, over all workers."),
-    click.option("--epochs", default=1, show_default=True),
-    click.option("--learning-rate", type=float, help="config['learning_rate'] for the model function."),
+    _option("--data", "train", to="datasets", required=True, help="Folder or URI of Parquet files to train on."),
+    _option("--validation", to="datasets", help="Folder or URI of Parquet files to validate on."),
+    _option(
+        "--features",
+        to="trainer",
+        callback=_columns,
+        required=True,
+        help="A column; several, with commas, are stacked into a float vector.",
+    ),
+    _option("--labels", to="trainer", callback=_columns, help="The column of labels."),
+    _option("--sample-weights", to="trainer", callback=_columns, help="A column of weights for each row."),
+    _option("--num-workers", to="workers", default=1, least=1, show_default=True, help="Number of workers."),
+    _option("--gpus-per-worker", to="workers", default=0, least=0, show_default=True, help="GPUs of each worker."),
+    _option(
+        "--cpus-per-worker",
+        to="workers",
+        default=1.0,
+        show_default=True,
+        help="CPUs of each worker; may be below 1.",
+    ),
+    _option(
+        "--batch-size", to="config", default=32, show_default=True, help="Rows of the global batch, over all workers."
+    ),
+    _option("--epochs", to="config", default=1, show_default=True),
+    _option("--learning-rate", to="config", type=float, help="config['learning_rate'] for the model function."),
     click.option(
         "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another entry of config; may be repeated."
     ),
-    click.option("--strategy", default="auto", show_default=True, help="How replicas train together."),
-    click.option("--num-ps", default=0, show_default=True, help="Parameter servers, for --strategy parameter_server."),
-    click.option("--seed", default=0, show_default=True, help="Of weights, order of rows and masks."),
-    click.option("--storage", help="Where results are kept.  [default: Ray's, ~/ray_results]"),
-    click.option("--max-failures", default=0, show_default=True, help="Restarts after a worker died."),
+    _option("--strategy", to="trainer", default="auto", show_default=True, help="How replicas train together."),
+    _option(
+        "--num-ps",
+        to="trainer",
+        default=0,
+        show_default=True,
+        help="Parameter servers, for --strategy parameter_server.",
+    ),
+    _option("--seed", to="trainer", default=0, show_default=True, help="Of weights, order of rows and masks."),
+    _option(
+        "--storage",
+        "storage_path",
+        to="run",
+        callback=_path,
+        help="Where results are kept.  [default: Ray's, ~/ray_results]",
+    ),
+    _option("--max-failures", to="run", default=0, least=-1, show_default=True, help="Restarts after a worker died."),
 )
 
 
 @main.command()
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
-@click.option("--name", help="Name of the run; one that exists goes on as --resume says.  [default: a new one]")
-@click.option(
+@_option("--name", to="run", help="Name of the run; one that exists goes on as --resume says.  [default: a new one]")
+@_option(
     "--resume",
+    to="trainer",
     type=click.Choice(["auto", "true", "false"]),
+    callback=lambda ctx, option, word: {"true": True, "false": False}.get(word, word),
     default="auto",
     show_default=True,
     help="Where the run exists: auto goes on if it is the same run, true with what has changed, false starts anew.",
 )
-def train(model, **options):
+@click.pass_context
+def train(ctx, model, **_):
     """Train the model that FUNCTION(config) of MODULE builds, on Parquet files.
 
     MODULE is imported from the current folder. FUNCTION takes the config, a dict with batch_size, epochs,
     learning_rate and what --set gives, and returns a compiled keras.Model.
     """
-    trainer = _trainer(model, options, resume={"true": True, "false": False}.get(options["resume"], "auto"))
+    trainer = _trainer(ctx)
     from raytf.train.results import show_result
 
     show_result(trainer.fit())
@@ -87,14 +161,15 @@ def train(model, **options):
 @main.command()
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
-def plan(model, **options):
+@click.pass_context
+def plan(ctx, model, **_):
     """Say what `train` with these options would do: strategy, batches, steps, traffic and memory.
 
     The model is built, and a few steps on the data's first rows are timed on one core; nothing is trained.
     """
     from raytf.train.plan import plan as make
 
-    lines = make(_trainer(model, options)).lines()
+    lines = make(_trainer(ctx)).lines()
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(f"{name:<{width}}  {value}")
@@ -105,19 +180,33 @@ def plan(model, **options):
 @click.argument("domains", metavar="[NAME=DOMAIN]...", nargs=-1)
 @_TRAINING
 @click.option("--space", type=click.Path(exists=True, dir_okay=False), help="YAML file of names and domains.")
-@click.option("--num-samples", default=10, show_default=True, help="Trials, for each point of a grid.")
-@click.option("--metric", default="loss", show_default=True, help="What trials are compared by.")
-@click.option("--mode", default="min", show_default=True, help="min or max.")
-@click.option("--scheduler", help="fifo, asha, hyperband, median or pbt.")
-@click.option("--search", help="random or optuna.")
-@click.option("--max-concurrent-trials", type=int, help="At most; as many as the cluster holds unless given.")
-@click.option("--cold", is_flag=True, help="Give every trial processes of its own.")
-@click.option("--scale-learning-rate", help="linear or sqrt, with the batch size.")
-@click.option("--base-batch-size", type=int, help="The batch size for which learning rates are meant.")
-@click.option("--warmup-steps", default=0, show_default=True, help="In which the learning rate rises from 0.")
-@click.option("--name", help="Name of the sweep.")
-@click.option("--resume", metavar="PATH", help="Go on with the sweep of this folder, which was interrupted.")
-def sweep(model, domains, **options):
+@_option("--num-samples", to="sweep", default=10, show_default=True, help="Trials, for each point of a grid.")
+@_option("--metric", to="sweep", default="loss", show_default=True, help="What trials are compared by.")
+@_option("--mode", to="sweep", default="min", words=validation.MODES, show_default=True, help="min or max.")
+@_option("--scheduler", to="sweep", words=validation.SCHEDULERS, help="fifo, asha, hyperband, median or pbt.")
+@_option("--search", "search_alg", to="sweep", words=validation.SEARCHES, help="random or optuna.")
+@_option(
+    "--max-concurrent-trials",
+    to="sweep",
+    type=int,
+    least=1,
+    help="At most; as many as the cluster holds unless given.",
+)
+@_option(
+    "--cold",
+    "warm",
+    to="sweep",
+    is_flag=True,
+    callback=lambda ctx, option, cold: not cold,
+    help="Give every trial processes of its own.",
+)
+@_option("--scale-learning-rate", to="sweep", help="linear or sqrt, with the batch size.")
+@_option("--base-batch-size", to="sweep", type=int, help="The batch size for which learning rates are meant.")
+@_option("--warmup-steps", to="sweep", default=0, show_default=True, help="In which the learning rate rises from 0.")
+@_option("--name", to="run", help="Name of the sweep.")
+@_option("--resume", to="sweep", metavar="PATH", help="Go on with the sweep of this folder, which was interrupted.")
+@click.pass_context
+def sweep(ctx, model, domains, space, **_):
     """Train the model of FUNCTION with many configs, and compare them.
 
     A DOMAIN is a call such as loguniform(1e-4,1e-1), choice([32,64]), grid_search([1,2]), uniform, randint, a list
@@ -127,12 +216,13 @@ def sweep(model, domains, **options):
     """
     from raytf.cli_options import check_sweep
 
-    check_sweep(options, domains)
+    options = _given(ctx)["sweep"]
+    check_sweep(ctx.command.params, options, domains)
     written = {}
-    if options["space"]:
+    if space:
         import yaml
 
-        with open(options["space"]) as file:
+        with open(space) as file:
             written = yaml.safe_load(file)
         if not isinstance(written, dict):
             from raytf.errors import ConfigError
@@ -148,25 +238,11 @@ def sweep(model, domains, **options):
         known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
         return max((n for n in known if isinstance(n, int)), default=1)
 
-    trainer = _trainer(model, options, largest=largest)
-    from raytf.tune import space
+    trainer = _trainer(ctx, largest)
+    from raytf.tune.space import parse
     from raytf.tune.sweep import sweep as run
 
-    run(
-        trainer,
-        space.parse(written) or None,
-        num_samples=options["num_samples"],
-        metric=options["metric"],
-        mode=options["mode"],
-        scheduler=options["scheduler"],
-        search_alg=options["search"],
-        max_concurrent_trials=options["max_concurrent_trials"],
-        warm=not options["cold"],
-        scale_learning_rate=options["scale_learning_rate"],
-        base_batch_size=options["base_batch_size"],
-        warmup_steps=options["warmup_steps"],
-        resume=options["resume"],
-    )
+    run(trainer, parse(written) or None, **options)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -225,15 +301,42 @@ def report(path, output):
     click.echo(output)
 
 
-def _trainer(model: str, options: dict, resume: str | bool = "auto", largest=lambda: 1):
-    """A KerasTrainer from the options of a command; starts or finds Ray, with room for `largest()` workers, too."""
-    from raytf import cli_options as options_module
+@main.command()
+@click.argument("path", metavar="RUN")
+@click.option("-o", "--output", required=True, help="The folder or file to write; it must not exist.")
+@click.option("--format", default="saved_model", show_default=True, help="saved_model, keras or onnx.")
+@click.option("--which", default="last", show_default=True, help="Of its checkpoints last, best, or that of a step.")
+@click.option("--metric", help="By which one is the best.  [default: val_loss, or loss without validation]")
+@click.option("--mode", default="min", show_default=True, help="min or max of the metric.")
+@click.option("--average", default=1, show_default=True, help="The mean of the weights of so many last checkpoints.")
+@click.option("--model", metavar="MODULE:FUNCTION", help="What builds the model, where Keras cannot from its file.")
+def export(path, output, format, which, model, **options):
+    """Write the model of a run's folder, or of a checkpoint's, for those who have no raytf.
 
-    module, function = options_module.split_function(model)
-    config = {"batch_size": options["batch_size"], "epochs": options["epochs"]}
-    config |= {"learning_rate": options["learning_rate"]} if options["learning_rate"] is not None else {}
-    config |= parse_settings(options["settings"])
-    options_module.check_training(options, config)
+    What was written is read again, and must compute what the model does, to 1e-6 on generated rows.
+    """
+    from raytf.worker import export as exporting
+
+    options["which"] = int(which) if which.isdecimal() else which
+    exporting.check(path, output, format, **options)
+    build_model = None
+    if model is not None:
+        from raytf.cli_options import split_function
+
+        build_model = load_function(*split_function(model))
+    click.echo(exporting.export(path, output, format, build_model=build_model, **options))
+
+
+def _trainer(ctx: click.Context, largest=lambda: 1):
+    """A KerasTrainer from the options of a command; starts or finds Ray, with room for `largest()` workers, too."""
+    from raytf import cli_options
+
+    module, function = cli_options.split_function(ctx.params["model"])
+    given = _given(ctx)
+    config = {name: value for name, value in given["config"].items() if value is not None}
+    config |= parse_settings(ctx.params["settings"])
+    paths = {name: path for name, path in given["datasets"].items() if path}
+    cli_options.check_training(ctx.command.params, given, config, paths)
     build_model = load_function(module, function)
 
     import logging
@@ -246,32 +349,22 @@ def _trainer(model: str, options: dict, resume: str | bool = "auto", largest=lam
 
     # the workers import the model function from where the command runs
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    processes = max(largest(), options["num_workers"] + (options["num_ps"] + 1 if options["num_ps"] else 0))
-    bundles = [{"CPU": options["cpus_per_worker"]}] * processes
-    connect(bundles, logging_level=logging.ERROR, runtime_env=environment)
-    storage = options["storage"]
+    servers = given["trainer"]["num_ps"]
+    workers, cpus, gpus = (given["workers"][name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
+    processes = max(largest(), workers + (servers + 1 if servers else 0))
+    connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
+    failures = FailureConfig(max_failures=given["run"].pop("max_failures"))
     return KerasTrainer(
         build_model,
         config=config,
-        datasets={name: read_parquet(path) for name, path in options_module.data_paths(options).items()},
-        features=options_module.columns(options["features"]),
-        labels=options_module.columns(options["labels"]),
-        sample_weights=options["sample_weights"],
-        strategy=options["strategy"],
-        num_ps=options["num_ps"],
-        seed=options["seed"],
-        resume=resume,
+        datasets={name: read_parquet(path) for name, path in paths.items()},
         scaling_config=ScalingConfig(
-            num_workers=options["num_workers"],
-            use_gpu=options["gpus_per_worker"] > 0,
-            resources_per_worker={"CPU": options["cpus_per_worker"]}
-            | ({"GPU": options["gpus_per_worker"]} if options["gpus_per_worker"] else {}),
+            num_workers=workers,
+            use_gpu=gpus > 0,
+            resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
         ),
-        run_config=RunConfig(
-            name=options.get("name"),
-            storage_path=os.path.abspath(storage) if storage and "://" not in storage else storage,
-            failure_config=FailureConfig(max_failures=options["max_failures"]),
-        ),
+        run_config=RunConfig(**given["run"], failure_config=failures),
+        **given["trainer"],
     )
 
 

@@ -41,32 +41,39 @@ def split_function(name: str) -> tuple[str, str]:
     return module, function
 
 
-def check_training(options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def check_training(
+    params: Sequence[Any],
+    given: Mapping[str, Mapping[str, Any]],
+    config: Mapping[str, Any],
+    paths: Mapping[str, str],
+) -> None:
     """Raises ConfigError for what `raytf train`, `plan` and `sweep` can know to be wrong by their options alone.
 
     Args:
-        options: of the command, by name.
+        params: options of the command.
+        given: their values, by what takes them and by name.
         config: what the model function will be given.
+        paths: of the data, by name of the dataset.
     """
     legacy_keras.refuse(legacy_keras.asked(False))
-    for name, least in (("num_workers", 1), ("gpus_per_worker", 0), ("max_failures", -1)):
-        validation.check_whole("--" + name.replace("_", "-"), options[name], least)
-    if not options["cpus_per_worker"] > 0:
-        raise ConfigError("--cpus-per-worker must be more than 0", options["cpus_per_worker"], "Raise it")
+    workers, trainer = given["workers"], given["trainer"]
+    check_values(params, {**workers, **given["run"]})
+    if not workers["cpus_per_worker"] > 0:
+        raise ConfigError("--cpus-per-worker must be more than 0", workers["cpus_per_worker"], "Raise it")
     validation.check_config(config)
-    validation.check_seed(options["seed"])
-    validation.check_num_ps(options["strategy"], options["num_ps"])
-    workers, devices = options["num_workers"], options["gpus_per_worker"]
-    pick_strategy(options["strategy"], workers=workers, devices=devices, tpu=False)
-    per_replica_batch(config["batch_size"], 1 if options["num_ps"] else workers * max(1, devices))
-    for name, path in data_paths(options).items():
+    validation.check_seed(trainer["seed"])
+    validation.check_num_ps(trainer["strategy"], trainer["num_ps"])
+    count, devices = workers["num_workers"], workers["gpus_per_worker"]
+    pick_strategy(trainer["strategy"], workers=count, devices=devices, tpu=False)
+    per_replica_batch(config["batch_size"], 1 if trainer["num_ps"] else count * max(1, devices))
+    for name, path in paths.items():
         names = _columns(name, path)
         for role in ("features", "labels", "sample_weights"):
             if names is not None:
-                check_names(parse(columns(options[role]), role), names, role)
+                check_names(parse(trainer[role], role), names, role)
 
 
-def check_sweep(options: Mapping[str, Any], domains: Sequence[str]) -> None:
+def check_sweep(params: Sequence[Any], options: Mapping[str, Any], domains: Sequence[str]) -> None:
     """Raises ConfigError for what `raytf sweep` can know to be wrong by its own options and domains alone."""
     for domain in domains:
         name, equals, value = domain.partition("=")
@@ -76,27 +83,28 @@ def check_sweep(options: Mapping[str, Any], domains: Sequence[str]) -> None:
             )
     if options["num_samples"] != -1:
         validation.check_whole("--num-samples", options["num_samples"], 1)
-    validation.check_word("--mode", options["mode"], ("min", "max"))
-    for name, known in (("scheduler", validation.SCHEDULERS), ("search", validation.SEARCHES)):
-        if options[name] is not None:
-            validation.check_word(f"--{name}", options[name], known)
-    if options["max_concurrent_trials"] is not None:
-        validation.check_whole("--max-concurrent-trials", options["max_concurrent_trials"], 1)
+    check_values(params, options)
     rule, base = options["scale_learning_rate"], options["base_batch_size"]
     Scaling(rule=rule, base_batch_size=base, warmup_steps=options["warmup_steps"])
     if options["resume"] and "://" not in options["resume"] and not os.path.exists(options["resume"]):
         raise ConfigError("A sweep is resumed from a path that exists", repr(options["resume"]), "Check the path")
 
 
-def data_paths(options: Mapping[str, Any]) -> dict[str, str]:
-    """The paths of a command's datasets, by name."""
-    paths = {"train": options["data"], "validation": options["validation"]}
-    return {name: path for name, path in paths.items() if path}
+def check_values(params: Sequence[Any], values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value that is less than an option says that it may be, or none of its words.
 
-
-def columns(text: str | None) -> str | list[str] | None:
-    """What --features, --labels and --sample-weights name: a column, or several with commas between them."""
-    return text.split(",") if text and "," in text else text
+    Args:
+        params: options of a command, as `cli.py` makes them.
+        values: of some of them, by name; None is right.
+    """
+    for option in params:
+        value = values.get(option.name)
+        if value is None:
+            continue
+        if option.least is not None:
+            validation.check_whole(option.opts[0], value, option.least)
+        if option.words:
+            validation.check_word(option.opts[0], value, option.words)
 
 
 def _columns(name: str, path: str) -> list[str] | None:

@@ -12,6 +12,7 @@ from raytf.errors import ConfigError
 # What a sweep knows by name.
 SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
 SEARCHES = ("random", "optuna")
+MODES = ("min", "max")
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

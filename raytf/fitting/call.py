@@ -29,9 +29,9 @@ from raytf.errors import ConfigError, TrainingError
 from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.parallel import model_optimizers
 from raytf.runtime import resources
-from raytf.runtime.connection import connect
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit
 
@@ -69,9 +69,7 @@ class Call:
             self._parts[name].batch.check(found.columns)
 
     def _connect(self) -> None:
-        bundles = resources.bundles(self._scaling)
-        connect(bundles, keep_idle=True)
-        self._scaling = resources.sharing(self._scaling, bundles)
+        self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
         resources.check_cluster(self._scaling)
 
     def _example(self, name: str) -> tf.data.Dataset:

@@ -28,7 +28,6 @@ from raytf.errors import ConfigError
 from raytf.identity import fingerprint, same_run
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
-from raytf.runtime.connection import connect
 from raytf.runtime.processes import Process, WarmPool, worker_environment
 from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import per_replica_batch
@@ -40,6 +39,7 @@ from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
 from raytf.train.local import Here
+from raytf.train.prepare import Prepared, place
 from raytf.train.startup import EarlyStartTrainer, Startup
 from raytf.worker import checkpoint
 from raytf.worker.job import TrainJob, ended
@@ -211,14 +211,7 @@ class KerasTrainer:
             TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
                 Or another driver has taken over the run's folder while this one was frozen.
         """
-        inner, plan = self.servers()
-        beside = resources.per_worker(self.scaling_config) if self.evaluator else None
-        connect(resources.bundles(inner, plan, beside))
-        self.scaling_config = resources.sharing(self.scaling_config, resources.bundles(inner, plan, beside))
-        inner, plan = self.servers()
-        beside = resources.per_worker(self.scaling_config) if self.evaluator else None
-        resources.check_cluster(self.scaling_config)
-        resources.check_servers(inner, plan, extra=beside)
+        inner = place(self)
         run_config = self.run_config
         if self.resume is not True:  # then the name is that of a run, whoever gave it
             run_config = run_folder.named(run_config, "keras")
@@ -232,27 +225,28 @@ class KerasTrainer:
             else:
                 launch = Startup(inner, run_config)
             lock.on_lost = launch.cancel
-            found = {}
-            try:
-                found = ingest.read_all(self.datasets, self.materialize, self.scaling_config, self.batch.roles)
-                with ThreadPoolExecutor(1) as beside_model:
-                    data = beside_model.submit(self._data_identity, found)
-                    told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
-                lock.confirm()
-                if last is not None:
-                    same_run.check(last.identity, told, self.resume, folder.name)
-                    folder.relist(last, run_config.checkpoint_config)
-                    if ended(last, self):
-                        return self._ended(folder, last)
-                if self.resume is False and (aside := folder.put_aside()):
-                    print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
-                return self._train(launch, found, told)
-            except BaseException:
-                lock.check()  # what came of its loss is not the cause
-                raise
-            finally:
-                launch.cancel()
-                streamed_module.close(found)
+            with Prepared(launch) as training:
+                try:
+                    return self._fit_prepared(training, lock, folder, last)
+                except BaseException:
+                    lock.check()  # what came of its loss is not the cause
+                    raise
+
+    def _fit_prepared(self, training: Prepared, lock: RunLock, folder: RunFolder, last) -> ray.train.Result:
+        """Trains, unless what is `last` in the run's folder is of another run, or the run has ended."""
+        launch, found = training.processes, training.read(self)
+        with ThreadPoolExecutor(1) as beside_model:
+            data = beside_model.submit(self._data_identity, found)
+            told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
+        lock.confirm()
+        if last is not None:
+            same_run.check(last.identity, told, self.resume, folder.name)
+            folder.relist(last, self.run_config.checkpoint_config)
+            if ended(last, self):
+                return self._ended(folder, last)
+        if self.resume is False and (aside := folder.put_aside()):
+            print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
+        return self._train(launch, found, told)
 
     def _last(self, folder: RunFolder) -> run_folder.Last | None:
         """Where the run stands from which this one is to go on, or None."""

@@ -11,13 +11,13 @@ import ray
 from raytf.data import ingest, partitions, stored, streamed
 from raytf.errors import ResourceError
 from raytf.runtime import resources
-from raytf.runtime.connection import connect
 from raytf.runtime.processes import Process, WarmPool
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.train import arguments
 from raytf.train.dry_run import ModelFacts
 from raytf.train.entry import import_raytf
 from raytf.train.keras_trainer import KerasTrainer
+from raytf.train.prepare import Prepared, place
 
 # At the start of `fit` workers take the chief's variables, a group of about so many bytes or one variable at a time: as
 # they were, as they come, and as TensorFlow takes them; beside seven copies of a piece that travels
@@ -136,24 +136,17 @@ def plan(trainer: KerasTrainer) -> Plan:
         ResourceError: the workers do not fit the cluster, or the model a worker's memory.
     """
     trainer = copy.copy(trainer)
-    connect(resources.bundles(*trainer.servers()))
-    scaling = resources.sharing(trainer.scaling_config, resources.bundles(*trainer.servers()))
-    trainer.scaling_config = scaling
-    inner, servers = trainer.servers()
-    resources.check_cluster(scaling)
-    resources.check_servers(inner, servers)
-    processes = WarmPool(Process, inner, trainer.run_config, 1, import_raytf)
-    try:
+    inner = place(trainer)
+    scaling = trainer.scaling_config
+    with Prepared(WarmPool(Process, inner, trainer.run_config, 1, import_raytf)) as training:
         found = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
         devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))
         workers = arguments.check_workers(scaling)
-        replicas = 1 if servers else workers * devices
+        replicas = 1 if trainer.num_ps else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)
-        facts = trainer.try_model(processes, found, trainer.config, batch[0]).facts
+        facts = trainer.try_model(training.processes, found, trainer.config, batch[0]).facts
         with stored.quiet(), streamed.watched("train"):
             rows = trainer.datasets["train"].count()
-    finally:
-        processes.cancel()
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
     made = Plan(
         strategy="one process" if name == "default" else name,

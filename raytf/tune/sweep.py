@@ -30,12 +30,11 @@ from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
-from raytf.data import ingest, stored, streamed
+from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, TrainingError
 from raytf.identity import config_keys
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
-from raytf.runtime.connection import connect
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.storage import run_folder, scratch, trusted
 from raytf.storage.run_folder import RunFolder
@@ -43,9 +42,12 @@ from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
 from raytf.train.entry import import_raytf, train
 from raytf.train.keras_trainer import KerasTrainer
+from raytf.train.prepare import Prepared, placed
 from raytf.train.tensorflow_trainer import TensorflowTrainer
 from raytf.train.worker_group import GroupWorker
-from raytf.tune import learning_rate, report, space
+from raytf.tune import report, space
+from raytf.tune.learning_rate import Scaling
+from raytf.tune.options import SweepOptions
 from raytf.tune.table import Stopper, Table
 from raytf.tune.trial import SweepSpec, Trial
 from raytf.worker import checkpoint
@@ -112,17 +114,21 @@ def sweep(
         ConfigError: an argument is wrong, or no trial reports the metric.
         ResourceError: the cluster can never hold a trial.
     """
-    _check(trainer, param_space, num_samples, mode, max_concurrent_trials, report_every_steps, resume)
+    _check(trainer, param_space, report_every_steps, resume)
+    options = SweepOptions(
+        num_samples=num_samples,
+        metric=metric,
+        mode=mode,
+        max_concurrent_trials=max_concurrent_trials,
+        report_every_steps=report_every_steps,
+        scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
+    )
     ray_config.check_sweep(trainer, param_space, run_config is not None)
-    known = {"metric": metric, "mode": mode, "rule": scale_learning_rate, "base_batch_size": base_batch_size}
-    known |= {"warmup_steps": warmup_steps, "report_every_steps": report_every_steps}
     if resume is not None:
-        known = report.settings(resume)
+        options = options.resumed(report.settings(resume))
         trusted.check_own(report.located(resume), "A sweep's state")
     else:
-        known["sample"] = space.sample(dict(param_space))
-    metric, mode = known["metric"], known["mode"]
-    scaling = learning_rate.Scaling(**{name: known[name] for name in ("rule", "base_batch_size", "warmup_steps")})
+        options = dataclasses.replace(options, sample=space.sample(dict(param_space)))
     given = dict(param_space or {})
     config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
     epochs = max((int(e) for e in space.bounds(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
@@ -135,31 +141,30 @@ def sweep(
         )
     searched = space.search(search_alg)
     bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
-    connect(bundles)
     trainer = copy.copy(trainer)
-    trainer.scaling_config = resources.sharing(trainer.scaling_config, bundles)
+    trainer.scaling_config = placed(trainer.scaling_config, bundles)
     largest, room = _check_room(trainer.scaling_config, given)
-    groups = min(room / largest, space.count(given, num_samples) or math.inf, max_concurrent_trials or math.inf)
+    trials = space.count(given, num_samples)
+    groups = min(room / largest, trials or math.inf, max_concurrent_trials or math.inf)
     spares = largest * (int(groups) if math.isfinite(groups) else 1)
     # Population Based Training may come back to a checkpoint that its trial has left behind
     keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
     settled = _run_config(run_config, trainer.run_config, keep)
-    lock = _lock(settled, resume)
-    processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
-    found: dict = {}
-    try:
-        lock.acquire()
-        tried = config | known.get("sample", {})
-        plan, found = _plan(trainer, given, tried, config, metric, scaling, known["report_every_steps"], processes)
+    with contextlib.ExitStack() as ends:
+        ends.callback(scratch.clean)
+        lock = ends.enter_context(_lock(settled, resume))
+        processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
+        training = ends.enter_context(Prepared(processes))
+        plan = _plan(trainer, given, config, options, training)
         processes.settle()
-        table = Table(metric, mode, space.count(given, num_samples), progress)
+        table = Table(options.metric, options.mode, trials, progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
             tune.with_parameters(trainable, plan=plan),
             given,
             tune.TuneConfig(
-                metric=metric,
-                mode=mode,
+                metric=options.metric,
+                mode=options.mode,
                 num_samples=num_samples,
                 scheduler=chosen,
                 search_alg=searched,
@@ -174,7 +179,7 @@ def sweep(
         lock.confirm()
         lock.on_lost = lambda: setattr(table, "fatal", TrainingError(None, lock.lost))
         if resume is None:
-            _remember(known, settled)
+            _remember(options, settled)
         with table, _quiet_tune():
             grid = tuner.fit()
         lock.check()
@@ -185,11 +190,6 @@ def sweep(
             checkpoint.remember(grid.experiment_path, trainer.build_model, trainer.config)
         _clean_hosts()
         return grid
-    finally:
-        processes.cancel()
-        streamed.close(found)
-        lock.release()
-        scratch.clean()
 
 
 def _clean_hosts() -> None:
@@ -226,7 +226,7 @@ def _quiet_tune():
                 os.environ[name] = value
 
 
-def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every, resume) -> None:
+def _check(trainer, param_space, report_every_steps, resume) -> None:
     if not isinstance(trainer, (KerasTrainer, TensorflowTrainer)):
         raise ConfigError(
             "A sweep runs a raytf.KerasTrainer or a raytf.TensorflowTrainer",
@@ -243,14 +243,7 @@ def _check(trainer, param_space, num_samples, mode, max_concurrent_trials, every
         space.check(param_space)
     elif "://" not in (path := report.located(resume)) and not os.path.exists(path):
         raise ConfigError("A sweep is resumed from a path that exists", repr(resume), "Check the path")
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or (num_samples < 1 and num_samples != -1):
-        raise ConfigError("num_samples must be at least 1, or -1", repr(num_samples), "Choose how many trials to run")
-    if mode not in ("min", "max"):
-        raise ConfigError("mode must be min or max", repr(mode), "Say whether the metric is to be small or large")
-    for name, value in (("max_concurrent_trials", max_concurrent_trials), ("report_every_steps", every)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, or None", value, "Raise it")
-    if every is not None and isinstance(trainer, TensorflowTrainer):
+    if report_every_steps is not None and isinstance(trainer, TensorflowTrainer):
         raise ConfigError(
             "report_every_steps is for a KerasTrainer", "a TensorflowTrainer", "Call ray.train.report in the train loop"
         )
@@ -284,16 +277,16 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(
-    trainer, given, tried, config, metric, scaling, every: int | None, processes: WarmPool
-) -> tuple[SweepSpec, dict]:
-    """Reads the data, and tries the model with `tried`, a config of the space `given`; (the plan, the data)."""
+def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared) -> SweepSpec:
+    """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's."""
     environment = worker_environment(trainer.run_config, trainer.scaling_config)
+    processes = training.processes
     common = {
+        "config": config,
         "scaling_config": trainer.scaling_config,
         "environment": environment,
-        "metric": metric,
-        "scaling": scaling,
+        "metric": options.metric,
+        "scaling": options.scaling,
         "spares": processes.there,
     }
     if isinstance(trainer, TensorflowTrainer):
@@ -301,9 +294,8 @@ def _plan(
         datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
         found = {name: stored.read(d) for name, d in datasets.items()}
         user = trainer.backend_config.config
-        plan = SweepSpec(
+        return SweepSpec(
             train=_UserLoop(trainer.train_loop_per_worker),
-            config=config,
             setup=dataclasses.replace(
                 trainer.backend_config,
                 config=dataclasses.replace(user, seed=user.seed or 0),
@@ -315,25 +307,18 @@ def _plan(
             rows=sum(found["train"].rows) if "train" in found else None,
             **common,
         )
-        return plan, {}
-    found = ingest.read_all(trainer.datasets, trainer.materialize, trainer.scaling_config, trainer.batch.roles)
-    try:
-        _try_model(trainer, processes, found, tried, given)
-    except BaseException:
-        streamed.close(found)
-        raise
-    steps = None if every is None else (every, metric)
-    task = dataclasses.replace(trainer.task(found), warmup_steps=scaling.warmup_steps, report_steps=steps)
-    plan = SweepSpec(
+    found, every = training.read(trainer), options.report_every_steps
+    _try_model(trainer, processes, found, {**config, **options.sample}, given)
+    steps = None if every is None else (every, options.metric)
+    task = dataclasses.replace(trainer.task(found), warmup_steps=options.scaling.warmup_steps, report_steps=steps)
+    return SweepSpec(
         train=_KerasLoop(task),
-        config=config,
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),
         **common,
     )
-    return plan, found
 
 
 def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]) -> None:
@@ -436,24 +421,11 @@ def _lock(run_config, resume) -> RunLock:
     return RunLock(filesystem, path.rstrip("/"))
 
 
-def _remember(known: dict[str, Any], run_config) -> None:
+def _remember(options: SweepOptions, run_config) -> None:
     """Writes what a resumed sweep and a report need to know beside the trials."""
     folder = RunFolder.of(run_config)
     with folder.filesystem.open_output_stream(f"{folder.path}/{report.SETTINGS}") as file:
-        file.write(json.dumps(_plain(known)).encode())
-
-
-def _plain(known: dict[str, Any]) -> dict[str, Any]:
-    """Without what JSON does not have: a resumed sweep's model is tried with the values that it does."""
-
-    def has(value) -> bool:
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            return False
-        return True
-
-    return known | {"sample": {name: value for name, value in known["sample"].items() if has(value)}}
+        file.write(json.dumps(options.content()).encode())
 
 
 def _users_stopper(stop):

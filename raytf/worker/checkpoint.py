@@ -30,6 +30,7 @@ import numbers
 import os
 import posixpath
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,8 @@ from raytf.storage.checkpoint_files import (
     read_state_of,
 )
 from raytf.worker.callback_state import CallbackStates
+from raytf.worker.choice import Choice, Kept, kept_in
+from raytf.worker.mean_weights import mean_of
 
 if TYPE_CHECKING:
     import keras
@@ -62,6 +65,8 @@ if TYPE_CHECKING:
 __all__ = [
     "State",
     "check",
+    "inputs_of",
+    "is_checkpoint",
     "last_state",
     "load_model",
     "read_state",
@@ -76,6 +81,8 @@ __all__ = [
 _MOST_INPUT_VALUES = 1 << 28
 # build_model and config of the runs that this process made itself, by the path of the run.
 _made_here: dict[str, tuple[Callable, dict]] = {}
+# The inputs of models that were loaded, see `inputs_of`.
+_inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def save(folder: str, model, state: State, states: CallbackStates | None = None, build: tuple | None = None) -> None:
@@ -249,6 +256,10 @@ def load_model(
     source: Result | Checkpoint | str | os.PathLike,
     compile: bool = True,
     *,
+    which: str | int = "last",
+    average: int = 1,
+    metric: str | None = None,
+    mode: str = "min",
     build_model: Callable | None = None,
     config: Mapping | None = None,
     custom_objects: Mapping | None = None,
@@ -263,6 +274,12 @@ def load_model(
         source: a `ray.train.Result`, a `ray.train.Checkpoint`, or the path of a checkpoint folder, of a run's folder
             or of a `.keras` file. Of a run whose last checkpoint is damaged the one before it is taken, with a warning.
         compile: whether to restore loss, metrics and optimizer too.
+        which: of a run's checkpoints "last", "best", or that of a step (of training, counted from the run's start).
+        average: the mean of the weights of so many last checkpoints, at least 1; all else is as in the last one, the
+            state of the optimizer, too. Moving averages of BatchNormalization are averaged like all weights.
+        metric: by which the "best" is the best at the end of its epoch: "val_accuracy", ...; "val_loss" unless it is
+            given, or "loss" where nothing was validated.
+        mode: whether that metric is best at its "min" or "max".
         build_model: build_model(config) -> compiled `keras.Model`, as the run was trained with.
         config: for build_model, laid over the run's; the checkpoint holds what JSON can of that.
         custom_objects: classes and functions by name, for Keras.
@@ -271,30 +288,45 @@ def load_model(
         A `keras.Model` with the trained weights, outside any strategy; of a file of Keras 2 a `tf_keras.Model`.
 
     Raises:
-        ConfigError: there is no model at `source`, or none that can be built like this.
+        ConfigError: there is no model at `source`, none that can be built like this, or no such checkpoint.
         DamagedCheckpointError: a ConfigError; what is there is not what was written.
     """
     arguments = (compile, build_model, config, custom_objects)
+    choice = Choice(which=which, average=average, metric=metric, mode=mode)
     if hasattr(source, "checkpoint"):
-        if source.checkpoint is None:
+        kept = _kept(source)
+        if not kept:
             raise ConfigError(
                 "A result needs a checkpoint to load a model from", "a result without one", "Train longer"
             )
-        return _load_of_run(source, arguments)
+        return _load_chosen(kept, source.path, choice, arguments)
     if hasattr(source, "as_directory"):
+        _check_single(choice, source.path)
         return _load_whole([source], arguments)
     path = os.path.expanduser(os.fspath(source))
     if not os.path.exists(path):
         raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
     if os.path.isdir(path):
-        if not os.path.lexists(os.path.join(path, MODEL)) and not _is_ours(path):
-            return _load_run(path, arguments)
+        if not is_checkpoint(path):
+            return _load_run(path, choice, arguments)
+        _check_single(choice, path)
         if _is_ours(path):
             check(path)
         return _load(os.path.join(path, MODEL), os.path.abspath(path), *arguments)
     if not path.endswith(".keras"):
         raise ConfigError("A model's file is a .keras file", repr(path), "Load others by Keras itself")
+    _check_single(choice, path)
     return _load(path, os.path.abspath(os.path.dirname(path)), *arguments)
+
+
+def inputs_of(model):
+    """What the checkpoint of a model that was loaded says of its inputs, as `save` was told; None where it does not."""
+    return _inputs.get(model)
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Whether a folder is that of a checkpoint, whole or not, and not that of a run."""
+    return os.path.lexists(os.path.join(folder, MODEL)) or _is_ours(folder)
 
 
 def _is_ours(folder: str) -> bool:
@@ -307,35 +339,77 @@ def _is_bare(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, MODEL)) and not _is_ours(folder)
 
 
-def _load_run(path: str, arguments):
+def _check_single(choice: Choice, path: str) -> None:
+    if choice.of_a_run:
+        raise ConfigError(
+            "which and average choose among the checkpoints of a run",
+            f"{path!r}, which is one",
+            "Name the folder of the run, or its Result",
+        )
+
+
+def _load_run(path: str, choice: Choice, arguments):
     """The model of a run's folder; where Ray's list of its checkpoints cannot be used, of those that lie there."""
-    from ray.train import Checkpoint, Result
+    from pyarrow.fs import LocalFileSystem
+    from ray.train import Result
 
     from raytf.compat.ray_train import CheckpointManagerInitializationError
 
     try:
         result = Result.from_path(path)
     except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
-        found = [entry.path for entry in os.scandir(path) if entry.is_dir() and entry.name.startswith("checkpoint_")]
-        if found:
+        kept = kept_in(LocalFileSystem(), os.path.abspath(path))
+        if kept:
+            taken = (
+                "it is chosen among those that lie there"
+                if choice.of_a_run
+                else "the newest one that is whole is taken"
+            )
             warnings.warn(
                 f"Ray's list of the checkpoints in {path!r} cannot be used ({first_line(error)}); "
-                "the newest one that is whole is taken",
+                f"{taken} that is whole is taken",
                 stacklevel=3,
             )
-            return _load_whole(newest_first(Checkpoint.from_directory(folder) for folder in found), arguments)
+            return _load_chosen(kept, path, choice, arguments)
         raise ConfigError(
             f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
             f"{path!r} ({first_line(error)})",
             "Look for it under the storage path of the run",
         ) from error
-    return _load_of_run(result, arguments)
-
-
-def _load_of_run(result, arguments):
-    if result.checkpoint is None:
+    kept = _kept(result)
+    if not kept:
         raise ConfigError("A run's folder needs a checkpoint to load a model from", repr(result.path), "Train longer")
-    return _load_whole(_checkpoints(result), arguments)
+    return _load_chosen(kept, result.path, choice, arguments)
+
+
+def _kept(result) -> list[Kept]:
+    """The checkpoints of a result, those of ends of epochs first, each kind newest first."""
+    metrics = {checkpoint.path: found for checkpoint, found in result.best_checkpoints or ()}
+    listed = _checkpoints(result) if result.checkpoint is not None else []
+    ends = [Kept(c.filesystem, c.path, metrics.get(c.path) or {}) for c in listed]
+    return ends + kept_in(result.filesystem, result.path, others=False)
+
+
+def _load_chosen(kept: list[Kept], run: str, choice: Choice, arguments):
+    """The model of the checkpoints of a run that are chosen."""
+    from ray.train import Checkpoint
+
+    left = iter([Checkpoint(one.path, filesystem=one.filesystem) for one in choice.ordered(kept, run)])
+    if choice.average == 1:
+        return _load_whole(left, arguments)
+
+    def models():
+        for i in range(choice.average):
+            try:
+                yield _load_whole(left, (arguments[0] and i == 0, *arguments[1:]))
+            except checkpoint_files.DamagedCheckpointError as error:
+                raise ConfigError(
+                    "A mean is that of checkpoints that are whole",
+                    f"average={choice.average} with {i} in {run!r}",
+                    "Take fewer",
+                ) from error
+
+    return mean_of(models())
 
 
 def _checkpoints(result) -> list:
@@ -367,13 +441,21 @@ def _load_whole(candidates, arguments):
         return _load(os.path.join(folder, MODEL), candidate.path, *arguments)
 
 
-def _load(file: str, place: str, compile: bool, build_model, config, custom_objects):
+def _load(file: str, place: str, *arguments):
     """A model from a file of Keras.
 
     Args:
         file: on this machine.
         place: of its checkpoint in the storage.
+        arguments: compile, build_model, config and custom_objects.
     """
+    model = _load_file(file, place, *arguments)
+    if not getattr(model, "inputs", None) and (inputs := _build(file)["inputs"]) is not None:
+        _inputs[model] = inputs
+    return model
+
+
+def _load_file(file: str, place: str, compile: bool, build_model, config, custom_objects):
     checkpoint_files.check_archive(file, place)
     if checkpoint_files.keras_version(file).startswith("2."):
         return _load_keras_2(file, compile, build_model, config, custom_objects)
@@ -391,7 +473,7 @@ def _load(file: str, place: str, compile: bool, build_model, config, custom_obje
             warnings.warn(
                 f"Keras cannot build the model from its file ({why}); "
                 "it is built with the trainer's build_model and given the saved weights",
-                stacklevel=5,
+                stacklevel=6,
             )
             build_model, before = known
             return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)

@@ -52,6 +52,9 @@ COMMANDS = {
     " --name search",
     "resume": "sweep mymodels:build_model --resume runs/search --data data --features a,b --labels y --storage runs",
     "report": "report runs/search -o page.html",
+    "export": "export runs/first --output served --format saved_model --which best --metric val_loss --mode min"
+    " --model mymodels:build_model",
+    "mean": "export runs/first -o mean.keras --format keras --average 2",
     "run": "run --num-workers 2 --num-ps 0 --chief --evaluator --cpus-per-worker 1 --gpus-per-worker 0 --max-restarts 0"
     " --ports 20000-31999 --frozen-after 10 --env COLOR=green --quiet look.py --epochs 3",
 }
@@ -79,6 +82,11 @@ def test_the_command_train(folder):
     out, _ = command("train", folder)
     assert "epoch 2/2" in out and "raytf.load_model" in out
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
+    assert command("export", folder)[0] == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
+    assert command("mean", folder)[0] == f"{folder / 'mean.keras'}\n"
+    kept = [raytf.load_model(path).get_weights() for path in (folder / "runs" / "first").glob("checkpoint_2*")]
+    for mean, *each in zip(raytf.load_model(folder / "mean.keras").get_weights(), *kept, strict=True):
+        assert len(each) == 2 and abs(mean - sum(each) / 2).max() < 1e-6
 
 
 def test_the_command_plan(folder):

@@ -35,7 +35,10 @@ WITHOUT = {
     "raytf.fitting.warm",
     "raytf.worker.callback_state",
     "raytf.worker.checkpoint",
+    "raytf.worker.choice",
+    "raytf.worker.export",
     "raytf.worker.job",
+    "raytf.worker.mean_weights",
     "raytf.worker.session",
 }
 # The door to Keras and TensorFlow, which imports them; what is left of it does without.

@@ -1,5 +1,7 @@
 """What a sweep is made of, without a cluster: spaces as text, names, scaled rates."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from ray.tune import schedulers
 from raytf.errors import ConfigError
 from raytf.runtime.topology import per_replica_batch
 from raytf.tune import learning_rate, space
+from raytf.tune.options import SweepOptions
 
 
 def test_a_space_as_text():
@@ -102,6 +105,41 @@ def test_scaled_rates(rate, base, batch, workers):
 def test_wrong_scalings(arguments, message):
     with pytest.raises(ConfigError, match=message):
         learning_rate.Scaling(**arguments)
+
+
+# What the folder of a sweep holds since there are sweeps.
+REMEMBERED = (
+    '{"metric": "val_loss", "mode": "max", "rule": "sqrt", "base_batch_size": 32, "warmup_steps": 5, '
+    '"report_every_steps": 7, "sample": {"units": 3}}'
+)
+
+
+def test_what_a_sweep_remembers():
+    scaling = learning_rate.Scaling(rule="sqrt", base_batch_size=32, warmup_steps=5)
+    sample = {"units": 3, "layer": object()}  # what JSON does not have is left out
+    options = SweepOptions(metric="val_loss", mode="max", report_every_steps=7, scaling=scaling, sample=sample)
+    assert json.dumps(options.content()) == REMEMBERED
+    resumed = SweepOptions(num_samples=4, max_concurrent_trials=2, metric="loss").resumed(json.loads(REMEMBERED))
+    assert resumed.content() == options.content()
+    assert (resumed.num_samples, resumed.max_concurrent_trials) == (4, 2), "what is of the call stays"
+    for wrong in ({"metric": "loss", "mode": "min"}, json.loads(REMEMBERED) | {"mode": "best"}):
+        with pytest.raises(ConfigError, match="settings without 'rule'|mode must be min or max"):
+            SweepOptions().resumed(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_samples": 0}, "num_samples must be at least 1, or -1; received: 0"),
+        ({"num_samples": True}, "num_samples must be at least 1, or -1; received: True"),
+        ({"mode": "best"}, "mode must be min or max; received: 'best'"),
+        ({"max_concurrent_trials": 0}, "max_concurrent_trials must be at least 1, or None"),
+        ({"report_every_steps": 0}, "report_every_steps must be at least 1, or None"),
+    ],
+)
+def test_wrong_options_of_a_sweep(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        SweepOptions(**arguments)
 
 
 def test_a_batch_too_large_is_said_to_be():

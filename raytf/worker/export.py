@@ -1,0 +1,304 @@
+"""The model of a run, written for those who have no raytf: as a SavedModel, a file of Keras or one of ONNX."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pyarrow.fs import LocalFileSystem
+
+from raytf import validation
+from raytf.console import quiet
+from raytf.errors import ConfigError, first_line
+from raytf.worker import checkpoint
+from raytf.worker.choice import Choice, kept_in
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint, Result
+
+FORMATS = ("saved_model", "keras", "onnx")
+_CONVERTERS = ("tf2onnx", "onnxruntime")
+# How far an output of the export may be from the model's, for each unit of the largest of them, and at least for one.
+_TOLERANCE = 1e-6
+# Generated for the check: rows, and sizes for axes of any length, of which the first that the model takes is used.
+_ROWS, _SIZES = 3, (8, 64, 256)
+_NOT_CHECKED = "Load it by raytf.load_model, and write it with Keras' own model.export(path)"
+
+
+def export(
+    source: Result | Checkpoint | str | os.PathLike,
+    output: str | os.PathLike,
+    format: str = "saved_model",
+    *,
+    which: str | int = "last",
+    average: int = 1,
+    metric: str | None = None,
+    mode: str = "min",
+    build_model: Callable | None = None,
+    config: Mapping | None = None,
+    custom_objects: Mapping | None = None,
+) -> str:
+    """Writes the model of a run for inference, and checks it: what was written is read again, and computes the same.
+
+    Args:
+        source: see `raytf.load_model`.
+        output: what to write, on this machine: a folder for "saved_model", a file that ends in ".keras", a file of
+            ONNX. It must not exist.
+        format: "saved_model", for TensorFlow Serving and `tf.saved_model.load(output)`, whose `serve(x)` predicts;
+            "keras", for `keras.saving.load_model(output)`; or "onnx", for which tf2onnx and onnxruntime must be
+            installed.
+        which, average, metric, mode, build_model, config, custom_objects: see `raytf.load_model`.
+
+    Returns:
+        The path of what was written.
+
+    Raises:
+        ConfigError: an argument is wrong, there is no such checkpoint, or what was written is not what the model
+            computes, to 1e-6 on generated rows; then nothing is left at `output`.
+    """
+    choice = {"which": which, "average": average, "metric": metric, "mode": mode}
+    check(source, output, format, **choice)
+    how = {"build_model": build_model, "config": config, "custom_objects": custom_objects}
+    # of a model that is not compiled Keras says that it will not be trained
+    model = checkpoint.load_model(source, compile=False, **choice, **how)
+    output = os.path.abspath(os.path.expanduser(os.fspath(output)))
+    # beside it, so that what is whole gets its name at once
+    with tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=os.path.dirname(output)) as folder:
+        written = os.path.join(folder, os.path.basename(output))
+        with quiet.native():
+            _write(model, written, format, custom_objects)
+        os.rename(written, output)
+    return output
+
+
+def check(source, output: str | os.PathLike, format: str, **choice) -> None:
+    """Raises ConfigError for what `export` can know to be wrong before Ray and TensorFlow are imported.
+
+    Args:
+        source, output, format: of `export`.
+        choice: its which, average, metric and mode.
+    """
+    validation.check_word("format", format, FORMATS)
+    missing = [name for name in _CONVERTERS if importlib.util.find_spec(name) is None]
+    if format == "onnx" and missing:
+        raise ConfigError(
+            f"ONNX is written by {_CONVERTERS[0]}, and checked by {_CONVERTERS[1]}",
+            f"format='onnx' without {' and '.join(missing)}",
+            f"Install {'them' if len(missing) > 1 else 'it'} (pip install {' '.join(missing)}), or load the model by "
+            "raytf.load_model and use a format of Keras' own model.export",
+        )
+    _check_output(os.fspath(output), format)
+    chosen = Choice(**choice)
+    if not hasattr(source, "checkpoint") and not hasattr(source, "as_directory"):
+        _check_source(os.path.expanduser(os.fspath(source)), chosen)
+
+
+def _check_output(output: str, format: str) -> None:
+    path = os.path.abspath(os.path.expanduser(output))
+    if "://" in output:
+        raise ConfigError("An export is written on this machine", repr(output), "Name a path, and copy it from there")
+    if os.path.lexists(path):
+        raise ConfigError("An export is written to a path that does not exist", repr(output), "Choose another one")
+    if not os.path.isdir(os.path.dirname(path)):
+        raise ConfigError("An export is written into a folder that exists", repr(output), "Make the folder")
+    if not os.access(os.path.dirname(path), os.W_OK):
+        raise ConfigError("An export is written where this process may write", repr(output), "Choose another path")
+    if format == "keras" and not path.endswith(".keras"):
+        raise ConfigError("The name of a file of Keras ends in .keras", repr(output), f"Call it {output + '.keras'!r}")
+
+
+def _check_source(path: str, choice: Choice) -> None:
+    """Looks for the checkpoint as far as files say where it is; metrics that Ray lists are looked at with Ray."""
+    if not os.path.exists(path):
+        raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
+    if not os.path.isdir(path) or checkpoint.is_checkpoint(path):
+        return
+    kept = kept_in(LocalFileSystem(), os.path.abspath(path))
+    if not kept:
+        raise ConfigError("A run's folder needs a checkpoint to load a model from", repr(path), "Train longer")
+    if choice.which != "best":
+        choice.ordered(kept, path)
+
+
+def _write(model, path: str, format: str, custom_objects: Mapping | None) -> None:
+    """Writes a model, reads it again and compares; raises ConfigError where that is not possible or not the same."""
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise ConfigError("A model of Keras 3 is exported", f"a {type(model).__module__} model", _NOT_CHECKED)
+    specs = _specs(model)
+    rows, wanted = _tried(model, specs)
+    writers = {"saved_model": _saved_model, "keras": _keras, "onnx": _onnx}
+    with warnings.catch_warnings():
+        # it is not to be trained
+        warnings.filterwarnings("ignore", message=".*compile.*metrics.*")
+        try:
+            compute = writers[format](model, path, specs, custom_objects)
+        except ConfigError:
+            raise
+        except Exception as error:  # of Keras and of the converters, each of its own kind
+            raise ConfigError(
+                f"A model is exported as {format} where Keras can write it so",
+                f"{model.name!r} ({type(error).__name__}: {first_line(error)[:300]})",
+                f"Choose another of {', '.join(FORMATS)}",
+            ) from error
+    _compare(wanted, _flat(compute(rows)), format)
+
+
+def _saved_model(model, path: str, specs, custom_objects) -> Callable:
+    import keras
+    import tensorflow as tf
+
+    signature = None
+    if _inputs(model) is None:  # Keras knows no dtypes of a subclassed model's inputs
+        signature = [keras.tree.map_structure(lambda s: keras.InputSpec(shape=s.shape, dtype=s.dtype), specs)]
+    model.export(path, format="tf_saved_model", verbose=False, input_signature=signature)
+    loaded = tf.saved_model.load(path)
+    return lambda rows: loaded.serve(rows)  # which does not itself keep the variables
+
+
+def _keras(model, path: str, specs, custom_objects) -> Callable:
+    import keras
+
+    model.save(path)
+    try:
+        other = keras.saving.load_model(path, dict(custom_objects or {}), compile=False, safe_mode=True)
+    except Exception as error:
+        raise ConfigError(
+            "A file of Keras is one that Keras can load without build_model",
+            f"{model.name!r} ({type(error).__name__}: {first_line(error)[:300]})",
+            "Register its layers (keras.saving.register_keras_serializable), pass custom_objects, or choose another "
+            "format",
+        ) from error
+    return _graph(other)
+
+
+def _onnx(model, path: str, specs, custom_objects) -> Callable:
+    import keras
+    import onnxruntime
+    import tensorflow as tf
+
+    signature = [keras.tree.map_structure(lambda s: tf.TensorSpec(s.shape, s.dtype, s.name), specs)]
+    model.export(path, format="onnx", verbose=False, input_signature=signature)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def compute(rows):
+        names = [one.name for one in session.get_inputs()]
+        return session.run(None, dict(zip(names, map(np.asarray, tf.nest.flatten(rows)), strict=True)))
+
+    return compute
+
+
+def _inputs(model):
+    """The symbolic inputs of a functional or sequential model in their structure; None of any other."""
+    import keras
+
+    found = getattr(model, "inputs", None)
+    if isinstance(model, keras.Sequential):
+        return found[0] if found else None
+    return model.input if found else None
+
+
+def _specs(model):
+    """A `tf.TensorSpec` for each input of a model, in the structure in which it takes them."""
+    import keras
+    import tensorflow as tf
+
+    inputs, stored = _inputs(model), checkpoint.inputs_of(model)
+    if inputs is not None:
+        return keras.tree.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype, t.name), inputs)
+    if stored is None:
+        raise ConfigError(
+            "An export is checked with rows of the model's inputs, which functional and sequential models tell, and "
+            "checkpoints of raytf.KerasTrainer",
+            f"{model.name!r}, a {type(model).__name__} whose inputs are not known",
+            _NOT_CHECKED,
+        )
+    parts = stored if isinstance(stored, dict) else {"inputs": stored}
+    found = {name: tf.TensorSpec((None, *shape), dtype, name) for name, (shape, dtype) in parts.items()}
+    return found if isinstance(stored, dict) else found["inputs"]
+
+
+def _tried(model, specs) -> tuple[Any, list[np.ndarray]]:
+    """(generated rows that the model takes, its outputs for them)."""
+    import keras
+
+    compute, failed = _graph(model), None
+    any_length = any(None in one.shape.as_list()[1:] for one in keras.tree.flatten(specs))
+    for size in _SIZES if any_length else _SIZES[:1]:
+        numbers = np.random.default_rng(0)
+        rows = keras.tree.map_structure(lambda spec: _row(spec, size, numbers), specs)  # noqa: B023 - called at once
+        try:
+            wanted = _flat(compute(rows))
+        except Exception as error:  # too short, for a pooling layer
+            failed = error
+            continue
+        if any((a != b).any() for a, b in zip(wanted, _flat(compute(rows)), strict=True)):
+            raise ConfigError(
+                "An export is compared with the model, whose outputs must be the same for the same rows",
+                f"{model.name!r}, which gives others each time",
+                _NOT_CHECKED,
+            )
+        return rows, wanted
+    raise ConfigError(
+        "An export is checked with generated rows",
+        f"{model.name!r}, which takes none of {_shown(specs)} ({type(failed).__name__}: {first_line(failed)[:300]})",
+        _NOT_CHECKED,
+    ) from failed
+
+
+def _row(spec, size: int, numbers: np.random.Generator):
+    """Rows for an input: small numbers, 0 and 1 where they must be whole, as they may be places in a table."""
+    import tensorflow as tf
+
+    shape = (_ROWS, *(size if length is None else length for length in spec.shape.as_list()[1:]))
+    if spec.dtype == tf.string:
+        return tf.constant(numbers.choice(["a", "b"], shape).tolist(), tf.string)
+    values = numbers.uniform(0, 1, shape) if spec.dtype.is_floating else numbers.integers(0, 2, shape)
+    return tf.cast(values, spec.dtype)
+
+
+def _graph(model) -> Callable:
+    """The model as a graph, as a SavedModel computes it: step by step the last digits may differ."""
+    import tensorflow as tf
+
+    return tf.function(lambda rows: model(rows, training=False))
+
+
+def _flat(outputs) -> list[np.ndarray]:
+    import keras
+
+    return [np.asarray(one) for one in keras.tree.flatten(outputs)]
+
+
+def _compare(wanted: list[np.ndarray], found: list[np.ndarray], format: str) -> None:
+    if [one.shape for one in wanted] != [one.shape for one in found]:
+        raise _differs(format, f"outputs of shapes {[o.shape for o in found]} for {[o.shape for o in wanted]}")
+    for mine, its in zip(wanted, found, strict=True):
+        if mine.dtype.kind in "OSU":
+            far = float((mine != its).any())
+        else:
+            mine, its = mine.astype("float64"), its.astype("float64")
+            far = float(np.max(np.abs(mine - its) / max(1.0, np.max(np.abs(mine), initial=0)), initial=0))
+        if not far <= _TOLERANCE:  # nor is NaN
+            raise _differs(format, f"an output that differs by {far:.1e}")
+
+
+def _differs(format: str, how: str) -> ConfigError:
+    others = ", ".join(name for name in FORMATS if name != format)
+    return ConfigError(
+        f"What is exported computes what the model does, to {_TOLERANCE:g}",
+        f"format={format!r} with {how}",
+        f"Choose another format ({others}), and tell the authors of this one",
+    )
+
+
+def _shown(specs) -> str:
+    import keras
+
+    return ", ".join(f"{tuple(one.shape)} {one.dtype.name}" for one in keras.tree.flatten(specs))

@@ -1,0 +1,45 @@
+"""The mean of the weights of several models, as of the last checkpoints of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from raytf.errors import ConfigError
+
+
+def mean_of(models: Iterator):
+    """The first of several models, with the mean of the weights of all; what is no float stays as the first has it.
+
+    Sums are in float64. All weights are in it, also the moving averages of BatchNormalization.
+
+    Args:
+        models: Keras models of one kind, at least one; each is made when the one before it is no longer needed.
+
+    Raises:
+        ConfigError: they are not of one kind.
+    """
+    first = next(models)
+    sums = [np.asarray(weight).astype("float64") if _is_float(weight) else None for weight in first.weights]
+    count = 1
+    for model in models:
+        if [tuple(w.shape) for w in model.weights] != [tuple(w.shape) for w in first.weights]:
+            raise ConfigError(
+                "A mean is that of checkpoints of one model",
+                "checkpoints with weights of other shapes",
+                "Take fewer of them",
+            )
+        for total, weight in zip(sums, model.weights, strict=True):
+            if total is not None:
+                total += np.asarray(weight)
+        count += 1
+    for total, weight in zip(sums, first.weights, strict=True):
+        if total is not None:
+            weight.assign((total / count).astype(np.asarray(weight).dtype))
+    return first
+
+
+def _is_float(weight) -> bool:
+    dtype = np.asarray(weight).dtype
+    return np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"  # which NumPy does not know itself

@@ -1,0 +1,50 @@
+"""Options of the commands that train: each says where its value goes, and arrives there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import click
+import pytest
+from ray.train import RunConfig
+
+import raytf
+from raytf import cli
+
+
+def given(command: str, *arguments: str) -> dict:
+    """What a command's options come to, by what takes them."""
+    made = cli.main.commands[command]
+    with made.make_context(command, ["m:f", "--data", "d", "--features", "a,b", *arguments]) as ctx:
+        return cli._given(ctx)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "sweep"])
+def test_every_option_is_an_argument_of_what_takes_it(command):
+    known = {
+        "trainer": inspect.signature(raytf.KerasTrainer).parameters,
+        "sweep": inspect.signature(raytf.sweep).parameters,
+        "run": {"max_failures", *(field.name for field in dataclasses.fields(RunConfig))},
+        "datasets": ("train", "validation"),
+        "workers": ("num_workers", "gpus_per_worker", "cpus_per_worker"),
+        "config": ("batch_size", "epochs", "learning_rate"),
+    }
+    for option in cli.main.commands[command].params:
+        if isinstance(option, cli._Option):
+            assert option.name in known[option.to], option.opts
+        else:
+            assert isinstance(option, click.Argument) or option.opts in (["--set"], ["--space"])
+
+
+def test_values_as_they_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = given("train", "--labels", "y", "--storage", "runs", "--resume", "true", "--epochs", "3")
+    assert found["trainer"]["features"] == ["a", "b"] and found["trainer"]["labels"] == "y"
+    assert found["trainer"]["resume"] is True and given("train")["trainer"]["resume"] == "auto"
+    assert found["run"]["storage_path"] == str(tmp_path / "runs")
+    assert given("train", "--storage", "s3://a/b")["run"]["storage_path"] == "s3://a/b"
+    assert found["config"] == {"batch_size": 32, "epochs": 3, "learning_rate": None}
+    assert found["datasets"] == {"train": "d", "validation": None}
+    assert given("sweep")["sweep"]["warm"] is True and given("sweep", "--cold")["sweep"]["warm"] is False
+    assert given("sweep", "--search", "optuna")["sweep"]["search_alg"] == "optuna"
