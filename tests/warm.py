@@ -1,10 +1,11 @@
-"""Warm starts of Ray's workers in tests: forks of a process that has imported Ray, TensorFlow and raytf.
+"""Warm starts of Ray's workers in tests: forks of a process that has imported TensorFlow, Ray and raytf.
 
 These imports take 4 s of a core, and most of what a small test on a cluster takes is that. For each environment that an
 import would see otherwise there is a process of its own; after `_MOST` of them workers start as Ray starts them.
 
 `warm(folder)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
-SOCKET` listens to that program, and starts `python -m tests.warm FILE`, the processes that fork.
+SOCKET` listens to that program, and starts `python -m tests.warm FILE`, which imports TensorFlow; forks of that import
+Ray, and forks of these are the workers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import traceback
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-_MOST = 2
-# What an import reads; Ray's own settings among them, of which it keeps the job and the node that it was made for.
+# Environments, and jobs in each of these, for which a process is kept.
+_MOST, _MOST_JOBS = 4, 3
+# What an import reads; Ray's settings, which name the job and the node, are read where Ray is imported.
 _READ = (
-    *("RAY_", "PYTHON", "TF_", "KERAS_", "XLA_", "CUDA", "LD_", "MALLOC", "ARROW_", "HDF5_", "ABSL_", "GRPC_"),
+    *("PYTHON", "TF_", "KERAS_", "XLA_", "CUDA", "LD_", "MALLOC", "ARROW_", "HDF5_", "ABSL_", "GRPC_"),
     "VIRTUAL_ENV",
 )
+_RAYS = ("RAY_",)
 _LENGTH = struct.Struct("<Q")
 
 # Hands its arguments, environment and files over, and stays for as long as the fork does.
@@ -83,7 +86,7 @@ def listen(address: str) -> None:
 
     def end(*_):
         for process in processes:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
@@ -95,12 +98,17 @@ def listen(address: str) -> None:
             with connection, contextlib.suppress(ConnectionError):
                 content, files = _received(connection, 3)
                 arguments, environment, _ = json.loads(content)
-                own = _own(arguments, environment)
-                if own not in there and len(there) < _MOST and not _context(arguments).get("command_prefix"):
+                its = environment | _context(arguments).get("env_vars", {})
+                own = _own(its, _READ)
+                other_way = "TF_USE_LEGACY_KERAS" in its or _context(arguments).get("command_prefix")
+                if own not in there and len(there) < _MOST and not other_way:
                     there[own], other = socket.socketpair()
+                    its = {name: value for name, value in its.items() if not name.startswith(_RAYS)}
+                    command = [sys.executable, "-m", "tests.warm", str(other.fileno())]
                     with other:
-                        command, files_of = [sys.executable, "-m", "tests.warm", str(other.fileno())], [other.fileno()]
-                        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=files_of))
+                        processes.append(
+                            subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
+                        )
                 if own in there:
                     _send(there[own], content, [connection.fileno(), *files])
                 else:
@@ -109,8 +117,41 @@ def listen(address: str) -> None:
                     os.close(file)
 
 
-def fork(requests: socket.socket) -> None:
-    """Becomes, in a fork each, the workers that are asked for."""
+def import_tensorflow(requests: socket.socket) -> None:
+    """Hands each request to a fork that has imported Ray for this job on this node, and keeps the last few of these."""
+    import pandas  # noqa: F401
+    import psutil  # noqa: F401
+    import pyarrow.dataset
+    import pyarrow.parquet  # noqa: F401
+
+    from raytf.compat.fast_import import import_keras
+
+    import_keras()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    there: dict[str, socket.socket] = {}
+    while True:
+        content, files = _received(requests, 4)
+        arguments, environment, _ = json.loads(content)
+        own = _own(environment | _context(arguments).get("env_vars", {}), _RAYS)
+        if own not in there:
+            there[own], other = socket.socketpair()
+            if not os.fork():
+                for end in (requests, *there.values()):
+                    end.close()
+                for file in files:
+                    os.close(file)
+                os.environ.update(json.loads(own))
+                import_ray(other)
+            other.close()
+            if len(there) > _MOST_JOBS:
+                there.pop(next(iter(there))).close()
+        _send(there[own], content, files)
+        for file in files:
+            os.close(file)
+
+
+def import_ray(requests: socket.socket) -> None:
+    """Becomes, in a fork each, the workers that are asked for; ends when nothing more can be."""
     import ray._private.workers.default_worker
     import ray.actor
 
@@ -123,13 +164,17 @@ def fork(requests: socket.socket) -> None:
     import raytf.train.entry
     import raytf.worker.fit  # noqa: F401
 
-    paths = [path for path in sys.path if path not in ("", str(ROOT), *_python_path())]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert _ids_of_two_forks_differ(), "something that is imported draws from Ray's random numbers"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    paths = [path for path in sys.path if path not in ("", str(ROOT), *_python_path())]
     gc.collect()
     gc.freeze()
     while True:
-        content, files = _received(requests, 4)
+        try:
+            content, files = _received(requests, 4)
+        except ConnectionError:
+            os._exit(0)
         if not os.fork():
             requests.close()
             _become(*json.loads(content), files, paths)
@@ -198,10 +243,9 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
         os._exit(code)
 
 
-def _own(arguments: list[str], environment: dict[str, str]) -> str:
+def _own(environment: dict[str, str], read: tuple[str, ...]) -> str:
     """What an import would read of a worker's environment."""
-    wanted = environment | _context(arguments).get("env_vars", {})
-    return json.dumps(sorted((k, v) for k, v in wanted.items() if k.startswith(_READ)))
+    return json.dumps({name: value for name, value in sorted(environment.items()) if name.startswith(read)})
 
 
 def _context(arguments: list[str]) -> dict:
@@ -237,6 +281,6 @@ def _received(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
         with contextlib.suppress(ConnectionError):
-            fork(socket.socket(fileno=int(sys.argv[1])))
+            import_tensorflow(socket.socket(fileno=int(sys.argv[1])))
     else:
         listen(sys.argv[1])
