@@ -6,7 +6,7 @@ python jobs/benchmarks/checkpoint.py
 are Keras' callbacks with `save_freq=100`, the latter writing in the background; "none" writes nothing. All in turn,
 each in a process of its own, on local disk. A stall is the time in which the callback holds the training up; what a
 writer takes of the processors beside it shows in the steps a second. Orbax is measured where it is installed
-(`pip install raytf[benchmarks]`).
+(`pip install raytf[orbax]`).
 """
 
 from __future__ import annotations

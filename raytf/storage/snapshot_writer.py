@@ -60,12 +60,12 @@ class _Server:
             self._store.prune()  # the training may have ended with a checkpoint of an epoch
 
     def _take(self, seconds: float | None) -> bool:
-        """Takes requests that came, and waits so long for the first; whether one came."""
-        found = False
+        """Takes all requests that came, and waits so long for the first; whether one came."""
+        found = woken = False
         until = None if seconds is None else time.monotonic() + seconds
         while not self._gone:
             left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self._control], [], [], 0.0 if found else left)[0]:
+            if not select.select([self._control], [], [], 0.0 if found or woken else left)[0]:
                 break
             try:
                 message = self._control.recv(_LONGEST_MESSAGE)
@@ -76,10 +76,10 @@ class _Server:
                 break
             request = json.loads(message)
             if "hurry" in request:
-                self._hurried = True
-                break
-            self._waiting.append(request)
-            found = True
+                self._hurried = woken = True
+            else:
+                self._waiting.append(request)
+                found = True
         return found
 
     def _claim(self) -> dict:
@@ -117,6 +117,7 @@ class _Server:
                 wait = min(_LONGEST_WAIT, 2 * wait)
             else:
                 self._waiting.remove(request)
+                self._hurried = self._gone
                 self._tell({"event": "written", "id": request["id"], "cpu": time.process_time(), **written})
                 return
 

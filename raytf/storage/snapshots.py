@@ -41,6 +41,8 @@ _LONGEST_MESSAGE = 1 << 16
 _ALIGNED = 64
 # What belongs to a snapshot grows: histories, counters.
 _ROOM = 1 << 20
+# So many of the last ones are told.
+_TOLD = 100
 # One that is written, one that waits, one to fill.
 _BUFFERS = 3
 
@@ -220,7 +222,7 @@ class SnapshotWriter:
         keep: how many snapshots within epochs stay, at least 1; see `snapshot_store.needless`.
 
     Attributes:
-        written: what the other side said of the snapshots that are whole: "name", "bytes", "seconds", "cpu" (its
+        written: what the other side said of the last snapshots that are whole: "name", "bytes", "seconds", "cpu" (its
             processor seconds so far), "removed".
         left_out: how many were, as newer ones came before they could be written.
 
@@ -261,7 +263,7 @@ class SnapshotWriter:
         finally:
             other.close()
             sign.close()
-        with self._process.stdin as pipe:
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # its end is told by the first write
             pipe.write(settings)
 
     def write(self, name: str, parts: Mapping[str, Part]) -> None:
@@ -283,7 +285,9 @@ class SnapshotWriter:
             self._buffers[1].lay(plan.image)
         at, size = plan.fill(buffer, name)
         self._last += 1
-        buffer.busy, self._names[self._last] = self._last, name
+        buffer.busy = self._last
+        busy = {one.busy for one in self._buffers}
+        self._names = {number: its for number, its in self._names.items() if number in busy} | {self._last: name}
         self._send({"id": self._last, "buffer": buffer.number, "at": at, "size": size})
 
     def finish(self, seconds: float) -> None:
@@ -382,7 +386,7 @@ class SnapshotWriter:
                 self._leave_out(number)
             else:
                 self._failed = ""
-                self.written.append(event)
+                self.written = [*self.written[1 - _TOLD :], event]
                 if event["unremoved"]:
                     self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
 
@@ -390,8 +394,6 @@ class SnapshotWriter:
         for buffer in self._buffers:
             if buffer.busy == number:
                 buffer.busy = None
-        if number != self._last:
-            self._names.pop(number)
 
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:

@@ -51,8 +51,8 @@ def batches(notes, rank):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
-    """97 rows in batches of 7 are 14 steps, of which 3 make an execution, and 4 an update. Rank 1 dies inside a step of
-    the second epoch; the run fails in the third; the last checkpoint is cut off; and the run is started again."""
+    """97 streamed rows in batches of 7 are 14 steps, of which 3 make an execution, and 4 an update. Rank 1 dies in a
+    step of the second epoch; the run fails in the third; its last checkpoint is cut off; it is started again."""
 
     def run(name, **config):
         notes = tmp_path / f"{name}_notes"
@@ -67,6 +67,8 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
             build=models.accumulating,
             failures=1,
             steps_per_execution=3,
+            materialize={"train": False, "validation": True},
+            window=21,
             checkpoint_every="2 steps",
         )
         return made, notes
