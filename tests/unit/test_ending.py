@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import signal
 import threading
+import types
 
+import pyarrow.fs
 import pytest
 
-from raytf.errors import StoppedError
+from raytf.errors import StoppedError, TrainingError
+from raytf.storage.run_folder import RunFolder
+from raytf.train.ends import Ending
 from raytf.worker import ending
 from raytf.worker.ending import DRAIN, STOP, DrainedError, Gate
 
@@ -83,3 +88,40 @@ def test_errors_travel_and_bear_their_exit_codes():
     assert isinstance(error, SystemExit) and StoppedError(signal.SIGINT, "").code == 130
     drained = pickle.loads(pickle.dumps(DrainedError(7)))
     assert drained.preempted and "after step 7, from which the run goes on" in str(drained)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_training_ends_all_at_once_and_handlers_are_put_back(number, capsys):
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(StoppedError, match="ended at once") as caught, Ending():
+        os.kill(os.getpid(), number)
+    assert caught.value.code == 128 + number
+    assert f"raytf: {number.name}: ended at once" in capsys.readouterr().err
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_in_this_process_a_signal_ends_after_the_execution_that_has_begun():
+    def train():
+        ending.gate.begin()
+        assert not ending.gate.is_last()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does: at once it is the same one
+        assert ending.gate.is_last()
+        return {"step": 2}
+
+    with Ending() as end:
+        assert end.here(train) == {"step": 2}
+    assert end.number == signal.SIGTERM
+    ending.gate.reset()
+
+
+def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):
+    folder, end = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path), "run"), Ending()
+    end.check(types.SimpleNamespace(return_value=None), folder)
+    end.number = signal.SIGTERM
+    with pytest.raises(StoppedError, match="had made its last step"):
+        end.check(types.SimpleNamespace(return_value=None), folder)
+    with pytest.raises(
+        TrainingError, match="SIGTERM: it has ended after step 7, whose .* is not kept; none is"
+    ):
+        end.check(types.SimpleNamespace(return_value={"step": 7}), folder)
