@@ -224,7 +224,7 @@ def sweep(ctx, model, domains, space, **_):
     from raytf.cli_options import check_sweep
 
     options = _given(ctx)["sweep"]
-    check_sweep(ctx.command.params, options, domains)
+    check_sweep(ctx.command.params, options, domains, space)
     written = {}
     if space:
         import yaml

@@ -75,8 +75,12 @@ def check_training(
                 check_names(parse(trainer[role], role), names, role)
 
 
-def check_sweep(params: Sequence[Any], options: Mapping[str, Any], domains: Sequence[str]) -> None:
+def check_sweep(params: Sequence[Any], options: Mapping[str, Any], domains: Sequence[str], space: str | None) -> None:
     """Raises ConfigError for what `raytf sweep` can know to be wrong by its own options and domains alone."""
+    if not domains and not space and not options["resume"]:
+        raise ConfigError(
+            "A sweep compares values of the config", "no domain", "For example 'learning_rate=loguniform(1e-4,1e-1)'"
+        )
     for domain in domains:
         name, equals, value = domain.partition("=")
         if not (name and equals and value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -69,20 +70,46 @@ def parity(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(tmp_path_factory):
+def warm_python(tmp_path_factory):
+    """A program to stand for Python where Ray is started: workers start as forks; see `warm.py`."""
+    from tests.warm import warm
+
+    with warm(tmp_path_factory.mktemp("w")) as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def warm_starts(warm_python, tmp_path_factory):
+    """A context in which Ray's command line starts nodes with such workers."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {warm_python!r}\n")
+
+    @contextlib.contextmanager
+    def context():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+            yield
+
+    return context
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(warm_python):
     """One local Ray for all tests that need no cluster of their own: four CPUs, so that three workers fit."""
     import logging
 
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_python)
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
-    processes = _ray_processes()
+    processes = [process for process in _processes() if "tests.warm" not in process.cmdline()]
     ray.shutdown()
     _wait_gone(processes)
 
 
-def _ray_processes():
+def _processes():
     import psutil
 
     return psutil.Process().children(recursive=True)

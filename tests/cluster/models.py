@@ -106,7 +106,10 @@ def kill_server_once(marker, epoch, batch):
 
         def on_train_batch_begin(self, b, logs=None):
             if rank() == 0 and (self.epoch, b) == (epoch, batch) and not os.path.exists(marker):
-                servers = [p for p in psutil.Process().parent().children() if p.cmdline()[:1] == ["ray::StreamServer"]]
+                logs = os.path.dirname(os.readlink("/proc/self/fd/1"))
+                found = psutil.process_iter(["cmdline"])
+                found = [p for p in found if (p.info["cmdline"] or [""])[0] == "ray::StreamServer"]
+                servers = [p for p in found if any(f.path.startswith(logs) for f in p.open_files())]
                 with open(marker, "w") as file:
                     file.write(str([p.pid for p in servers]))
                 for process in servers:

@@ -64,9 +64,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(warm_starts):
     # Two workers, and CPUs for Ray Data beside them.
-    with local.local_cluster(nodes=1, cpus=4) as cluster:
+    with warm_starts(), local.local_cluster(nodes=1, cpus=4) as cluster:
         yield cluster
 
 

@@ -181,6 +181,7 @@ def test_wrong_commands_say_why_before_anything_starts(folder, arguments, messag
     [
         ("report .", "The folder of a sweep holds sweep.json"),
         ("sweep mymodels:build_model units --data data --features a", "written as NAME=DOMAIN; received: 'units'"),
+        ("sweep mymodels:build_model --data data --features a", "compares values of the config; received: no domain"),
         ("sweep mymodels:build_model units=1 --data data --features a --mode big", "--mode must be one of min, max"),
         ("sweep mymodels:build_model units=1 --data data --features a --scheduler x", "--scheduler must be one of"),
         ("sweep mymodels:build_model units=1 --data data --features a --resume no", "resumed from a path that exists"),

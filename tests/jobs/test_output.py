@@ -39,8 +39,8 @@ README = [
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with local.local_cluster(nodes=1, cpus=4) as cluster:
+def cluster(warm_starts):
+    with warm_starts(), local.local_cluster(nodes=1, cpus=4) as cluster:
         yield cluster
 
 
