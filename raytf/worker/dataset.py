@@ -214,7 +214,7 @@ class Position(tf.train.experimental.PythonState):
         """For `tf.train.Checkpoint`."""
         return json.dumps(self.get_state())
 
-    def deserialize(self, string_value) -> None:
+    def deserialize(self, string_value: str | bytes) -> None:
         """For `tf.train.Checkpoint`."""
         self.set_state(json.loads(string_value))
 
