@@ -37,7 +37,7 @@ def train_loop(config):
     saved = tf.train.Checkpoint(model=model, optimizer=optimizer, position=position)  # goes on 2
     if last := ray.train.get_checkpoint():  # goes on 3
         with last.as_directory() as folder:  # goes on 4
-            saved.restore(os.path.join(folder, "state")).assert_existing_objects_matched()  # goes on 5
+            saved.read(os.path.join(folder, "state")).assert_existing_objects_matched()  # goes on 5
     rank = ray.train.get_context().get_world_rank()
     print(f"rank {rank} begins with step {position.step} of epoch {position.epoch}")
 

@@ -137,7 +137,7 @@ class ReportCallback(keras.callbacks.Callback):
 
         self._to(dict(self._history[-1]), write if self._checkpoint else None)
 
-    def parts(self, variables: Mapping[str, np.ndarray], **within) -> dict[str, Any]:
+    def parts(self, variables: Mapping[str, np.ndarray], **within: Any) -> dict[str, Any]:
         """What the files of a checkpoint within an epoch hold, see `checkpoint.parts`.
 
         Args:

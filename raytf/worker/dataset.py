@@ -116,7 +116,7 @@ class Position(tf.train.experimental.PythonState):
     rows = raytf.get_dataset("train", batch_size=64, features="x", labels="y")
     position = raytf.Position(rows)
     saved = tf.train.Checkpoint(model=model, optimizer=optimizer, position=position)
-    ...  # saved.restore(path)
+    ...  # saved.read(path)
     for batches in position.epochs(3):
         for x, y in batches:
             ...  # a step; saved.write(path) whenever it should be kept
@@ -214,7 +214,7 @@ class Position(tf.train.experimental.PythonState):
         """For `tf.train.Checkpoint`."""
         return json.dumps(self.get_state())
 
-    def deserialize(self, string_value) -> None:
+    def deserialize(self, string_value: str | bytes) -> None:
         """For `tf.train.Checkpoint`."""
         self.set_state(json.loads(string_value))
 
