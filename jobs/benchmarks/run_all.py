@@ -18,7 +18,19 @@ import common
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # for `cluster`, which is not installed
 from cluster import namespaces
 
-ALL = ("mistakes", "start", "fit", "feed", "stream", "stream_scale", "step", "scaling", "sweep", "traffic")
+ALL = (
+    "mistakes",
+    "start",
+    "fit",
+    "feed",
+    "stream",
+    "stream_scale",
+    "step",
+    "scaling",
+    "sweep",
+    "checkpoint",
+    "traffic",
+)
 
 
 def main(arguments=None):

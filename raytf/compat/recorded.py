@@ -57,6 +57,11 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.random.seed_generator:SeedGenerator": ("(seed=, name=, **kwargs)",),
     "keras.src.random.seed_generator:SeedGenerator.next": ("(self, ordered=)",),
     "keras.src.random.seed_generator:make_default_seed": ("()",),
+    "keras.src.saving.saving_lib:H5IOStore": ("(path_or_io, archive=, mode=)",),
+    "keras.src.saving.saving_lib:_save_state": (
+        "(saveable, weights_store, assets_store, inner_path, visited_saveables)",
+    ),
+    "keras.src.saving.saving_lib:_serialize_model_as_json": ("(model)",),
     "keras.src.trainers.compile_utils:CompileLoss.build": ("(self, y_true, y_pred)",),
     "keras.src.trainers.epoch_iterator:EpochIterator": (
         "(x, y=, sample_weight=, batch_size=, steps_per_epoch=, shuffle=, class_weight=, steps_per_execution=)",

@@ -19,21 +19,23 @@ def of(model) -> dict:
     from raytf.compat.keras import BaseOptimizer
 
     found: dict[int, tuple[str, BaseOptimizer]] = {}
+    looked_at = (BaseOptimizer, dict, list, tuple)
 
     def look(name, value):
         if isinstance(value, BaseOptimizer):
             found.setdefault(id(value), (name, value))
-        elif isinstance(value, dict):
-            for key in value:
-                look(f"{name}.{key}", value[key])
-        elif isinstance(value, (list, tuple)):
-            for i, part in enumerate(value):
-                look(f"{name}.{i}", part)
+            return
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in parts:
+            if isinstance(part, looked_at):  # called at each checkpoint: a model has thousands of attributes
+                look(f"{name}.{key}", part)
 
-    look("optimizer", model.optimizer)
+    if model.optimizer is not None:
+        look("optimizer", model.optimizer)
     for i, layer in enumerate(keras_objects.layers_of(model)):
-        for name in sorted(vars(layer)):
-            look(f"{i}.{name}" if i else name, vars(layer)[name])
+        its = vars(layer)
+        for name in sorted(name for name, value in its.items() if isinstance(value, looked_at)):
+            look(f"{i}.{name}" if i else name, its[name])
     return dict(found.values())
 
 

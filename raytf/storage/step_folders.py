@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import posixpath
 import re
 
-import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
 from raytf.storage.checkpoint_files import MANIFEST
@@ -44,35 +41,3 @@ def listed(filesystem, run: str) -> list[tuple[int, str]]:
     ends = filesystem.get_file_info([posixpath.join(run, name, MANIFEST) for name in names]) if names else []
     whole = [name for name, end in zip(names, ends, strict=True) if end.type == FileType.File]
     return sorted(((step_of(name), name) for name in whole), reverse=True)
-
-
-def upload(folder: str, filesystem, run: str, name: str) -> None:
-    """Copies a folder of this machine into a run's folder, its manifest last.
-
-    Args:
-        folder: what `checkpoint.save` wrote.
-        filesystem, run: see `listed`.
-        name: of the new folder; what is left there is removed first.
-    """
-    target = posixpath.join(run, name)
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.delete_dir(target)
-    filesystem.create_dir(target)
-    for part in sorted(os.listdir(folder), key=lambda part: part == MANIFEST):
-        pyarrow.fs.copy_files(
-            os.path.join(folder, part),
-            posixpath.join(target, part),
-            source_filesystem=pyarrow.fs.LocalFileSystem(),
-            destination_filesystem=filesystem,
-        )
-
-
-def remove_older(filesystem, run: str, keep: int) -> None:
-    """Removes all but the newest finished ones.
-
-    Args:
-        filesystem, run: see `listed`.
-        keep: how many stay, at least 1.
-    """
-    for _, name in listed(filesystem, run)[keep:]:
-        filesystem.delete_dir(posixpath.join(run, name))

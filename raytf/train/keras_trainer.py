@@ -31,7 +31,7 @@ from raytf.runtime import failures, resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
 from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import per_replica_batch
-from raytf.storage import run_folder
+from raytf.storage import run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import arguments, evaluator, ray_config
@@ -223,7 +223,7 @@ class KerasTrainer:
         if self.resume is not True:  # then the name is that of a run, whoever gave it
             run_config = run_folder.named(run_config, "keras")
         folder = RunFolder.of(run_config)
-        with RunLock(folder.filesystem, folder.path) as lock:
+        with RunLock(folder.filesystem, folder.path) as lock, snapshots.settled(folder.path):
             last = self._last(folder)
             if last is not None and ended(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model

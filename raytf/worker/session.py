@@ -20,10 +20,8 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
-from raytf.worker import checkpoint
+from raytf.worker.keeper import Keeper
 
-# Checkpoints within epochs that stay: the last, and one for when it is damaged.
-_KEPT_STEPS = 2
 # The controller knows the reports of a run that goes on before its workers start.
 _LIST_SECONDS = 60.0
 
@@ -40,6 +38,7 @@ class RaySession:
         context = ray.train.get_context()
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
         self.storage = context.get_storage()
+        self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
@@ -49,6 +48,7 @@ class RaySession:
             DamagedCheckpointError: there are some, and none is whole.
         """
         with contextlib.ExitStack() as stack:
+            stack.callback(self._keeper.close)
             name, folder = self._newest(stack) if self.rank == 0 else (None, None)
             if self.size > 1:
                 name = broadcast_from_rank_zero(name)
@@ -58,6 +58,7 @@ class RaySession:
 
     def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None]:
         """(name, folder on this machine) of the last whole checkpoint, of an epoch or within one."""
+        self._keeper.wait_for_others()
         steps = step_folders.listed(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         last = ray.train.get_checkpoint()
         if last is None and not steps:
@@ -81,14 +82,9 @@ class RaySession:
             parts: what `checkpoint.parts` gave.
 
         Returns:
-            Whether it was kept.
+            Whether it was taken: the process that writes it may be behind, and says what it could not write.
         """
-        filesystem, run = self.storage.storage_filesystem, self.storage.experiment_fs_path
-        with scratch.folder() as folder:
-            checkpoint.write(folder, model, parts, checkpoint_files.VERSION)
-            step_folders.upload(folder, filesystem, run, name)
-        step_folders.remove_older(filesystem, run, _KEPT_STEPS)
-        return True
+        return self._keeper.keep(name, model, parts)
 
     def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
         """Reports metrics and, from the chief, a checkpoint; every worker calls it."""

@@ -21,12 +21,12 @@ def place(request, tmp_path):
     memory.rm(f"/steps_{tmp_path.name}", recursive=True)
 
 
-def kept(place, tmp_path, step, whole=True):
-    folder = tmp_path / f"local_{step}"
-    folder.mkdir()
+def kept(place, step, whole=True):
+    folder = f"{place[1]}/{step_folders.name_of(step)}"
+    place[0].create_dir(folder)
     for name in ["manifest.json"] * whole + ["model.keras", "state.json"]:
-        (folder / name).write_text(f"{name} of {step}")
-    step_folders.upload(str(folder), *place, step_folders.name_of(step))
+        with place[0].open_output_stream(f"{folder}/{name}") as file:
+            file.write(f"{name} of {step}".encode())
 
 
 @pytest.mark.parametrize(
@@ -41,27 +41,16 @@ def test_names_tell_their_steps(step):
     assert step_folders.step_of(step_folders.name_of(step)) == step
 
 
-def test_finished_ones_are_listed_newest_first(place, tmp_path):
+def test_finished_ones_are_listed_newest_first(place):
     assert step_folders.listed(*place) == []
     for step in (100, 7, 1_000_000):
-        kept(place, tmp_path, step)
-    kept(place, tmp_path, 2_000_000, whole=False)
+        kept(place, step)
+    kept(place, 2_000_000, whole=False)
     place[0].create_dir(f"{place[1]}/step_of_mine")
     found = step_folders.listed(*place)
     assert found == [(step, step_folders.name_of(step)) for step in (1_000_000, 100, 7)]
     with place[0].open_input_stream(f"{place[1]}/{found[0][1]}/model.keras") as file:
         assert file.read() == b"model.keras of 1000000"
-    step_folders.remove_older(*place, 1)
-    assert [step for step, _ in step_folders.listed(*place)] == [1_000_000]
-
-
-def test_one_that_was_left_is_written_anew(place, tmp_path):
-    kept(place, tmp_path, 5)
-    with place[0].open_output_stream(f"{place[1]}/{step_folders.name_of(5)}/old.txt") as file:
-        file.write(b"old")
-    (tmp_path / "local_5").rename(tmp_path / "before")
-    kept(place, tmp_path, 5)
-    assert not place[0].get_file_info(f"{place[1]}/{step_folders.name_of(5)}/old.txt").is_file
 
 
 class Stored:

@@ -1,0 +1,106 @@
+"""Files that are put together from pieces of memory without copying them: archives of arrays, and of members."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+# Pieces that are smaller are copied; zipfile writes over its headers once it knows what follows them.
+_SMALL = 1 << 12
+
+
+class ScatteredFile(io.RawIOBase):
+    """A file in memory that keeps what is written by reference; what is small is copied and can be written over.
+
+    What was written must not change until `pieces` were used.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._pieces: list[tuple[int, bytearray | memoryview]] = []
+        self._at = self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def write(self, data) -> int:
+        view = memoryview(data).cast("B")
+        if self._at < self._size:
+            self._write_over(view)
+        elif len(view):
+            self._pieces.append((self._at, bytearray(view) if len(view) < _SMALL else view))
+            self._size += len(view)
+        self._at += len(view)
+        return len(view)
+
+    def _write_over(self, view: memoryview) -> None:
+        for begin, piece in self._pieces:
+            if begin <= self._at and self._at + len(view) <= begin + len(piece) and isinstance(piece, bytearray):
+                piece[self._at - begin : self._at - begin + len(view)] = view
+                return
+        raise io.UnsupportedOperation("only what was written in one small piece can be written over")
+
+    def pieces(self) -> list[bytearray | memoryview]:
+        """What was written, in order."""
+        return [piece for _, piece in self._pieces]
+
+
+def archive(members: Iterable[tuple[str, memoryview | bytes]]) -> list:
+    """The pieces of a zip file that holds members as they are, not packed.
+
+    Args:
+        members: (name, content) of each, in order.
+    """
+    file = ScatteredFile()
+    with zipfile.ZipFile(file, "w") as made:
+        for name, content in members:
+            made.writestr(name, content)
+    return file.pieces()
+
+
+def arrays(found: Mapping[str, np.ndarray]) -> list:
+    """The pieces of an `.npz` file, as `numpy.savez` writes it; the arrays are contiguous."""
+    file = ScatteredFile()
+    with zipfile.ZipFile(file, "w") as made:
+        for name, array in found.items():
+            with made.open(f"{name}.npy", "w", force_zip64=array.nbytes > zipfile.ZIP64_LIMIT // 2) as member:
+                header = np.lib.format.header_data_from_array_1_0(array)
+                np.lib.format.write_array_header_1_0(member, header)
+                if array.nbytes:
+                    member.write(memoryview(array.reshape(-1).view(np.uint8)))
+    return file.pieces()
+
+
+def crc32(pieces: Iterable) -> int:
+    """The checksum of pieces one after the other."""
+    value = 0
+    for piece in pieces:
+        value = zlib.crc32(piece, value)
+    return value
+
+
+def size(pieces: Iterable) -> int:
+    """Their bytes in all."""
+    return sum(map(len, pieces))
+
+
+def chunks(pieces: Iterable, most: int) -> Iterator[memoryview]:
+    """The pieces in parts of at most `most` bytes."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for begin in range(0, len(view), most):
+            yield view[begin : begin + most]

@@ -1,0 +1,225 @@
+"""Snapshots in the folder of a run: written so that one is whole or none, and removed when newer ones are there.
+
+On a disk of this machine a snapshot is made in a folder of another name, whose files and names are synchronized, and
+then renamed. Object stores rename nothing: there the manifest comes last, and a folder without one is no snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import posixpath
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+
+import pyarrow.fs
+from pyarrow.fs import FileSelector, FileType
+
+from raytf.errors import ConfigError
+from raytf.storage import checkpoint_files, scattered, step_folders, stored_json
+from raytf.storage.checkpoint_files import MANIFEST, STATE
+
+# Checkpoints at the ends of epochs.
+_EPOCH = "checkpoint_"
+_PARTIAL = ".partial_"
+# Of a writer whose other side has gone nothing is left so long after.
+_ABANDONED_SECONDS = 120.0
+_CHUNK_BYTES = 1 << 22
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for a name that is not one of a folder, or file, directly within another."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}", name):
+        raise ConfigError(
+            "The name of a snapshot, and of a part of it, is one word of letters, digits, '_', '-' and '.'",
+            repr(name),
+            "Name it like that, without slashes and '..'",
+        )
+
+
+def manifest(files: Mapping[str, list]) -> bytes:
+    """What `manifest.json` says of files, given as pieces of memory; its version is that of the state among them."""
+    found = {part: {"bytes": scattered.size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
+    state = stored_json.parsed(b"".join(files[STATE])) if STATE in files else {}
+    return json.dumps({"version": state.get("version", checkpoint_files.VERSION), "files": found}).encode()
+
+
+class SnapshotStore:
+    """The snapshots of one run; used by one process.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        folder: of the run there.
+        keep: how many snapshots that are newer than all checkpoints of epochs stay, at least 1.
+    """
+
+    def __init__(self, filesystem, folder: str, keep: int = 2):
+        self._filesystem, self._folder, self._keep = filesystem, folder, keep
+        self._is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        self._steps: dict[str, int] = {}  # of checkpoints of epochs that are whole
+        self._whole: set[str] = set()
+
+    def put(self, name: str, files: Mapping[str, list]) -> int:
+        """Writes a snapshot, in the place of one of the same name; on return it is whole and on its disk.
+
+        Args:
+            name: of its folder.
+            files: the pieces of each file, without the manifest.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            OSError: it could not be written; what was there before still is.
+        """
+        last = manifest(files)
+        if self._is_local:
+            self._put_local(name, {**files, MANIFEST: [last]})
+        else:
+            self._put_remote(name, files, last)
+        self._whole.add(name)
+        return sum(map(scattered.size, files.values())) + len(last)
+
+    def _put_local(self, name: str, files: Mapping[str, list]) -> None:
+        os.makedirs(self._folder, exist_ok=True)
+        partial = self._partial(name)
+        os.mkdir(partial)
+        try:
+            for part, pieces in files.items():
+                with open(os.path.join(partial, part), "xb", buffering=0) as file:
+                    _write_all(file, pieces)
+                    os.fsync(file.fileno())
+            _sync(partial)
+            self._rename(partial, os.path.join(self._folder, name))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _rename(self, partial: str, target: str) -> None:
+        """Gives a folder its name, in the place of another one; between the two renames there is none of this name."""
+        try:
+            os.rename(partial, target)
+        except OSError:
+            if not os.path.lexists(target):
+                raise
+            before = f"{partial}_before"
+            os.rename(target, before)
+            os.rename(partial, target)
+            shutil.rmtree(before, ignore_errors=True)
+        _sync(self._folder)
+
+    def _put_remote(self, name: str, files: Mapping[str, list], last: bytes) -> None:
+        folder = posixpath.join(self._folder, name)
+        self._remove(name)  # with the manifest first: it would vouch for a mixture
+        self._filesystem.create_dir(folder)
+        for part, pieces in [*files.items(), (MANIFEST, [last])]:
+            path = posixpath.join(folder, part)
+            with self._filesystem.open_output_stream(path) as file:
+                for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
+                    file.write(chunk)
+            found = self._filesystem.get_file_info(path).size
+            if found != scattered.size(pieces):
+                raise OSError(f"{path} has {found} bytes after {scattered.size(pieces)} were written")
+
+    def prune(self, keep: int | None = None) -> list[str]:
+        """Removes snapshots that newer ones, or checkpoints of epochs, have made needless; never the newest whole one.
+
+        What a writer of before left half written is removed, too, once no writer can be at it any more.
+
+        Args:
+            keep: for once in the place of the store's.
+
+        Returns:
+            The names of those removed.
+
+        Raises:
+            OSError: it could not look, or not remove one.
+        """
+        found = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
+        names = [info.base_name for info in found if info.type == FileType.Directory]
+        for info in found:
+            if info.base_name.startswith(_PARTIAL) and time.time() - info.mtime_ns / 1e9 > _ABANDONED_SECONDS:
+                shutil.rmtree(info.path, ignore_errors=True)
+        epoch = max((self._step_of(name) for name in names if name.startswith(_EPOCH)), default=-1)
+        steps = {name: step for name in names if (step := step_folders.step_of(name)) is not None}
+        whole = [name for name in sorted(steps, reverse=True) if self._is_whole(name)]
+        removed = needless(steps, whole, epoch, keep or self._keep)
+        for name in removed:
+            self._whole.discard(name)
+            self._remove(name)
+        return removed
+
+    def _remove(self, name: str) -> None:
+        """Removes a snapshot, which is none any more from the first moment on."""
+        path = posixpath.join(self._folder, name)
+        with contextlib.suppress(FileNotFoundError):
+            if self._is_local:
+                aside = self._partial(name)
+                os.rename(path, aside)
+                shutil.rmtree(aside)
+            else:
+                self._filesystem.delete_file(posixpath.join(path, MANIFEST))
+        if not self._is_local:
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.delete_dir(path)
+
+    def _partial(self, name: str) -> str:
+        return os.path.join(self._folder, f"{_PARTIAL}{name}_{secrets.token_hex(4)}")
+
+    def _step_of(self, name: str) -> int:
+        """The step of a whole checkpoint of an epoch; -1 of others."""
+        if name not in self._steps:
+            try:
+                state = checkpoint_files.look(self._filesystem, posixpath.join(self._folder, name))
+            except (ConfigError, FileNotFoundError):
+                return -1  # it may be being written
+            self._steps[name] = state.step
+        return self._steps[name]
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether every part of a snapshot has the size that it had."""
+        if name not in self._whole:
+            try:
+                checkpoint_files.look(self._filesystem, posixpath.join(self._folder, name))
+            except (ConfigError, FileNotFoundError, stored_json.UnreadableError):
+                return False
+            self._whole.add(name)
+        return True
+
+
+def needless(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: int) -> list[str]:
+    """The snapshots that may be removed; pure.
+
+    Args:
+        steps: of each snapshot that is there.
+        whole: those of them that are whole, newest first.
+        epoch: the step of the newest whole checkpoint of an epoch, -1 without one.
+        keep: how many of the newest whole ones stay, at least 1.
+
+    Returns:
+        Names: those older than a whole checkpoint of an epoch, which holds more; of the others what is older than the
+        newest `keep` whole ones. What is newer than the newest whole one, and not whole, may be being written.
+    """
+    newer = [name for name in whole if steps[name] >= epoch]
+    kept = newer[:keep]
+    oldest = min((steps[name] for name in kept), default=epoch)
+    return sorted(name for name, step in steps.items() if step < max(oldest, epoch) and name not in kept)
+
+
+def _write_all(file, pieces: list) -> None:
+    for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
+        while len(chunk):
+            chunk = chunk[file.write(chunk) :]
+
+
+def _sync(folder: str) -> None:
+    """Brings the names in a folder to its disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

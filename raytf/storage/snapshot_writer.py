@@ -1,0 +1,211 @@
+"""The process that writes snapshots: it takes them from shared memory, and outlives whoever handed them over.
+
+python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, from `snapshots.SnapshotWriter`
+
+It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
+message of a few bytes; what is to be written lies in one of the buffers, complete when the message comes. So what was
+handed over is written even if the other side is killed in the next moment. When the other side has gone, what is left
+is tried for `ORPHAN_SECONDS`, and then this process ends however far it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import numpy as np
+
+from raytf.storage import scattered
+from raytf.storage.snapshot_store import SnapshotStore
+
+ORPHAN_SECONDS = 30.0
+# Training goes first on a processor that both want.
+_NICE = 10
+_LONGEST_MESSAGE = 1 << 16
+_FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
+
+
+class _Server:
+    """Takes requests and does one after the other, always the newest.
+
+    Args:
+        control: the socket to the other side; its end says that the other side has gone.
+        buffers: descriptors of shared memory.
+        store: where to write.
+    """
+
+    def __init__(self, control: socket.socket, buffers: list[int], store: SnapshotStore):
+        self._control, self._buffers, self._store = control, buffers, store
+        self._waiting: list[dict] = []
+        self._gone = self._hurried = False
+        self._begun = 0  # the id of the request that was claimed last
+
+    def run(self) -> None:
+        """Works until the other side has gone and nothing is left."""
+        self._tell({"event": "ready", "pid": os.getpid()})
+        while self._waiting or not self._gone:
+            self._take(None if not self._waiting else 0.0)
+            if self._waiting:
+                self._write_newest()
+        with contextlib.suppress(Exception):
+            self._store.prune()  # the training may have ended with a checkpoint of an epoch
+
+    def _take(self, seconds: float | None) -> bool:
+        """Takes all requests that came, and waits so long for the first; whether one came."""
+        found = woken = False
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self._gone:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self._control], [], [], 0.0 if found or woken else left)[0]:
+                break
+            try:
+                message = self._control.recv(_LONGEST_MESSAGE)
+            except ConnectionResetError:
+                message = b""
+            if not message:
+                self._gone = self._hurried = True
+                break
+            request = json.loads(message)
+            if "hurry" in request:
+                self._hurried = woken = True
+            else:
+                self._waiting.append(request)
+                found = True
+        return found
+
+    def _claim(self) -> dict:
+        """The newest request, those before it being dropped.
+
+        It says that it begins, and then looks for a newer one. The other side hands over a newer one, and then looks
+        what has begun, before it takes back a buffer. So one of the two sees the other: no buffer is read and filled.
+        """
+        while True:
+            self._take(0.0)
+            for request in self._waiting[:-1]:
+                self._tell({"event": "dropped", "id": request["id"]})
+            del self._waiting[:-1]
+            (request,) = self._waiting
+            if request["id"] == self._begun:
+                return request
+            self._begun = request["id"]
+            self._tell({"event": "begun", "id": self._begun})
+            if not self._take(0.0):
+                return request
+
+    def _write_newest(self) -> None:
+        """Writes the newest request; where that fails again and again, or what is newer then, until one is written."""
+        wait = _FIRST_WAIT
+        while True:
+            request = self._claim()
+            try:
+                written = self._write(request)
+            except Exception as error:  # every kind of file system has its own
+                why = f"{type(error).__name__}: {str(error).strip()[:500]}"
+                self._tell({"event": "failed", "id": request["id"], "why": why}, lossy=True)
+                with contextlib.suppress(Exception):
+                    self._store.prune(keep=1)  # the disk may be full
+                self._pause(wait)
+                wait = min(_LONGEST_WAIT, 2 * wait)
+            else:
+                self._waiting.remove(request)
+                self._hurried = self._gone
+                self._tell({"event": "written", "id": request["id"], "cpu": time.process_time(), **written})
+                return
+
+    def _pause(self, seconds: float) -> None:
+        """Between two tries, however many requests come; short once the other side waits for the last, or has gone."""
+        began = time.monotonic()
+        while (left := began + min(seconds, _HURRIED_WAIT if self._hurried else seconds) - time.monotonic()) > 0:
+            if self._gone:
+                time.sleep(left)
+            else:
+                self._take(left)
+
+    def _write(self, request: dict) -> dict:
+        began = time.monotonic()
+        with _mapped(self._buffers[request["buffer"]], request["size"]) as memory:
+            head = json.loads(bytes(memory[request["at"] : request["size"]]))
+            files = {part["file"]: pieces(part, memory) for part in head["parts"]}
+            written = self._store.put(head["name"], files)
+        try:
+            removed, why = self._store.prune(), None
+        except Exception as error:  # the snapshot is kept all the same, and the next one looks again
+            removed, why = [], f"{type(error).__name__}: {str(error).strip()[:500]}"
+        seconds = time.monotonic() - began
+        return {"name": head["name"], "bytes": written, "seconds": seconds, "removed": removed, "unremoved": why}
+
+    def _tell(self, event: dict, lossy: bool = False) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, *([BlockingIOError] if lossy else [])):
+            self._control.send(json.dumps(event).encode(), socket.MSG_DONTWAIT if lossy else 0)
+
+
+def pieces(part: dict, memory: memoryview) -> list:
+    """The pieces of a file from shared memory.
+
+    Args:
+        part: "file": its name; and "at", "size" of its content, or "arrays": [key, dtype, shape, at] of each in an npz,
+            or "members": [name, at, size] of each in a zip.
+        memory: the buffer.
+    """
+    if "arrays" in part:
+        return scattered.arrays(
+            {key: np.ndarray(shape, np.dtype(kind), memory, at).view() for key, kind, shape, at in part["arrays"]}
+        )
+    if "members" in part:
+        return scattered.archive([(name, memory[at : at + size]) for name, at, size in part["members"]])
+    return [memory[part["at"] : part["at"] + part["size"]]]
+
+
+@contextlib.contextmanager
+def _mapped(buffer: int, size: int):
+    """The first bytes of a buffer. What was made of it is let go when it is closed with the process."""
+    mapped = mmap.mmap(buffer, size, prot=mmap.PROT_READ)
+    try:
+        yield memoryview(mapped)
+    finally:
+        with contextlib.suppress(BufferError):  # an error's traceback still holds a view; it is unmapped with that
+            mapped.close()
+
+
+def _end_with_the_other_side(control: socket.socket) -> None:
+    """Ends this process some time after the other side has gone, whatever it waits for."""
+
+    def watch():
+        poll = select.poll()
+        poll.register(control, select.POLLHUP | select.POLLRDHUP)
+        poll.poll()
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the settings from standard input, leaves the family of the process that started it, and works."""
+    settings = pickle.loads(sys.stdin.buffer.read())  # of the process that started this one, not of a storage
+    if os.fork():
+        os._exit(0)  # who kills the children of a worker, as Ray does, does not find this one
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its end is that of the other side
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    control = socket.socket(fileno=int(arguments[0]))
+    _end_with_the_other_side(control)
+    filesystem = pickle.loads(settings["filesystem"])
+    _Server(
+        control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, settings["folder"], settings["keep"])
+    ).run()
+    os._exit(0)  # threads of a file system are not waited for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,81 @@
+"""Checkpoints within epochs are what Keras would have written, whatever happens to the process that writes. No Ray."""
+
+import os
+import signal
+import warnings
+
+import numpy as np
+import pyarrow.fs
+import pytest
+
+from raytf.storage import checkpoint_files
+from raytf.storage.checkpoint_files import State
+from raytf.storage.step_folders import name_of
+from raytf.worker import checkpoint
+from raytf.worker.keeper import Keeper
+from tests.unit.test_checkpoint import functional, subclassed, trained
+from tests.unit.test_snapshots import is_gone, wait_for
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    made = Keeper(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"))
+    yield made
+    pid = made._writer and made._writer.pid
+    made.close()
+    if pid:
+        wait_for(lambda: is_gone(pid))
+
+
+def keep(keeper, model, step):
+    state = State(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
+    assert keeper.keep(name_of(step), model, checkpoint.parts(model, state, build=(functional, {}, ((3,), "float32"))))
+
+
+@pytest.mark.parametrize("build", [functional, subclassed])
+def test_what_is_kept_is_restored_to_the_bit(tmp_path, keeper, build):
+    model, x = trained(build)
+    for step in (3, 6):
+        keep(keeper, model, step)
+        kept = [np.array(v) for v in [*model.variables, *model.optimizer.variables]]
+        model.fit(x, x[:, :1], epochs=3, batch_size=8, shuffle=False, verbose=0)
+    keeper._writer.finish(60.0)
+    folder = str(tmp_path / "run" / name_of(6))
+    checkpoint_files.check(folder)
+    assert checkpoint.read_state(folder).step == 6
+    other, _ = trained(build, steps=1)
+    checkpoint.restore(folder, other)
+    for mine, its in zip([*other.variables, *other.optimizer.variables], kept, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), its)
+    other.fit(x, x[:, :1], epochs=3, batch_size=8, shuffle=False, verbose=0)
+    for mine, its in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
+    model, _ = trained(functional)
+    keep(keeper, model, 1)
+    keeper._writer.finish(60.0)
+    os.kill(keeper._writer.pid, signal.SIGKILL)
+    wait_for(lambda: is_gone(keeper._writer.pid))
+    with pytest.warns(UserWarning, match=f"{name_of(2)} could not be kept.*has ended; another one is started"):
+        keep(keeper, model, 2)
+    keep(keeper, model, 3)
+    keeper._writer.finish(60.0)
+    assert os.listdir(tmp_path / "run")
+    checkpoint_files.check(str(tmp_path / "run" / name_of(3)))
+
+
+def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, monkeypatch):
+    monkeypatch.setattr("raytf.worker.keeper._LAST_SECONDS", 0.5)
+    (tmp_path / "run").write_text("in the way")
+    model, _ = trained(functional)
+    keep(keeper, model, 1)
+    pid = keeper._writer.pid
+    with pytest.warns(UserWarning, match="could not be kept"):
+        keeper.close()
+    (tmp_path / "run").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keeper.close()
+    assert pid is None or wait_for(lambda: is_gone(pid)) is None

@@ -1,0 +1,430 @@
+"""Snapshots go to a process of their own, which writes them whole or not at all. Plain processes, no Ray."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+
+import numpy as np
+import pyarrow.fs
+import pytest
+
+from raytf import liveness
+from raytf.errors import ConfigError
+from raytf.storage import checkpoint_files, scattered
+from raytf.storage.checkpoint_files import State
+from raytf.storage.run_lock import RunLock
+from raytf.storage.snapshot_store import SnapshotStore, needless
+from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter, wait_for_writers
+from raytf.storage.step_folders import name_of, step_of
+
+LOCAL = pyarrow.fs.LocalFileSystem()
+
+
+def parts_of(step: int, size: int = 1000) -> dict:
+    """A snapshot whose every number is its step."""
+    weights = np.full(size, step, np.float32)
+    return {
+        "state.json": State(0, step, 0, False, []).to_json(),
+        "seeds.npz": {"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))},
+        "model.keras": Archive([("config.json", b"{}"), ("model.weights.h5", image(size))], image(size), [weights]),
+    }
+
+
+_images: dict[int, Image] = {}
+
+
+def image(size: int) -> Image:
+    return _images.setdefault(size, Image(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
+
+
+def check(folder, step: int, size: int = 1000) -> None:
+    """Fails unless a folder holds the whole snapshot of a step."""
+    checkpoint_files.check(str(folder))
+    assert checkpoint_files.read_state(str(folder)).step == step
+    with checkpoint_files.arrays(str(folder), "seeds.npz") as found:
+        np.testing.assert_array_equal(found["0"], np.full(3, step))
+        assert found["one"] == step and found["none"].shape == (0, 2)
+    checkpoint_files.check_archive(str(folder / "model.keras"), "")
+    with zipfile.ZipFile(folder / "model.keras") as archive:
+        found = archive.read("model.weights.h5")
+        assert archive.testzip() is None and archive.namelist() == ["config.json", "model.weights.h5"]
+    assert found == b"head" + np.full(size, step, np.float32).tobytes() + b"tail"
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    made = SnapshotWriter(LOCAL, str(tmp_path / "run"))
+    yield made
+    made.close()
+    if made.pid is not None:
+        wait_for(lambda: is_gone(made.pid))
+
+
+def is_gone(pid: int) -> bool:
+    seen = liveness.look(pid)
+    return seen is None or seen.state == "Z"  # whoever is the first process of a container may reap nothing
+
+
+def test_the_last_ones_are_whole_and_older_ones_removed(writer, tmp_path):
+    for step in range(1, 6):
+        writer.write(name_of(step), parts_of(step))
+        writer.finish(60.0)
+    assert writer.left_out == 0
+    assert sorted(os.listdir(tmp_path / "run")) == [name_of(4), name_of(5)]
+    check(tmp_path / "run" / name_of(4), 4)
+    check(tmp_path / "run" / name_of(5), 5)
+    assert [event["name"] for event in writer.written] == [name_of(step) for step in range(1, 6)]
+    assert not any("raytf" in name for name in os.listdir("/dev/shm"))
+
+
+def test_parts_grow_and_a_snapshot_of_the_same_name_takes_the_place_of_another(writer, tmp_path):
+    for size in (10, 1_000_000, 10):
+        writer.write(name_of(1), parts_of(1, size) | {"more.txt": "x" * size})
+        writer.finish(60.0)
+        check(tmp_path / "run" / name_of(1), 1, size)
+        assert os.listdir(tmp_path / "run") == [name_of(1)]
+
+
+@pytest.mark.parametrize("name", ["../other", "a/b", "", ".", "..", ".hidden", "a\\b", "a\0", "x" * 300])
+def test_a_name_that_climbs_out_of_the_storage_is_refused(writer, tmp_path, name):
+    with pytest.raises(ConfigError, match="name of a snapshot"):
+        writer.write(name, parts_of(1))
+    with pytest.raises(ConfigError, match="name of a snapshot"):
+        writer.write(name_of(1), {name: b""})
+    assert os.listdir(tmp_path) == []
+
+
+def test_objects_and_a_manifest_of_others_are_refused(writer):
+    with pytest.raises(ConfigError, match="hold numbers"):
+        writer.write(name_of(1), {"a.npz": {"a": np.array([{}], object)}})
+    with pytest.raises(ConfigError, match="manifest"):
+        writer.write(name_of(1), {"manifest.json": b"{}"})
+
+
+def test_a_file_system_that_cannot_travel_is_refused_at_once(tmp_path):
+    class Handler(pyarrow.fs.FileSystemHandler):
+        pass
+
+    for method in Handler.__abstractmethods__:
+        setattr(Handler, method, lambda self, *a: None)
+    Handler.__abstractmethods__ = frozenset()
+    with pytest.raises(ConfigError, match="can be pickled"):
+        SnapshotWriter(pyarrow.fs.PyFileSystem(Handler()), str(tmp_path))
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: liveness.look(pid).state == "T")
+
+
+def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tmp_path):
+    writer.write(name_of(1), parts_of(1))
+    writer.finish(60.0)
+    stop(writer.pid)
+    try:
+        with pytest.warns(UserWarning, match="longer than snapshots come") as seen:
+            for step in range(2, 8):
+                writer.write(name_of(step), parts_of(step))
+        assert len(seen) == 1 and writer.left_out == 3  # of six, three lie in memory
+        with pytest.raises(NotKeptError, match=f"{name_of(7)} could not be kept: .* within 0 s"):
+            writer.finish(0.01)
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    writer.finish(60.0)
+    assert writer.left_out == 5 and sorted(os.listdir(tmp_path / "run")) == [name_of(1), name_of(7)]
+    check(tmp_path / "run" / name_of(7), 7)
+
+
+def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_path):
+    """The one who fills takes buffers back while the other one begins with them."""
+    writer.write(name_of(0), parts_of(0))
+    writer.finish(60.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checked = 1
+        for step in range(1, 400):
+            writer.write(name_of(step), parts_of(step, 30_000))
+            if step % 20 == 0:
+                with contextlib.suppress(NotKeptError):
+                    writer.finish(0.01)
+                for event in writer.written[checked:][:1]:
+                    checked = len(writer.written)
+                    with contextlib.suppress(FileNotFoundError):  # newer ones have come meanwhile
+                        check(tmp_path / "run" / event["name"], step_of(event["name"]), 30_000)
+        writer.finish(60.0)
+    assert writer.written[-1]["name"] == name_of(399)
+    for event in writer.written[-2:]:
+        check(tmp_path / "run" / event["name"], step_of(event["name"]), 30_000)
+    assert writer.left_out + len(writer.written) <= 400 and len(writer._names) <= 3
+
+
+def test_others_see_that_a_writer_is_at_work_until_it_has_ended(tmp_path):
+    run = str(tmp_path / "run")
+    assert wait_for_writers(run, 0.0)
+    writer = SnapshotWriter(LOCAL, run)
+    assert not wait_for_writers(run, 0.0)  # though its process has hardly begun
+    assert wait_for_writers(str(tmp_path / "other"), 0.0)
+    writer.write(name_of(1), parts_of(1))
+    writer.close()
+    assert wait_for_writers(run, 60.0) and wait_for_writers(run, 0.0)
+    check(tmp_path / "run" / name_of(1), 1)
+
+
+def test_the_end_of_the_writer_is_told(tmp_path):
+    writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
+    writer.write(name_of(1), parts_of(1))
+    writer.finish(60.0)
+    os.kill(writer.pid, signal.SIGKILL)
+    with pytest.raises(NotKeptError, match="the process that writes snapshots has ended"):
+        writer.write(name_of(2), parts_of(2))
+        writer.finish(60.0)
+    writer.close()
+    check(tmp_path / "run" / name_of(1), 1)
+
+
+def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
+    with pytest.raises(NotKeptError, match="the process that writes snapshots has ended"):
+        writer.write(name_of(1), parts_of(1))
+        writer.finish(60.0)
+    writer.close()
+
+
+WRITING = """
+import itertools, os, random, signal, sys, time
+import pyarrow.fs
+from raytf.storage.snapshot_store import SnapshotStore
+from raytf.storage.step_folders import name_of
+from tests.unit.test_snapshots import check_all, files_of
+run, rng, step = sys.argv[1], random.Random(0), 1
+began = time.monotonic()
+SnapshotStore(pyarrow.fs.LocalFileSystem(), run).put(name_of(0), files_of(0))
+each = time.monotonic() - began
+for _ in range(50):
+    pid = os.fork()
+    if pid == 0:
+        store = SnapshotStore(pyarrow.fs.LocalFileSystem(), run)
+        for one in itertools.count(step):
+            store.put(name_of(one), files_of(one))
+            store.prune()
+    time.sleep(rng.random() * 4 * each)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    step = check_all(run)[-1]  # the last one is written once more, in the place of what is there
+print(step)
+"""
+
+
+def files_of(step: int) -> dict[str, list]:
+    """A snapshot of a megabyte as its store takes it, all of it made of its step."""
+    weights = np.full(130_000, step)
+    seeds = scattered.arrays({"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))})
+    model = scattered.archive([("config.json", b"{}"), ("model.weights.h5", b"head" + weights.tobytes() + b"tail")])
+    return {"state.json": [parts_of(step)["state.json"].encode()], "seeds.npz": seeds, "model.keras": model}
+
+
+def check_all(run) -> list[int]:
+    """The steps of the snapshots that are there; fails unless each is whole."""
+    steps = sorted(step for step in map(step_of, os.listdir(run)) if step is not None)
+    for step in steps:
+        checkpoint_files.check(os.path.join(run, name_of(step)))
+        assert checkpoint_files.read_state(os.path.join(run, name_of(step))).step == step
+    assert steps
+    return steps
+
+
+def test_fifty_kills_at_random_moments_of_writing_leave_whole_ones(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WRITING, tmp_path], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 2
+
+
+PARENT = """
+import itertools, sys, time
+import pyarrow.fs
+from raytf.storage.snapshots import SnapshotWriter
+from raytf.storage.step_folders import name_of
+from tests.unit.test_snapshots import parts_of
+writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), sys.argv[1])
+for step in itertools.count(int(sys.argv[2])):
+    writer.write(name_of(step), parts_of(step, 200_000))
+    if writer.pid is None:
+        writer.finish(60.0)
+    print(step, writer.pid, flush=True)
+    time.sleep(0.005)
+"""
+
+
+@pytest.mark.parametrize("killed", ["who hands over", "who writes"])
+def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, killed):
+    run, rng, step, whole = tmp_path / "run", random.Random(killed), 0, [0]
+    for _ in range(3):
+        command = [sys.executable, "-c", PARENT, str(run), str(step + 1)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+            pid = "None"
+            while pid == "None" or rng.random() > 0.2:
+                step, pid = parent.stdout.readline().split()
+            time.sleep(rng.random() * 0.02)
+            os.kill(parent.pid if killed == "who hands over" else int(pid), signal.SIGKILL)
+            rest = parent.communicate()[0].split()
+            assert wait_for_writers(str(run))
+        step = int(rest[-2] if rest else step)
+        wait_for(lambda pid=pid: is_gone(int(pid)))
+        before, whole = whole, check_all(run)
+        assert whole[-1] >= step if killed == "who hands over" else whole[-1] > before[-1]
+
+
+def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monkeypatch):
+    """A FIFO in the place of the folder holds each try up; the other side goes, and so does the writer."""
+    code = (
+        "import raytf.storage.snapshot_writer as w, sys; w.ORPHAN_SECONDS = 0.5; "
+        "w.SnapshotStore.put = lambda *a: __import__('time').sleep(1000); w.main(sys.argv[1:])"
+    )
+    command = subprocess.Popen
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", lambda c, **k: command([c[0], "-c", code, *c[3:]], **k))
+        writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
+    writer.write(name_of(1), parts_of(1))
+    wait_for(lambda: writer._drain(0.01) or writer.pid is not None)
+    pid, writer._gone = writer.pid, True
+    writer.close()
+    wait_for(lambda: is_gone(pid))
+
+
+def limited(path, **limits):
+    """A writer whose process may write no larger files than it says."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["bytes"], before[1]))
+    try:
+        return SnapshotWriter(LOCAL, str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_storage_that_takes_it_no_more_is_told_tried_again_and_an_error_only_at_the_end(tmp_path):
+    writer = limited(tmp_path / "run", bytes=100_000)
+    writer.write(name_of(1), parts_of(1))
+    writer.finish(60.0)
+    with pytest.warns(UserWarning, match=f"{name_of(2)} could not be written.*File too large") as seen:
+        writer.write(name_of(2), parts_of(2, 100_000))
+        wait_for(lambda: writer._drain(0.01) or writer._failed)
+    assert len(seen) == 1
+    with pytest.raises(NotKeptError, match=f"{name_of(2)} could not be kept: OSError.*File too large"):
+        writer.finish(2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        writer.write(name_of(3), parts_of(3))  # a newer one, that fits, takes its place
+        writer.finish(60.0)
+        writer.close()
+    assert sorted(os.listdir(tmp_path / "run")) == [name_of(1), name_of(3)]
+    check(tmp_path / "run" / name_of(1), 1)
+    check(tmp_path / "run" / name_of(3), 3)
+    wait_for(lambda: is_gone(writer.pid))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of three megabytes."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "raytf_test", path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk_is_told_and_written_again_once_there_is_room(small_disk):
+    (small_disk / "others").write_bytes(bytes(2 << 20))
+    writer = SnapshotWriter(LOCAL, str(small_disk / "run"))
+    with pytest.warns(UserWarning, match=f"{name_of(1)} could not be written.*No space left") as seen:
+        writer.write(name_of(1), parts_of(1, 500_000))
+        wait_for(lambda: writer._drain(0.01) or writer._failed)
+        assert os.listdir(small_disk / "run") == []  # nothing half written takes room meanwhile
+        (small_disk / "others").unlink()
+        writer.finish(60.0)
+    assert len(seen) == 1
+    check(small_disk / "run" / name_of(1), 1, 500_000)
+    writer.close()
+    wait_for(lambda: is_gone(writer.pid))
+
+
+def test_a_read_only_disk_is_found_before_training(small_disk):
+    with RunLock(LOCAL, str(small_disk / "run")):
+        pass
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(ConfigError, match="storage of a run must be one.*can write to.*Read-only file system"):
+        RunLock(LOCAL, str(small_disk / "run")).acquire()
+
+
+@pytest.mark.parametrize(
+    "steps, whole, epoch, keep, removed",
+    [
+        ([1, 2, 3], [1, 2, 3], -1, 2, [1]),
+        ([1, 2, 3], [1, 2, 3], 2, 2, [1]),
+        ([1, 2, 3], [1, 2, 3], 3, 2, [1, 2]),
+        ([1, 2, 3], [1, 2, 3], 4, 2, [1, 2, 3]),
+        ([1, 2, 3], [1], -1, 2, []),
+        ([1, 2, 3], [2], -1, 1, [1]),
+        ([1, 2, 3], [], -1, 1, []),
+        ([1, 2, 3, 4], [4, 2, 1], -1, 2, [1]),
+        ([], [], 5, 1, []),
+    ],
+)
+def test_what_is_removed(steps, whole, epoch, keep, removed):
+    by_name = {name_of(step): step for step in steps}
+    newest_first = [name_of(step) for step in sorted(whole, reverse=True)]
+    assert needless(by_name, newest_first, epoch, keep) == [name_of(step) for step in removed]
+
+
+def test_only_what_is_whole_counts(tmp_path):
+    store = SnapshotStore(LOCAL, str(tmp_path), keep=2)
+
+    def put(name, step):
+        files = {part: [content.encode()] for part, content in {"state.json": parts_of(step)["state.json"]}.items()}
+        store.put(name, {**files, "seeds.npz": [b"seeds"], "model.keras": [b"model"]})
+
+    for step in (1, 2, 3):
+        put(name_of(step), step)
+    (tmp_path / name_of(3) / "seeds.npz").write_bytes(b"")
+    put("checkpoint_a", 2)
+    (tmp_path / "checkpoint_a" / "manifest.json").unlink()
+    fresh = SnapshotStore(LOCAL, str(tmp_path), keep=1)  # what it wrote itself a store believes
+    assert fresh.prune() == [name_of(1)]  # not 2, which is the newest whole one, whatever the torn 3 and epoch say
+    put("checkpoint_b", 2)
+    assert SnapshotStore(LOCAL, str(tmp_path), keep=1).prune() == []
+    put("checkpoint_c", 4)
+    assert SnapshotStore(LOCAL, str(tmp_path), keep=1).prune() == [name_of(2), name_of(3)]
+
+
+def test_what_writers_left_half_written_is_removed_when_it_is_old(tmp_path):
+    for name in (".partial_old", ".partial_new"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / ".partial_old", (0, 0))
+    SnapshotStore(LOCAL, str(tmp_path)).prune()
+    assert os.listdir(tmp_path) == [".partial_new"]
+
+
+def test_arrays_are_as_numpy_writes_them(tmp_path):
+    found = {"a": np.arange(5000.0), "b": np.float32(2), "c": np.zeros((0, 3)), "d": np.arange(6).reshape(2, 3)}
+    (tmp_path / "a.npz").write_bytes(b"".join(scattered.arrays(found)))
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as loaded:
+        assert loaded.files == list(found)
+        for key, value in found.items():
+            np.testing.assert_array_equal(loaded[key], value)
+            assert loaded[key].dtype == value.dtype
