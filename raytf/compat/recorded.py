@@ -196,6 +196,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.execution.preemption:PreemptionWatcher": (
         "(node_to_ranks, poll_interval_s=, worker_actors_by_rank=)",
     ),
+    "ray.train.v2._internal.execution.preemption:PreemptionWatcher._on_drain_change": ("(self, drained)",),
     "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy._count_possible_workers": (
         "(self, reserved_resources)",
         "(self, allocated_resources)",

@@ -485,8 +485,12 @@ class _Preemption(PreemptionCallback):
 class _Drains(PreemptionWatcher):
     """Has the workers end after a step as soon as a node of theirs is drained; Ray Train then starts them elsewhere."""
 
+    def __init__(self, ranks, seconds, actors):
+        self._actors = list(actors.values())
+        super().__init__(ranks, seconds, actors)
+
     @overrides(PreemptionWatcher)
     def _on_drain_change(self, drained):
         super()._on_drain_change(drained)
         if drained:
-            ends.end_of_drained(list(self._worker_actors_by_rank.values()))
+            ends.end_of_drained(self._actors)

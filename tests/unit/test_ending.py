@@ -121,7 +121,5 @@ def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):
     end.number = signal.SIGTERM
     with pytest.raises(StoppedError, match="had made its last step"):
         end.check(types.SimpleNamespace(return_value=None), folder)
-    with pytest.raises(
-        TrainingError, match="SIGTERM: it has ended after step 7, whose .* is not kept; none is"
-    ):
+    with pytest.raises(TrainingError, match="SIGTERM: it has ended after step 7, whose .* is not kept; none is"):
         end.check(types.SimpleNamespace(return_value={"step": 7}), folder)
