@@ -1,7 +1,7 @@
 """A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS, which leaves its weights.
 
-Each worker notes its node and steps in NAME_RANK.txt. Where FOLDER/NAME_hold exists, the last worker stands still
-behind step 5 of the second epoch until it is asked to end, so that others are one step ahead; it removes that file.
+Each worker notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the
+last worker stands still until it is asked to end, so that others may be one step ahead; it removes that file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def noting(config):
             with open(f"{config['place']}_{rank}.txt", "a") as file:
                 file.write(f"{node} {self.epoch} {batch}\n")
             hold = pathlib.Path(f"{config['place']}_hold")
-            if (self.epoch, batch, rank) == (1, 4, max(0, config["workers"] - 1)) and hold.exists():
+            here = f"{self.epoch} {batch}"
+            if rank == max(0, config["workers"] - 1) and hold.exists() and (hold.read_text() or "1 4") == here:
                 until = time.monotonic() + _HELD_SECONDS
                 while ending.gate.why is None and time.monotonic() < until:
                     time.sleep(0.01)

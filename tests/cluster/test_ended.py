@@ -72,7 +72,7 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     behind step 19; then, in the run that goes on, SIGINT; then nothing. No step is lost, and none is made twice."""
     quiet = started(tmp_path, "quiet", workers)
     finished(quiet)
-    (tmp_path / "run_hold").touch()
+    (tmp_path / "run_hold").write_text("1 4")
     driver = started(tmp_path, "run", workers)
     held = max(0, workers - 1)
     until(lambda: all(steps(tmp_path, "run", rank)[-1:] == [(1, 4)] for rank in (0, held)), driver)
@@ -85,10 +85,11 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     assert (tmp_path / "run" / f"step_{step:012d}" / "manifest.json").exists()
     made = steps(tmp_path, "run", 0)
     assert len(made) == step and step in (19, 20) and f"(step {step - 14} of epoch 2), which is kept" in said
+    (tmp_path / "run_hold").write_text("2 13")  # the last step of all
     driver = started(tmp_path, "run", workers)
-    until(lambda: len(steps(tmp_path, "run", 0)) > step, driver)
+    until(lambda: steps(tmp_path, "run", held)[-1:] == [(2, 13)], driver)
     driver.send_signal(signal.SIGINT)
-    said = finished(driver, 130)
+    finished(driver, 130)
     finished(started(tmp_path, "run", workers))
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for rank in range(max(1, workers)):
@@ -119,7 +120,7 @@ def left(tmp_path):
 def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path):
     finished(started(tmp_path, "other", 2))  # what Ray itself starts for a first run, and keeps
     before = left(tmp_path)
-    (tmp_path / "run_hold").touch()
+    (tmp_path / "run_hold").write_text("1 4")
     driver = started(tmp_path, "run", 2)
     until(lambda: steps(tmp_path, "run", 1)[-1:] == [(1, 4)], driver)
     during = left(tmp_path) - before
@@ -146,7 +147,7 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, two_hosts):
     environment = os.environ | two_hosts.environment | {"RAY_ADDRESS": two_hosts.address}
     quiet = started(tmp_path, "quiet", 2, environment)
     finished(quiet)
-    (tmp_path / "run_hold").touch()
+    (tmp_path / "run_hold").write_text("1 4")
     driver = started(tmp_path, "run", 2, environment)
     until(lambda: steps(tmp_path, "run", 1)[-1:] == [(1, 4)], driver)
     (first,) = nodes(tmp_path, "run")
