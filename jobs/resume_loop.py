@@ -62,7 +62,7 @@ def train_loop(config):
                 saved.write(os.path.join(folder, "state"))  # goes on 8
                 ours = Checkpoint.from_directory(folder) if rank == 0 else None  # goes on 9
                 ray.train.report({"loss": loss, "step": done}, checkpoint=ours)  # goes on 10
-            if rank == 0 and done > position.steps and not os.path.exists(config["killed"]):
+            if rank == 0 and done > position.steps + config["every"] and not os.path.exists(config["killed"]):
                 open(config["killed"], "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
     return done, began, [w.tolist() for w in model.get_weights()]
