@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.jobs.test_jobs import run
@@ -11,8 +13,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 @pytest.mark.timeout(300)
 def test_a_loop_goes_on_with_the_next_batch(tmp_path):
-    """1030 rows in batches of 64 are 17 steps; the chief dies after step 20, of which the report was kept."""
+    """1030 rows in batches of 64 are 17 steps; the chief dies behind the report of step 25, when Ray has that of 20."""
     out, err = run("jobs/resume_loop.py", "--smoke", "--storage", str(tmp_path))
-    assert "34 steps; the weights of a quiet run to the bit: True" in out, out + err
-    for rank in (0, 1):
-        assert f"rank {rank} begins with step 3 of epoch 1" in out, out
+    told = r"34 steps, at last from step [38] of epoch 1 on; the weights of a quiet run to the bit: True"
+    assert re.search(told, out), out + err
