@@ -101,14 +101,16 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
 
 def left(tmp_path):
     """What there is of the drivers of this Ray: processes, which listen at ports, placement groups, and actors."""
-    raylets = {str(p.pid) for p in psutil.Process().children() if p.name() == "raylet"}
+    (raylet,) = [p for p in psutil.Process().children() if p.name() == "raylet"]
+    (logs,) = [word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--log_dir=")]
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.info["cmdline"] or ())
-            mine = str(tmp_path) in line or process.environ().get("RAY_RAYLET_PID") in raylets
-            if mine and "IDLE" not in line and "default_worker" not in line:
-                found.add(("process", process.pid, line))
+            # a worker's log says whose it is; its environment is that of the process it is a fork of
+            worker = line.startswith("ray::") and any(file.path.startswith(logs) for file in process.open_files())
+            if (worker or str(tmp_path) in line) and "IDLE" not in line:
+                found.add(("process", process.pid))
     found |= {("group", key) for key, its in placement_group_table().items() if its["state"] != "REMOVED"}
     found |= {("actor", its.actor_id) for its in ray_core.living_actors()}
     return found
