@@ -18,6 +18,7 @@ from raytf.data.sampling import Sampling, differences
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard, per_replica_batch
+from raytf.storage import stored_json
 from raytf.worker import context as context_module
 
 # what was read of each dataset, and which columns; None: all
@@ -215,8 +216,14 @@ class Position(tf.train.experimental.PythonState):
         return json.dumps(self.get_state())
 
     def deserialize(self, string_value: str | bytes) -> None:
-        """For `tf.train.Checkpoint`."""
-        self.set_state(json.loads(string_value))
+        """For `tf.train.Checkpoint`; see `set_state` for errors."""
+        try:
+            found = stored_json.parsed(string_value)
+        except stored_json.UnreadableError as error:
+            raise ConfigError(
+                "The position in a checkpoint is what serialize wrote", f"a text that {error}", "Take one before it"
+            ) from error
+        self.set_state(found)
 
 
 # The feed of each dataset that was given.

@@ -211,8 +211,9 @@ def train(place: Place, case: Case, begins: str | None = None, kept: str | None 
 
 
 def shared(place: Place, case: str, world, number: int = 0) -> str:
-    """Where the checkpoints of a number of workers are."""
-    return os.path.join(os.path.dirname(place.folder), f"{case}_{world}_{number}")
+    """Where the checkpoints of a number of workers, or of the devices of one, are."""
+    kind = "mirrored" if place.folder.endswith("mirrored") else world
+    return os.path.join(os.path.dirname(place.folder), f"{case}_{kind}_{number}")
 
 
 def quiet(place: Place, name: str):

@@ -16,7 +16,7 @@ from tests import answers
 class Session:
     """A run of one worker that keeps what it reports."""
 
-    rank, size, storage = 0, 1, None
+    rank, size, storage, keep = 0, 1, None, None
 
     def __init__(self):
         self.reports = []

@@ -98,3 +98,10 @@ def test_other_rows_are_refused():
             other.set_state(nonsense)
     with pytest.raises(ConfigError, match=r"A Position is that of a dataset of raytf\.get_dataset"):
         Position(rows().map(lambda x: x))
+
+
+def test_a_checkpoint_that_holds_something_else_is_refused():
+    position = Position(rows())
+    for text in ("", "{", "[1]", b"\xff"):
+        with pytest.raises(ConfigError, match="what serialize wrote"):
+            position.deserialize(text)

@@ -14,8 +14,10 @@ from raytf.storage.lock_file import StoredFile, _owner_in
 from raytf.storage.run_lock import RunLock
 from raytf.tune import report
 
-# They read what a user typed, what Ray's store or TF_CONFIG holds, or what this process has just written.
+# They read what a user typed, what Ray's store or TF_CONFIG holds, what this process has just written, or what the two
+# sides of a snapshot tell each other.
 OTHERS = {"chief_callbacks", "cli", "config_keys", "progress", "launcher", "bootstrap", "strategy", "keras_trainer"}
+OTHERS |= {"model_file", "snapshots", "snapshot_writer"}
 WRONG = {
     "empty": (b"", "is empty"),
     "half": (b'{"a', "is no JSON"),
