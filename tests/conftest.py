@@ -104,15 +104,20 @@ def ray_cluster(warm_python):
         patch.setattr(sys, "executable", warm_python)
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
-    processes = [process for process in _processes() if "tests.warm" not in process.cmdline()]
+    processes = _processes()
     ray.shutdown()
     _wait_gone(processes)
 
 
 def _processes():
+    """Those that this one has started, and these: without the ones that fork, and what has ended."""
     import psutil
 
-    return psutil.Process().children(recursive=True)
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one, too
+            found += [process] * ("tests.warm" not in process.cmdline())
+    return found
 
 
 def _wait_gone(processes, timeout=30):
