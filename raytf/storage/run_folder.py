@@ -13,7 +13,7 @@ import posixpath
 import re
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow.fs
@@ -140,8 +140,13 @@ class RunFolder:
         return dataclasses.replace(within, relisted=last.relisted if last else None)
 
     def _last_within_epoch(self, finished: Callable[[Last], bool]) -> Last | None:
-        refused = []
-        for _, name in step_folders.listed(self.filesystem, self.path):
+        names = [name for _, name in step_folders.listed(self.filesystem, self.path)]
+        return self._first_whole(names, finished)[0]
+
+    def _first_whole(self, names: Sequence[str], finished: Callable[[Last], bool]) -> tuple[Last | None, list[str]]:
+        """Where the run stood at the first checkpoint that is whole, and what is wrong with those before it."""
+        refused: list[str] = []
+        for name in names:
             try:
                 found = self._look(name, finished)
             except DamagedCheckpointError as error:
@@ -149,9 +154,9 @@ class RunFolder:
                 continue
             if refused:
                 text = "Damaged: " + "; ".join(refused)
-                warnings.warn(f"{self.name}: {text}. In its place {name} is taken", stacklevel=4)
-            return found
-        return None
+                warnings.warn(f"{self.name}: {text}. In its place {name} is taken", stacklevel=5)
+            return found, refused
+        return None, refused
 
     def _last_of_epochs(self, finished: Callable[[Last], bool]) -> Last | None:
         wrong, names = "", []
@@ -162,18 +167,10 @@ class RunFolder:
             names = self._stored()
             if not names and not listed:
                 return None
-        refused = []
-        for i, name in enumerate(names):
-            try:
-                found = self._look(name, finished)
-            except DamagedCheckpointError as error:
-                refused.append(str(error.received))
-                continue
-            if refused:
-                text = "Damaged: " + "; ".join(refused)
-                warnings.warn(f"{self.name}: {text}. In its place {name} is taken", stacklevel=3)
-            if wrong or refused:
-                return dataclasses.replace(found, relisted=(tuple(names[i:]), wrong))
+        found, refused = self._first_whole(names, finished)
+        if found is not None and (wrong or refused):
+            return dataclasses.replace(found, relisted=(tuple(names[len(refused) :]), wrong))
+        if found is not None:
             return found
         if wrong and not listed:  # of a run that ended before its first checkpoint was whole
             print(f"{self.name}: none of its checkpoints is whole ({'; '.join(refused)}); starts anew")

@@ -11,7 +11,6 @@ import itertools
 import math
 import numbers
 import posixpath
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ from pyarrow.fs import FileSelector, FileType
 
 from raytf import validation
 from raytf.errors import ConfigError
-from raytf.storage.checkpoint_files import MANIFEST, MODEL, DamagedCheckpointError, State, read_state_of
+from raytf.storage import step_folders
+from raytf.storage.checkpoint_files import MODEL, DamagedCheckpointError, State, read_state_of
 
-_WITHIN_EPOCH = re.compile(r"step_\d{12,}")
 _AT_ENDS = "checkpoint_"
 # What "best" goes by, unless it is told: the first that a run has.
 _METRICS = ("val_loss", "loss")
@@ -47,7 +46,7 @@ class Kept:
 
     @property
     def within_epoch(self) -> bool:
-        return _WITHIN_EPOCH.fullmatch(self.name) is not None
+        return step_folders.step_of(self.name) is not None
 
     def state(self) -> State | None:
         """What its `state.json` says; None where it has none that can be read."""
@@ -72,13 +71,12 @@ def kept_in(filesystem, run: str, others: bool = True) -> list[Kept]:
         run: path of the folder there; it may be missing.
         others: also those of ends of epochs.
     """
-    found = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
-    folders = [Kept(filesystem, info.path) for info in found if info.type == FileType.Directory]
-    folders.sort(key=lambda kept: kept.name, reverse=True)
-    within = [kept for kept in folders if kept.within_epoch and _holds(kept, MANIFEST)]
+    within = [Kept(filesystem, posixpath.join(run, name)) for _, name in step_folders.listed(filesystem, run)]
     if not others:
         return within
-    ends = [kept for kept in folders if not kept.within_epoch]
+    found = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
+    folders = [Kept(filesystem, info.path) for info in found if info.type == FileType.Directory]
+    ends = sorted((kept for kept in folders if not kept.within_epoch), key=lambda kept: kept.name, reverse=True)
     return [kept for kept in ends if kept.name.startswith(_AT_ENDS) or _holds(kept, MODEL)] + within
 
 

@@ -2,23 +2,11 @@
 
 import json
 
-import fsspec
 import pyarrow.fs
 import pytest
 
 from raytf.storage import checkpoint_files, step_folders
 from raytf.storage.checkpoint_files import State
-
-
-@pytest.fixture(params=["mounted", "object store"])
-def place(request, tmp_path):
-    """(file system, path of a run)."""
-    if request.param == "mounted":
-        yield pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")
-        return
-    memory = fsspec.filesystem("memory")
-    yield pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory)), f"/steps_{tmp_path.name}/run"
-    memory.rm(f"/steps_{tmp_path.name}", recursive=True)
 
 
 def kept(place, step, whole=True):
