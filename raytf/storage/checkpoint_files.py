@@ -24,6 +24,8 @@ VERSION, VERSION_OF_EPOCHS = 3, 2
 MODEL, STATE, SEEDS, MANIFEST = "model.keras", "state.json", "seeds.npz", "manifest.json"
 CALLBACKS, ARRAYS, BUILD = "callbacks.json", "callbacks.npz", "build.json"
 METRICS, RANDOM = "metrics.npz", "random.npz"
+# How Ray names the folders of checkpoints at the ends of epochs, a time behind it.
+AT_ENDS = "checkpoint_"
 _LONGEST_METADATA = 1 << 16
 # How many times its size a file of Keras may unpack to: Keras packs nothing, and weights shrink little. Small ones may.
 _MOST_UNPACKED = 16

@@ -28,14 +28,14 @@ from raytf.compat.ray_train import (
 )
 from raytf.errors import ConfigError, in_a_line
 from raytf.storage import checkpoint_files, step_folders, stored_json
-from raytf.storage.checkpoint_files import DamagedCheckpointError, State
+from raytf.storage.checkpoint_files import AT_ENDS, DamagedCheckpointError, State
 from raytf.storage.run_lock import LOCK
 
 # Ray Train names every RunConfig that has no name by the second in which it is made.
 _RAYS_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 # How Ray Train names the folders of checkpoints, unless a train loop names them otherwise.
-_CHECKPOINT, _RAYS_CHECKPOINT = "checkpoint_", re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+_RAYS_CHECKPOINT = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 
 def new_name(kind: str) -> str:
@@ -281,7 +281,7 @@ class RunFolder:
         """The checkpoints that lie in the folder, newest first, by the time in their names, which Ray gives them."""
         found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
         folders = [info.base_name for info in found if info.type == FileType.Directory]
-        return sorted((name for name in folders if name.startswith(_CHECKPOINT)), reverse=True)
+        return sorted((name for name in folders if name.startswith(AT_ENDS)), reverse=True)
 
     def _look(self, name: str, finished: Callable[[Last], bool]) -> Last:
         """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""

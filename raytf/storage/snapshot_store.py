@@ -21,10 +21,8 @@ from pyarrow.fs import FileSelector, FileType
 
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, scattered, step_folders, stored_json
-from raytf.storage.checkpoint_files import MANIFEST, STATE
+from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, STATE
 
-# Checkpoints at the ends of epochs.
-_EPOCH = "checkpoint_"
 _PARTIAL = ".partial_"
 # Of a writer whose other side has gone nothing is left so long after.
 _ABANDONED_SECONDS = 120.0
@@ -144,7 +142,7 @@ class SnapshotStore:
         for info in found:
             if info.base_name.startswith(_PARTIAL) and time.time() - info.mtime_ns / 1e9 > _ABANDONED_SECONDS:
                 shutil.rmtree(info.path, ignore_errors=True)
-        epoch = max((self._step_of(name) for name in names if name.startswith(_EPOCH)), default=-1)
+        epoch = max((self._step_of(name) for name in names if name.startswith(AT_ENDS)), default=-1)
         steps = {name: step for name in names if (step := step_folders.step_of(name)) is not None}
         whole = [name for name in sorted(steps, reverse=True) if self._is_whole(name)]
         removed = needless(steps, whole, epoch, keep or self._keep)

@@ -454,8 +454,7 @@ def _load_run(path: str, choice: Choice, arguments):
                 else "the newest one that is whole is taken"
             )
             warnings.warn(
-                f"Ray's list of the checkpoints in {path!r} cannot be used ({first_line(error)}); "
-                f"{taken} that is whole is taken",
+                f"Ray's list of the checkpoints in {path!r} cannot be used ({first_line(error)}); {taken}",
                 stacklevel=3,
             )
             return _load_chosen(kept, path, choice, arguments)
