@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import ray
 import ray.util
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import liveness
@@ -172,7 +172,8 @@ class _Host:
             self._asked = None
             try:
                 self.looks = ray.get(done[0])
-            except RayActorError:  # where the node has gone, Ray says so of its other actors, too
+            # where the node has gone, Ray says so of its other actors, too; one that is drained takes no new ones
+            except (RayActorError, ActorUnschedulableError):
                 self._actor = None
                 return False
             self._answered = True

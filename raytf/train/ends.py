@@ -151,31 +151,42 @@ class Ending:
     def check(self, result, folder: RunFolder) -> None:
         """Raises what a signal has made of a run that has ended without an error; nothing without a signal.
 
+        A run that was ended without one had its driver on a node that is drained: that has what follows a drain, SIGTERM.
+
         Raises:
             StoppedError: all steps that were made are kept.
             TrainingError: the last ones are not.
         """
+        ended, why = getattr(result, "return_value", None), ""
         if self.number is None:
-            return
-        ended, name = getattr(result, "return_value", None), signal.Signals(self.number).name
+            if ended is None:
+                return
+            self.number, why = signal.SIGTERM, "the node of the driver is drained; "
+        name = signal.Signals(self.number).name
         if ended is None:
             raise StoppedError(self.number, f"the run {folder.name!r} had made its last step; all is kept")
         step, last = ended["step"], folder.last()
         if last is None or last.step < step:
             kept = "none is" if last is None else f"the last that is is that of step {last.step}"
-            raise TrainingError(None, f"{name}: it has ended after step {step}, whose checkpoint is not kept; {kept}")
+            why += f"it has ended after step {step}, whose checkpoint is not kept; {kept}"
+            raise TrainingError(None, f"{name}: {why}")
         where = f"step {last.epoch_step} of epoch {last.epoch + 1}" if last.epoch_step else f"epoch {last.epoch}"
         raise StoppedError(
             self.number,
-            f"the run {folder.name!r} has ended after step {step} ({where}), which is kept; started again with this "
-            f"name it goes on at the next",
+            f"{why}the run {folder.name!r} has ended after step {step} ({where}), which is kept; started again with "
+            f"this name it goes on at the next",
             step,
         )
 
 
-def end_of_drained(workers: Sequence) -> None:
-    """Has workers end after the same step because a node of theirs is drained; one that has gone already is no news."""
+def end_of_drained(workers: Sequence, stay: bool) -> None:
+    """Has workers end after the same step because a node of theirs is drained; one that has gone already is no news.
+
+    Args:
+        workers: see `agree`.
+        stay: whether others can take their place; else the run ends, see `Ending.check`.
+    """
     try:
-        agree(workers, ending.DRAIN)
+        agree(workers, ending.DRAIN if stay else ending.STOP)
     except (RaytfError, RayActorError) as error:
         print(f"raytf: a node is drained, and the workers could not be told: {in_a_line(error)}", file=sys.stderr)

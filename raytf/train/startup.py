@@ -483,14 +483,17 @@ class _Preemption(PreemptionCallback):
 
 
 class _Drains(PreemptionWatcher):
-    """Has the workers end after a step as soon as a node of theirs is drained; Ray Train then starts them elsewhere."""
+    """Has the workers end after a step as soon as a node of theirs is drained; Ray Train then starts them elsewhere.
+
+    Not where it is the driver's node, too: no other workers can be started from there, and the run ends.
+    """
 
     def __init__(self, ranks, seconds, actors):
-        self._actors = list(actors.values())
+        self._actors, self._home = list(actors.values()), ray.get_runtime_context().get_node_id()
         super().__init__(ranks, seconds, actors)
 
     @overrides(PreemptionWatcher)
     def _on_drain_change(self, drained):
         super()._on_drain_change(drained)
         if drained:
-            ends.end_of_drained(self._actors)
+            ends.end_of_drained(self._actors, stay=self._home not in drained)

@@ -1,6 +1,6 @@
-"""A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS, which leaves its weights.
+"""A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE], which leaves its weights.
 
-Each worker notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the
+NODE is Ray's id of the node that the trainer is to be on; else it is on the head. Each worker notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the
 last worker stands still until it is asked to end, so that others may be one step ahead; it removes that file.
 """
 
@@ -47,12 +47,36 @@ def noting(config):
     return [Note()]
 
 
-def main(folder: str, name: str, workers: int) -> None:
+def main(folder: str, name: str, workers: int, node: str | None = None) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.init(log_to_driver=False)
+    if node is None:
+        train(folder, name, workers)
+    else:
+        there = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(stopped)
+        code, said = ray.get(there.remote(folder, name, workers))
+        print(said, file=sys.stderr)
+        sys.exit(code)
+
+
+def stopped(*arguments) -> tuple[int, str]:
+    """`train`, which is ended: (exit code, what it says)."""
+    import raytf
+
+    try:
+        train(*arguments)
+    except raytf.StoppedError as error:
+        return error.code, str(error)
+    return 0, ""
+
+
+def train(folder: str, name: str, workers: int) -> None:
     import ray
 
     import raytf
 
-    ray.init(log_to_driver=False)
     result = raytf.KerasTrainer(
         models.mlp,
         config={"batch_size": 7, "epochs": 3, "dropout": 0.2, "place": f"{folder}/{name}", "workers": workers},
@@ -69,4 +93,4 @@ def main(folder: str, name: str, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
