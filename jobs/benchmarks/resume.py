@@ -242,10 +242,10 @@ def once(way: str, address: str, timeout: float = 600.0) -> dict:
                 if found != code:
                     printed.seek(0)
                     raise RuntimeError(f"{way}: exit code {found}, not {code}:\n{printed.read()[-4000:]}")
-        return figures(given, [_steps(os.path.join(folder, f"steps{i}")) for i in range(2)])
+        return figures(given, [steps_of(os.path.join(folder, f"steps{i}")) for i in range(2)])
 
 
-def _steps(path: str) -> dict[int, float]:
+def steps_of(path: str) -> dict[int, float]:
     """When each step ended, by its number in the training."""
     found = {}
     with open(path) as file:
