@@ -53,6 +53,7 @@ def _watch(keras, folder: str, rank: int = 0, ends: int = signal.SIGKILL):
         ends: SIGKILL kills workers and driver before the next step begins; SIGTERM only comes to the driver.
     """
     again = os.path.exists(os.path.join(folder, "ended"))
+    left = [] if again or rank else [END_AFTER]  # no attribute of the callback, which a checkpoint may keep
 
     def process_of(who: str) -> int:
         with open(os.path.join(folder, who)) as file:
@@ -69,8 +70,6 @@ def _watch(keras, folder: str, rank: int = 0, ends: int = signal.SIGKILL):
             os.kill(os.getpid(), ends)
 
     class Watch(keras.callbacks.Callback):
-        ended = again
-
         def on_train_begin(self, logs=None):
             with open(os.path.join(folder, f"worker{rank}"), "w") as file:
                 file.write(str(os.getpid()))
@@ -80,8 +79,8 @@ def _watch(keras, folder: str, rank: int = 0, ends: int = signal.SIGKILL):
 
         def on_train_batch_begin(self, batch, logs=None):
             self.first = self.before + batch
-            if rank == 0 and not self.ended and self.first >= END_AFTER:
-                self.ended = True
+            if left and self.first >= left[0]:
+                left.clear()
                 end()
 
         def on_train_batch_end(self, batch, logs=None):
