@@ -151,7 +151,7 @@ class Ending:
     def check(self, result, folder: RunFolder) -> None:
         """Raises what a signal has made of a run that has ended without an error; nothing without a signal.
 
-        A run that was ended without one had its driver on a node that is drained: that has what follows a drain, SIGTERM.
+        Where a run was ended without one, its driver is on a node that is drained: what follows a drain is SIGTERM.
 
         Raises:
             StoppedError: all steps that were made are kept.
