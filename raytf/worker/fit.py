@@ -131,10 +131,12 @@ def build_from_data(model, dataset) -> None:
     A checkpoint can then be restored into them.
     """
 
+    rows = model_optimizers.fixed_rows(model) or 2
+
     def example(spec):
         if isinstance(spec, tf.RaggedTensorSpec):
-            return tf.RaggedTensor.from_row_lengths(tf.zeros([2], spec.dtype), [1, 1])
-        return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+            return tf.RaggedTensor.from_row_lengths(tf.zeros([rows], spec.dtype), [1] * rows)
+        return tf.zeros([rows, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
     model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec))
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -36,6 +37,15 @@ def subclassed(config):
             return self.head(self.hidden(x))
 
     model = Unregistered()
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    return model
+
+
+def of_two_inputs(config):
+    import keras
+
+    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+    model = keras.Model([a, b], keras.layers.Dense(1)(keras.layers.Add()([a, b])))
     model.compile(keras.optimizers.Adam(0.1), "mse")
     return model
 
@@ -120,8 +130,17 @@ def test_a_model_that_keras_does_not_know_is_built_by_the_function_that_is_passe
     assert int(loaded.optimizer.iterations) == 3
     with pytest.raises(ConfigError, match=r"'tokenizer' is missing.*Pass config="):
         checkpoint.load_model(tmp_path, build_model=lambda config: config["tokenizer"])
-    with pytest.raises(ConfigError, match="build_model must build the model that was saved"):
+    with pytest.raises(ConfigError, match="build_model must build the model that was saved.* but received"):
         checkpoint.load_model(tmp_path, build_model=subclassed, config={"units": 5})
+    with pytest.raises(ConfigError, match="build_model must build the model that was saved.*expects 2 named input"):
+        checkpoint.load_model(tmp_path, build_model=of_two_inputs)
+    with pytest.raises(
+        ConfigError, match="build_model must be the function that built the model; received: 'module:f'"
+    ):
+        checkpoint.load_model(tmp_path, build_model="module:f")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Keras': the optimizer's variables, which nobody asked for, are not loaded
+        checkpoint.load_model(tmp_path, False, build_model=subclassed)
     monkeypatch.setattr(checkpoint, "_made_here", {})
     checkpoint.remember(str(tmp_path.parent), subclassed, {"tokenizer": "here"})
     with pytest.warns(UserWarning, match="built with the trainer's build_model"):
@@ -240,3 +259,27 @@ def test_the_first_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
         DamagedCheckpointError, match=r"checkpoint_9 \(.*checkpoint_8 \(.*checkpoint_7 \(model.keras is emp"
     ):
         checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check(c.path))
+
+
+def stateful(config):
+    import keras
+
+    layers = [keras.Input(batch_shape=(4, 3, 1)), keras.layers.LSTM(2, stateful=True), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_a_model_of_a_fixed_batch_is_built_from_the_data_and_loaded(tmp_path):
+    import tensorflow as tf
+
+    from raytf.worker import fit
+
+    model = stateful({})
+    fit.build_from_data(model, tf.data.Dataset.from_tensors((np.zeros((4, 3, 1), "f4"), np.zeros(4, "f4"))))
+    model.train_on_batch(np.ones((4, 3, 1)), np.ones(4))
+    build = (stateful, {}, ((3, 1), "float32"))
+    checkpoint.save(str(tmp_path), model, checkpoint.State(1, 1, 7, False, [{"epoch": 1}]), None, build)
+    loaded = checkpoint.load_model(tmp_path, build_model=stateful)
+    state = model.layers[0].states[0].numpy()
+    assert state.any() and np.array_equal(loaded.layers[0].states[0].numpy(), state), "the sequence goes on"

@@ -140,6 +140,18 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_and_said(run, tmp_path):
         raytf.load_model(tmp_path / "run", which=17)
 
 
+@pytest.mark.parametrize("source", [None, 5, ["run"]])
+def test_what_is_no_source_is_refused(tmp_path, source):
+    for way in (lambda: raytf.load_model(source), lambda: export(source, tmp_path / "out")):
+        with pytest.raises(ConfigError, match="a Result, a Checkpoint or a path; received: a "):
+            way()
+
+
+def test_what_is_no_path_to_write_to_is_refused(run):
+    with pytest.raises(ConfigError, match="An export is written to a path; received: a NoneType"):
+        export(run, None)
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -134,7 +134,7 @@ def test_names_are_not_told_apart_by_a_clock():
     assert not run_folder.is_unnamed(RunConfig(name=made.pop())), "a run is found again by the name that it was given"
 
 
-@pytest.mark.parametrize("name", ["..", "a/../../b", "/etc/run", "a//b", "a/", ".", " ", "a\\b", "a\0"])
+@pytest.mark.parametrize("name", ["..", "a/../../b", "/etc/run", "a//b", "a/", ".", " ", "a\\b", "a\0", 5, ["run"]])
 def test_names_that_leave_the_storage_are_refused(name):
     with pytest.raises(ConfigError, match="must name a folder below its storage path"):
         run_folder.check_name(name)
@@ -160,7 +160,23 @@ def test_where_a_run_stands(folder):
     write(folder, "checkpoint_1/state.json", '{"epoch": 2, "sto')
     assert epoch(folder) == 1
     write(folder, "checkpoint_0/state.json", "")
-    with pytest.raises(ConfigError, match="neither 'checkpoint_1' nor one before it is a whole one. Use resume=False"):
+    with pytest.raises(ConfigError, match="whole: checkpoint_1 .*; checkpoint_0 .state.json is empty.*resume=False"):
+        folder.last()
+
+
+def test_checkpoints_within_the_first_epoch_that_are_all_damaged_are_named(folder):
+    """Before workers start, who would find it out."""
+    within(folder, 2, 2)
+    write(folder, "step_000000000002/model.keras", "w")
+    with pytest.raises(ConfigError, match=r"none is whole: step_000000000002 \(model.keras is 1 bytes"):
+        folder.last()
+
+
+def test_a_newer_format_at_the_end_of_an_epoch_is_refused_beside_one_that_is_read(folder):
+    trained(folder)
+    within(folder, 6, 2)
+    whole(folder, "checkpoint_1", {"version": 99})
+    with pytest.raises(ConfigError, match="received: checkpoint_1 of format 99. Use the raytf that wrote it"):
         folder.last()
 
 
