@@ -51,14 +51,6 @@ def has_call(model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-def fixed_rows(model) -> int | None:
-    """Rows of a batch, where the model takes no other number, as one with a stateful LSTM; else None."""
-    import keras
-
-    shapes = [one.shape for one in keras.tree.flatten(getattr(model, "inputs", None) or [])]
-    return next((shape[0] for shape in shapes if shape and shape[0] is not None), None)
-
-
 def build(model, data_batch) -> None:
     """Builds a compiled model, as Keras does before its first step; `model.optimizer` too, the others as it steps.
 

@@ -415,6 +415,12 @@ def existing_path(source) -> str:
             "Pass what fit() returned, or the folder of the run",
         )
     path = os.path.expanduser(os.fspath(source))
+    if "://" in path:
+        raise ConfigError(
+            "A model is loaded from a path of this machine, or from a Result",
+            repr(path),
+            f"Pass ray.train.Result.from_path({path!r})",
+        )
     if not os.path.exists(path):
         raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
     return path
@@ -659,7 +665,7 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
     if not model_optimizers.has_call(model):
         model_optimizers.build(model, None)
     elif found["inputs"] is not None:
-        _call(model, _example(found["inputs"], model_optimizers.fixed_rows(model) or 1))
+        _call(model, _one_row(found["inputs"]))
     elif not model.built:
         raise ConfigError(
             "A model without build.json beside its file must be built by build_model",
@@ -679,10 +685,10 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
     return model
 
 
-def _call(model, rows) -> None:
+def _call(model, row) -> None:
     """Makes a model's weights; `Model.build` would leave the layers of a subclassed one without."""
     try:
-        model(rows)
+        model(row)
     except Exception as error:  # of Keras, of TensorFlow and of the user's layers, each of its own kind
         raise _other_model(error) from error
 
@@ -699,13 +705,13 @@ def _shown(error: Exception) -> str:
     return " ".join(lines[:2] if lines and "Example error message" in lines[0] else lines[:1])[:400]
 
 
-def _example(inputs, rows: int):
+def _one_row(inputs):
     import keras
 
     if isinstance(inputs, dict):
-        return {name: _example(part, rows) for name, part in inputs.items()}
+        return {name: _one_row(part) for name, part in inputs.items()}
     right = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple)
     sizes = inputs[0] if right else (-1,)
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(sizes) > _MOST_INPUT_VALUES:
         raise checkpoint_files.damaged(BUILD, "its inputs have no right shape")
-    return keras.ops.zeros((rows, *inputs[0]), inputs[1])
+    return keras.ops.zeros((1, *inputs[0]), inputs[1])

@@ -120,7 +120,11 @@ def _check_source(path: str, choice: Choice) -> None:
         return
     kept = kept_in(LocalFileSystem(), os.path.abspath(path))
     if not kept:
-        raise ConfigError("A run's folder needs a checkpoint to load a model from", repr(path), "Train longer")
+        raise ConfigError(
+            "A run's folder needs a checkpoint to load a model from",
+            f"{path!r}, which has none",
+            "Name the folder of the run, below its storage path, or train longer",
+        )
     if choice.which != "best":
         choice.ordered(kept, path)
 

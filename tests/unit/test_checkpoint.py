@@ -259,27 +259,3 @@ def test_the_first_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
         DamagedCheckpointError, match=r"checkpoint_9 \(.*checkpoint_8 \(.*checkpoint_7 \(model.keras is emp"
     ):
         checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check(c.path))
-
-
-def stateful(config):
-    import keras
-
-    layers = [keras.Input(batch_shape=(4, 3, 1)), keras.layers.LSTM(2, stateful=True), keras.layers.Dense(1)]
-    model = keras.Sequential(layers)
-    model.compile("sgd", "mse")
-    return model
-
-
-def test_a_model_of_a_fixed_batch_is_built_from_the_data_and_loaded(tmp_path):
-    import tensorflow as tf
-
-    from raytf.worker import fit
-
-    model = stateful({})
-    fit.build_from_data(model, tf.data.Dataset.from_tensors((np.zeros((4, 3, 1), "f4"), np.zeros(4, "f4"))))
-    model.train_on_batch(np.ones((4, 3, 1)), np.ones(4))
-    build = (stateful, {}, ((3, 1), "float32"))
-    checkpoint.save(str(tmp_path), model, checkpoint.State(1, 1, 7, False, [{"epoch": 1}]), None, build)
-    loaded = checkpoint.load_model(tmp_path, build_model=stateful)
-    state = model.layers[0].states[0].numpy()
-    assert state.any() and np.array_equal(loaded.layers[0].states[0].numpy(), state), "the sequence goes on"

@@ -147,6 +147,12 @@ def test_what_is_no_source_is_refused(tmp_path, source):
             way()
 
 
+def test_a_uri_is_that_of_a_result(tmp_path):
+    for way in (lambda: raytf.load_model("s3://b/run"), lambda: export("s3://b/run", tmp_path / "out")):
+        with pytest.raises(ConfigError, match=r"Pass ray.train.Result.from_path\('s3://b/run'\)"):
+            way()
+
+
 def test_what_is_no_path_to_write_to_is_refused(run):
     with pytest.raises(ConfigError, match="An export is written to a path; received: a NoneType"):
         export(run, None)
