@@ -151,7 +151,8 @@ class Ending:
     def check(self, result, folder: RunFolder) -> None:
         """Raises what a signal has made of a run that has ended without an error; nothing without a signal.
 
-        A run that was ended without one had its driver on a node that is drained: that has what follows a drain, SIGTERM.
+        Where a run was ended without one, a node is drained that it cannot leave, the driver's or that of the
+        coordinator of parameter servers: what follows a drain is SIGTERM.
 
         Raises:
             StoppedError: all steps that were made are kept.
@@ -161,7 +162,7 @@ class Ending:
         if self.number is None:
             if ended is None:
                 return
-            self.number, why = signal.SIGTERM, "the node of the driver is drained; "
+            self.number, why = signal.SIGTERM, "a node that it cannot leave is drained; "
         name = signal.Signals(self.number).name
         if ended is None:
             raise StoppedError(self.number, f"the run {folder.name!r} had made its last step; all is kept")

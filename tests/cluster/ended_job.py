@@ -1,7 +1,8 @@
-"""A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE], which leaves its weights.
+"""A training that is told to end, and leaves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
 
-NODE is Ray's id of the node that the trainer is to be on; else it is on the head. Each worker notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the
-last worker stands still until it is asked to end, so that others may be one step ahead; it removes that file.
+NODE is Ray's id of the node that the trainer is to be on; else it is on the head. Each worker notes its node and steps
+in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the last worker stands still until it is
+asked to end, so that others may be one step ahead; it removes that file.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ def noting(config):
                     time.sleep(0.01)
                 hold.unlink()
 
+        def on_train_end(self, logs=None):
+            if not config["workers"] or models.rank() == 0:
+                np.savez(f"{config['place']}.npz", *self.model.get_weights())
+
     return [Note()]
 
 
@@ -77,7 +82,7 @@ def train(folder: str, name: str, workers: int) -> None:
 
     import raytf
 
-    result = raytf.KerasTrainer(
+    raytf.KerasTrainer(
         models.mlp,
         config={"batch_size": 7, "epochs": 3, "dropout": 0.2, "place": f"{folder}/{name}", "workers": workers},
         datasets={"train": models.dataset(), "validation": models.dataset(41, 1)},
@@ -88,8 +93,6 @@ def train(folder: str, name: str, workers: int) -> None:
         run_config=ray.train.RunConfig(name=name, storage_path=folder),
         progress=False,
     ).fit()
-    weights = {str(i): np.asarray(w) for i, w in enumerate(raytf.load_model(result).get_weights())}
-    np.savez(pathlib.Path(folder, f"{name}.npz"), **weights)
 
 
 if __name__ == "__main__":
