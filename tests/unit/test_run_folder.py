@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 import zlib
 
@@ -343,3 +344,19 @@ def test_what_is_put_aside_is_a_run_of_its_own(folder):
     assert sorted([*names(folder, there.path), f"inner/{SNAPSHOT}", "run.lock"]) == before
     assert there.last().epoch == 2 and folder.last() is None
     assert folder.put_aside() is None
+
+
+def test_ray_has_no_advice_for_who_only_reads_a_run(tmp_path, caplog):
+    """It would say that the folder should be deleted, if a new run was meant."""
+    from raytf.worker import checkpoint
+
+    folder = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"), "run")
+    trained(folder)
+    logger = logging.getLogger("ray.train")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger="ray.train"), pytest.raises(ConfigError, match="model.keras"):
+            checkpoint.load_model(folder.path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "run snapshot was found" not in caplog.text
