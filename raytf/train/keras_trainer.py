@@ -220,7 +220,7 @@ class KerasTrainer:
             StoppedError: SIGTERM or SIGINT came (to the main thread); says which step is kept. It is a `SystemExit`.
         """
         inner = place(self)  # may start Ray, which takes SIGTERM for itself
-        with ends.Ending() as ending:
+        with ends.Ending(after_step=not self.num_ps) as ending:
             return self._fit_placed(inner, ending)
 
     def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending) -> ray.train.Result:

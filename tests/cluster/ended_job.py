@@ -1,7 +1,8 @@
-"""A training that is told to end: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE], which leaves its weights.
+"""A training that is told to end, and leaves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
 
-NODE is Ray's id of the node that the trainer is to be on; else it is on the head. Each worker notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the
-last worker stands still until it is asked to end, so that others may be one step ahead; it removes that file.
+NODE is Ray's id of the node that the trainer is to be on; else it is on the head. Each worker notes its node and steps
+in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the last worker stands still until it is
+asked to end, so that others may be one step ahead; it removes that file.
 """
 
 from __future__ import annotations
