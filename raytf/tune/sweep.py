@@ -263,13 +263,14 @@ def _quiet_tune():
         tunes = signal.getsignal(signal.SIGUSR1)
         if tunes is own:  # it has not begun
             return False
-        logger.setLevel(logging.ERROR)  # it says how to go on without raytf
+        logger.addFilter(_is_news)
         tunes(signal.SIGUSR1, None)
         return True
 
     try:
         yield interrupt
     finally:
+        logger.removeFilter(_is_news)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, signal.SIG_DFL if own is None else own)
         logger.setLevel(level)
@@ -277,6 +278,11 @@ def _quiet_tune():
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether raytf does not say itself what Tune says of a sweep that is ended."""
+    return record.levelno >= logging.ERROR and not str(record.msg).startswith("Trials did not complete")
 
 
 def _check(trainer, param_space, report_every_steps, resume) -> None:
