@@ -10,8 +10,9 @@ STAMP := $(VENV)/installed
 train: venv
 	$(BIN)/python jobs/digits.py --num-workers 2
 
+# Real clusters on machines that others use, too: what fails is run once more, and shown and named (RERUN) all the same.
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --reruns 1 --rerun-show-tracebacks
 
 # What needs no cluster: single parts, and processes against one.
 test-fast: venv

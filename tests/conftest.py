@@ -24,9 +24,13 @@ _FREE_VARIABLES = (
 )
 
 
+# Tests of what runs from the start in what others leave of the machine; they come last, in this order.
+_BEHIND = ("test_parity.py", "test_resume.py")
+
+
 def pytest_collection_modifyitems(items):
-    """Parity is compared last: its processes run behind all else, and nobody is to wait for them meanwhile."""
-    items.sort(key=lambda item: item.path.name == "test_parity.py")
+    """Puts those last for whose processes, which run behind all else, nobody is to wait meanwhile."""
+    items.sort(key=lambda item: 1 + _BEHIND.index(item.path.name) if item.path.name in _BEHIND else 0)
 
 
 def pytest_unconfigure():
@@ -57,16 +61,21 @@ def leaves_nothing_behind():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parity(request, tmp_path_factory):
-    """What the tests of parity compare; it runs from the start, in what the tests of clusters leave of the machine."""
-    if not any(item.path.name == "test_parity.py" for item in request.session.items):
+def behind(request, tmp_path_factory):
+    """What `_BEHIND` compares: {file: its folder}, and the processes that leave results there."""
+    collected = {item.path.name for item in request.session.items}
+    wanted = [name for name in _BEHIND if name in collected]
+    if not wanted:
         yield None
         return
-    from tests.processes.groups import Groups
+    from tests.processes import groups, resume_groups
 
-    groups = Groups(tmp_path_factory.mktemp)
-    yield groups
-    groups.end()
+    kinds = {"test_parity.py": groups.parity_stages, "test_resume.py": resume_groups.stages}
+    folders = {name: tmp_path_factory.mktemp("behind") for name in wanted}
+    stages = [stage for name in wanted for stage in kinds[name](folders[name])]
+    processes = groups.Behind(stages, tmp_path_factory.mktemp("behind") / "log")
+    yield folders, processes
+    processes.end()
 
 
 @pytest.fixture(scope="session")

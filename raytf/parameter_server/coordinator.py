@@ -3,12 +3,15 @@
 Keras 3 has no `fit` for a ParameterServerStrategy. Steps are made asynchronously, each by one worker on a whole batch,
 through TensorFlow's ClusterCoordinator. Every row is used once an epoch; only the few steps that a worker had when it
 died are given to another, and those of them that it had made are made again. At the end of an epoch the coordinator
-waits for all steps, and callbacks, validation and the checkpoint see a plain Keras model with the servers' values.
+waits for all steps, and callbacks, validation and the checkpoint see a plain Keras model with the servers' values; so
+it does for a checkpoint within an epoch, and for an end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 import warnings
 
 import keras
@@ -23,12 +26,45 @@ from raytf.parameter_server.remote_model import RemoteModel
 from raytf.parameter_server.servers import ServerGroup
 from raytf.worker import callbacks, checkpoint, context
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.fit import build_from_data, report_callback, restored, users_callbacks
+from raytf.worker.ending import Ended
+from raytf.worker.fit import build_from_data, report_callback, restored, resumed, users_callbacks, within_epochs
 from raytf.worker.job import ended
+from raytf.worker.within_epoch import StepCheckpointCallback
 
 # Steps that a worker is given at once: few enough that all workers end an epoch at about the same time.
 _SPANS_A_WORKER, _LONGEST_SPAN = 8, 32
 _POLL_SECONDS = 0.05
+# What is begun ahead of what is made: little, as a checkpoint or an end waits for it. Spans of each worker, or seconds.
+_SPANS_AHEAD, _AHEAD_SECONDS = 2, 0.5
+
+
+class Position:
+    """Counts steps, for what `callbacks.FeedCallback` is with other strategies.
+
+    Args:
+        step: steps that were made before.
+
+    Attributes:
+        step: steps that are made in all.
+        epoch_step: of these, those of the epoch that goes on.
+    """
+
+    # where an epoch goes on after its last step nobody has to keep its metrics: the coordinator sums them
+    steps = math.inf
+
+    def __init__(self, step: int = 0):
+        self.step, self.epoch_step = step, 0
+
+    def go_on(self, epoch: int, step: int) -> None:
+        """Has an epoch go on after some steps."""
+        self.epoch_step = step
+
+    def begin_at(self, step: int, dataset) -> None:
+        """What an iterator of Keras is told; here steps are asked for by their number."""
+
+    def advance(self, step: int) -> None:
+        """Says up to which step of the epoch all are made."""
+        self.step, self.epoch_step = self.step + step - self.epoch_step, step
 
 
 class EpochRunner:
@@ -47,12 +83,13 @@ class EpochRunner:
         self.model, self._servers, self._feeds = model, servers, feeds
         self.remote = RemoteModel(model, strategy, partitioner)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._initial = [np.array(v) for v in model.metrics_variables]
         self._spans = {name: self._span(name, feed, strategy) for name, feed in feeds.items()}
         self._steps = steps_per_execution
 
     def _span(self, name: str, feed: Feed, strategy):
         step = self.remote.train_step if name == "train" else self.remote.test_step
-        initial = [np.array(v) for v in self.model.metrics_variables]
+        initial = self._initial
 
         @tf.autograph.experimental.do_not_convert
         def span(epoch, first, count):
@@ -70,45 +107,121 @@ class EpochRunner:
 
         return tf.function(span)
 
-    def epoch(self, name: str, number: int, progress=None) -> dict[str, float]:
-        """All steps of an epoch.
+    def train(self, number: int, position: Position, kept: StepCheckpointCallback | None, progress) -> dict[str, float]:
+        """The steps of an epoch that are left.
 
         Args:
-            name: "train" or "validation".
-            number: from 0.
-            progress: called with the steps that are done, now and then.
+            number: of the epoch, from 0.
+            position: where it begins; counts the steps.
+            kept: keeps checkpoints within it, and ends it, each when all steps that have begun have ended; or None.
+            progress: progress(steps of the epoch that are done), called now and then; or None.
 
         Returns:
-            The metrics, by name.
+            The metrics, by name, of all its steps.
+
+        Raises:
+            ServerLostError: a parameter server died.
+            Ended: the run was told to end.
+        """
+        logs = self._logs()
+        while position.epoch_step < self.steps("train"):
+            results, stood_since = self._some(number, position, kept, progress)
+            logs = self._add(results)
+            if kept is not None:
+                self.pull()
+                kept.stood = time.monotonic() - stood_since
+                kept.on_train_batch_end(position.epoch_step - 1, logs)
+        return logs
+
+    def _some(self, number: int, position: Position, kept, progress) -> tuple[list, float]:
+        """(the metrics of the spans of steps up to the next checkpoint or end, since when no more were begun)."""
+        begin = first = position.epoch_step
+        last = self.steps("train")
+        if kept is not None:
+            last = int(min(last, begin + kept.steps_to_next(position.step)))
+        results, began = [], time.monotonic()
+        with self._lost_servers():
+            before = self.remote.steps()
+            while first < last:
+                made = self.remote.steps() - before
+                if kept is not None and first > begin and kept.wants(position.step + made):
+                    break
+                ahead = made + self._ahead(made / (time.monotonic() - began)) if kept is not None else last
+                while first < min(last, begin + ahead):
+                    end = self._next("train", first, last)
+                    results.append(self._schedule("train", number, first, end))
+                    first = end
+                self._look(progress, begin, before)
+            stood_since = time.monotonic()
+            self._finish(progress, begin, before)
+            totals = [[np.asarray(v) for v in result.fetch()] for result in results]
+        position.advance(first)
+        return totals, stood_since
+
+    def _ahead(self, rate: float) -> int:
+        """Steps that may wait or be made at once: all workers have some, and they end soon after the last has begun."""
+        return int(max(_SPANS_AHEAD * self._longest("train") * self._servers.plan.num_workers, rate * _AHEAD_SECONDS))
+
+    def validate(self) -> dict[str, float]:
+        """All steps of the validation: the metrics, by name.
 
         Raises:
             ServerLostError: a parameter server died.
         """
-        feed, results, first = self._feeds[name], [], 0
-        spans = _SPANS_A_WORKER * self._servers.plan.num_workers
-        longest = self._steps or min(_LONGEST_SPAN, feed.steps // spans)
-        longest = max(1, min(longest, int(SUPERBATCH // max(1, feed.shape.row_bytes * feed.global_batch))))
-        with self._lost_servers():
-            while first < feed.steps:
-                end = min(feed.steps, first + longest, (first // feed.chunk_steps + 1) * feed.chunk_steps)
-                arguments = [tf.constant(value, tf.int64) for value in (number, first, end - first)]
-                results.append(self._coordinator.schedule(self._spans[name], args=tuple(arguments)))
-                first = end
-            self._wait(progress)
-            totals = [[np.asarray(v) for v in result.fetch()] for result in results]
+        results, first, last = [], 0, self.steps("validation")
         self.model.reset_metrics()
-        for i, variable in enumerate(self.model.metrics_variables):
-            initial = np.array(variable)
-            variable.assign(initial + sum(total[i] - initial for total in totals))
+        with self._lost_servers():
+            while first < last:
+                end = self._next("validation", first, last)
+                results.append(self._schedule("validation", 0, first, end))
+                first = end
+            self._finish(None, 0, 0)
+            totals = [[np.asarray(v) for v in result.fetch()] for result in results]
+        return self._add(totals)
+
+    def push(self) -> None:
+        """`RemoteModel.push`; raises ServerLostError."""
+        with self._lost_servers():
+            self.remote.push()
+
+    def pull(self) -> None:
+        """`RemoteModel.pull`; raises ServerLostError."""
+        with self._lost_servers():
+            self.remote.pull()
+
+    def _schedule(self, name: str, epoch: int, first: int, end: int):
+        arguments = [tf.constant(value, tf.int64) for value in (epoch, first, end - first)]
+        return self._coordinator.schedule(self._spans[name], args=tuple(arguments))
+
+    def _longest(self, name: str) -> int:
+        """Steps that a worker may be given at once."""
+        feed = self._feeds[name]
+        longest = self._steps or min(_LONGEST_SPAN, feed.steps // (_SPANS_A_WORKER * self._servers.plan.num_workers))
+        return max(1, min(longest, int(SUPERBATCH // max(1, feed.shape.row_bytes * feed.global_batch))))
+
+    def _next(self, name: str, first: int, last: int) -> int:
+        """The end of the span that begins with a step."""
+        chunk = self._feeds[name].chunk_steps
+        return min(last, first + self._longest(name), (first // chunk + 1) * chunk)
+
+    def _add(self, totals: list[list[np.ndarray]]) -> dict[str, float]:
+        """Adds what the spans' steps have summed to the model's metrics; their results."""
+        for i, (variable, initial) in enumerate(zip(self.model.metrics_variables, self._initial, strict=True)):
+            variable.assign(np.array(variable) + sum(total[i] - initial for total in totals))
+        return self._logs()
+
+    def _logs(self) -> dict[str, float]:
         return pythonify_logs(self.model.get_metrics_result())
 
-    def _wait(self, progress) -> None:
-        before = self.remote.steps() if progress else 0
+    def _finish(self, progress, begin: int, before: int) -> None:
         while not self._coordinator.done():
-            self._servers.changed.wait(_POLL_SECONDS)
-            self._servers.check()
-            if progress:
-                progress(self.remote.steps() - before)
+            self._look(progress, begin, before)
+
+    def _look(self, progress, begin: int, before: int) -> None:
+        self._servers.changed.wait(_POLL_SECONDS)
+        self._servers.check()
+        if progress:
+            progress(begin + self.remote.steps() - before)
 
     @contextlib.contextmanager
     def _lost_servers(self):
@@ -125,13 +238,13 @@ class EpochRunner:
         return self._feeds[name].steps if name in self._feeds else 0
 
 
-def train(task, session) -> None:
+def train(task, session) -> dict[str, int] | None:
     """Runs on the coordinator; see `fit.train`."""
     config, strategy, servers = task.config, context.get_strategy(), context.servers()
     with session.checkpoint() as folder:
         state = checkpoint.read_state(folder) if folder else None
         if ended(state, task):
-            return
+            return None
         arguments = {name: task.feed(name) for name in task.used()}
         servers.feed(arguments)
         feeds = {name: Feed(**given, shapes_only=True) for name, given in arguments.items()}
@@ -142,12 +255,20 @@ def train(task, session) -> None:
         users = users_callbacks(task, session)
         states = CallbackStates(users)
         _warn_of_batches(users)
+        position = Position(state.step if state else 0)
         around = [*users, *restored(folder, state, model, task, states, session)]
-        report = report_callback(task, data, states, state, session.report)
+        report = report_callback(task, data, states, state, session.report, steps=lambda: position.step)
+        before, after = resumed(folder, state, states, position, feeds["train"].order, lambda: position)
+        kept = within_epochs(task, feeds, position, report, session)
         steps = None if task.steps_per_execution == "auto" else task.steps_per_execution
         trainer = EpochRunner(model, strategy, servers, feeds, task.variable_partitioner, steps)
         progress = callbacks.ProgressCallback(task.board, config["batch_size"], None) if task.board else None
-        _fit(trainer, [*around, report], progress, state.epoch if state else 0, config["epochs"])
+        hooks = [*before, *around, *after, report, *kept]
+        try:
+            _fit(trainer, hooks, position, progress, state.epoch if state else 0, config["epochs"])
+        except Ended as told:
+            return {"step": told.step}
+    return None
 
 
 def _warn_of_batches(users: list) -> None:
@@ -160,7 +281,8 @@ def _warn_of_batches(users: list) -> None:
         )
 
 
-def _fit(trainer: EpochRunner, given: list, progress, first: int, epochs: int) -> None:
+def _fit(trainer: EpochRunner, given: list, position: Position, progress, first: int, epochs: int) -> None:
+    kept = given[-1] if isinstance(given[-1], StepCheckpointCallback) else None
     model, steps = trainer.model, trainer.steps("train")
     shown = [progress] if progress else []
     hooks = keras.callbacks.CallbackList(
@@ -169,12 +291,15 @@ def _fit(trainer: EpochRunner, given: list, progress, first: int, epochs: int) -
     model.stop_training = False
     hooks.on_train_begin()
     for epoch in range(first, epochs):
+        position.epoch_step = 0
+        model.reset_metrics()
         hooks.on_epoch_begin(epoch)
-        trainer.remote.push()
-        logs = trainer.epoch("train", epoch, progress and (lambda done: progress.on_train_batch_end(done - 1)))
+        trainer.push()
+        told = progress and (lambda done: progress.on_train_batch_end(done - 1))
+        logs = trainer.train(epoch, position, kept, told)
         if trainer.steps("validation"):
-            logs |= {f"val_{name}": value for name, value in trainer.epoch("validation", 0).items()}
-        trainer.remote.pull()
+            logs |= {f"val_{name}": value for name, value in trainer.validate().items()}
+        trainer.pull()
         hooks.on_epoch_end(epoch, logs)
         if model.stop_training:
             break

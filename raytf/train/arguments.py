@@ -68,26 +68,20 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
         )
 
 
-def every(given: object, num_ps: int, config: TensorflowConfig) -> Every:
+def every(given: object, config: TensorflowConfig) -> Every:
     """What `checkpoint_every` stands for.
 
     Raises:
         ConfigError: it is nonsense, or means nothing for such a training.
     """
     found = checkpoint_every.parse(given)
-    if num_ps and found.within_epochs and not found.auto:
-        raise ConfigError(
-            "With parameter servers a checkpoint is kept at the end of an epoch, when no worker is within a step",
-            f"checkpoint_every={given!r}",
-            'Use checkpoint_every="epoch", or another strategy',
-        )
     if config.sync_every > 1 and found.seconds is not None:
         raise ConfigError(
             "With sync_every workers are averaged for a checkpoint, which must lie at the same steps in each run",
             f"checkpoint_every={given!r} with sync_every={config.sync_every}",
             'Use a number of steps, such as checkpoint_every="1000 steps"',
         )
-    return Every() if found.auto and (num_ps or config.sync_every > 1) else found
+    return Every() if found.auto and config.sync_every > 1 else found
 
 
 def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, ServerSpec | None]:

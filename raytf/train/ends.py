@@ -1,7 +1,7 @@
 """How a run is told to end: by a signal to its driver, or because a node of it is drained. Driver side.
 
 The first SIGTERM or SIGINT asks for an end after the step that is being made (`worker/ending.py`); a second one ends
-everything at once, and so does the first as long as no worker trains, or where the steps are not those of `model.fit`.
+everything at once, and so does the first as long as no worker trains, or where the steps are made by a loop of the user's own.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class Ending:
     def check(self, result, folder: RunFolder) -> None:
         """Raises what a signal has made of a run that has ended without an error; nothing without a signal.
 
-        A run that was ended without one had its driver on a node that is drained, which SIGTERM would follow.
+        Where a run was ended without one, a node is drained that it cannot leave, the driver's or that of the
+        coordinator of parameter servers: what follows a drain is SIGTERM.
 
         Raises:
             StoppedError: all steps that were made are kept.
@@ -177,7 +178,7 @@ class Ending:
         if self.number is None:
             if ended is None:
                 return
-            self.number, why = signal.SIGTERM, "the node of the driver is drained; "
+            self.number, why = signal.SIGTERM, "a node that it cannot leave is drained; "
         name = signal.Signals(self.number).name
         if ended is None:
             raise StoppedError(self.number, f"the run {folder.name!r} had made its last step; all is kept")

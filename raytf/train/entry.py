@@ -35,8 +35,7 @@ def train(task: TrainJob, session=None) -> dict | None:
 
     session = session or RaySession(validate=task.validate)
     if context.setup().servers is not None:
-        coordinator.train(task, session)
-        return None
+        return coordinator.train(task, session)
     if context.uses_tpu() and session.size > 1:
         with tpu.led(session) as leading:
             return fit.train(task, leading) if leading is not None else None

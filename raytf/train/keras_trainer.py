@@ -96,7 +96,7 @@ class KerasTrainer:
             "10 min"; "epoch" for none; or "auto", so often that it takes less than a hundredth of the time, and at most
             every 30 s. A run goes on at the next step, with the same rows, masks and metrics, on any number of workers.
             With `sync_every` workers are one model only every few steps, so that "auto" means "epoch" and a time is
-            refused; with parameter servers and in sweeps there are none within epochs.
+            refused; with parameter servers all steps that have begun are waited for; in sweeps there are none.
         resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
             same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
             config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
@@ -201,7 +201,7 @@ class KerasTrainer:
         if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
         validation.check_seed(self.seed)
-        arguments.every(self.checkpoint_every, self.num_ps, self.tensorflow_config)
+        arguments.every(self.checkpoint_every, self.tensorflow_config)
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
         run_folder.check_name(self.run_config.name)
@@ -220,7 +220,7 @@ class KerasTrainer:
             StoppedError: SIGTERM or SIGINT came (to the main thread); says which step is kept. It is a `SystemExit`.
         """
         inner = place(self)  # may start Ray, which takes SIGTERM for itself
-        with ends.Ending(after_step=not self.num_ps) as ending:
+        with ends.Ending() as ending:
             return self._fit_placed(inner, ending)
 
     def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending) -> ray.train.Result:
@@ -339,7 +339,7 @@ class KerasTrainer:
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
-            checkpoint_every=arguments.every(self.checkpoint_every, self.num_ps, self.tensorflow_config),
+            checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
         )
 
     def _shuffle(self, blocks: dict) -> str:

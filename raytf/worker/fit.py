@@ -105,8 +105,8 @@ def within_epochs(task: TrainJob, feeds: dict[str, Feed], position, report, sess
     return [kept]
 
 
-def resumed(folder: str | None, state, states, position, order) -> tuple[list, list]:
-    """Callbacks before and behind the others, where the training goes on within an epoch."""
+def resumed(folder: str | None, state, states, position, order, *iterator: Callable) -> tuple[list, list]:
+    """Callbacks before and behind the others, where the training goes on within an epoch; see `Resumption`."""
     if state is None or not state.epoch_step:
         return [], []
     if differs := sampling.differences(state.order, order):
@@ -116,7 +116,7 @@ def resumed(folder: str | None, state, states, position, order) -> tuple[list, l
             stacklevel=2,
         )
         return [], []
-    resumption = within_epoch.Resumption(folder, state, states, position)
+    resumption = within_epoch.Resumption(folder, state, states, position, *iterator)
     return [resumption.first], [resumption.last]
 
 

@@ -44,10 +44,14 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         chief: whether this worker keeps them.
         order: `Feed.order` of the training rows.
         validates: whether something comes between the last step of an epoch and its end that may take long.
+
+    Attributes:
+        stood: seconds for which the training has stood still for a checkpoint before this one is told of its step.
     """
 
     raytf_local_batches = True
     raytf_after_agreement = True
+    stood = 0.0
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         self._waits = False
         began = time.monotonic()
         self._save(logs)
-        self._clock.made(time.monotonic(), time.monotonic() - began)
+        self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
             raise ending.Ended(ending.gate.why, self._position.step)
 
@@ -91,6 +95,19 @@ class StepCheckpointCallback(keras.callbacks.Callback):
             raise ending.Ended(ending.gate.why, self._position.step)
         self._waits = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
+
+    def wants(self, step: int) -> bool:
+        """Whether a training whose steps begin before others have ended is to let these end now.
+
+        Args:
+            step: steps that are made in all.
+        """
+        self._waits = self._waits or self._is_due(step, step)
+        return self._waits or ending.gate.why is not None
+
+    def steps_to_next(self, step: int) -> float:
+        """Steps to the next checkpoint where a number of steps says when, else infinity."""
+        return math.inf if self._every.steps is None else self._every.steps - step % self._every.steps
 
     def _is_due(self, before: int, step: int) -> bool:
         if not self._every.within_epochs:
@@ -143,16 +160,24 @@ class Resumption:
         state: of the checkpoint.
         states: `callback_state.CallbackStates` of the user's callbacks.
         position: counts the steps, and tells the feed of the training rows.
+        iterator: gives what is to begin at a step: begin_at(step, dataset).
 
     Attributes:
         first: callback before all others.
         last: callback behind all others but those that report.
     """
 
-    def __init__(self, folder: str, state: State, states: CallbackStates, position: FeedCallback):
+    def __init__(
+        self,
+        folder: str,
+        state: State,
+        states: CallbackStates,
+        position: FeedCallback,
+        iterator: Callable = epoch_iterator.newest_iterator,
+    ):
         self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
         self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
-        self._states, self._position = states, position
+        self._states, self._position, self._newest = states, position, iterator
         self._late: dict[int, list[np.ndarray]] = {}
         self.first, self.last = _First(self), _Last(self)
 
@@ -161,7 +186,7 @@ class Resumption:
         variables = [*model.variables, *checkpoints.seeds_of(model), *model_optimizers.variables(model)]
         counted = {id(v) for v in model.metrics_variables}
         self._variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
-        self._iterator = epoch_iterator.newest_iterator()
+        self._iterator = self._newest()
 
     def before_epoch(self) -> None:
         """Notes what callbacks hold, before the epoch begins for them."""

@@ -177,7 +177,8 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, two_hosts):
     driver, there = drained_in_step_20("own", [second])
     assert there == second
     said = finished(driver, 143)
-    (step,) = map(int, re.findall(r"the node of the driver is drained; the run 'own' has ended after step (\d+)", said))
+    told = r"a node that it cannot leave is drained; the run 'own' has ended after step (\d+)"
+    (step,) = map(int, re.findall(told, said))
     assert (tmp_path / "own" / f"step_{step:012d}" / "manifest.json").exists()
 
 

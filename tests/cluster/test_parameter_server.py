@@ -21,6 +21,7 @@ def table_model(config):
     from keras import layers
 
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # another model of this process may have asked for it before
     numbers, token = keras.Input((6,), name="numbers"), keras.Input((), dtype="int64", name="token")
     x = layers.Concatenate()([layers.Dense(8, "relu")(numbers), layers.Embedding(301, 4)(token)])
     model = keras.Model(
@@ -44,18 +45,20 @@ def trainer(tmp_path, name, *, workers=2, failures=0, build=table_model, **optio
         token = np.random.default_rng(seed).integers(0, 301, count)
         return ray.data.from_arrow(table.append_column("token", pa.array(token)))
 
-    options.setdefault("config", {"batch_size": 10, "epochs": 3})
+    usual = {
+        "config": {"batch_size": 10, "epochs": 3},
+        "datasets": {"train": dataset(97, 0), "validation": dataset(33, 1)},
+        "features": {"numbers": models.FEATURES, "token": "token"},
+        "labels": "label",
+    }
     return raytf.KerasTrainer(
         build,
-        datasets={"train": dataset(97, 0), "validation": dataset(33, 1)},
-        features={"numbers": models.FEATURES, "token": "token"},
-        labels="label",
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
         run_config=RunConfig(
             name=name, storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=failures)
         ),
         progress=False,
-        **options,
+        **(usual | options),
     )
 
 
@@ -135,6 +138,95 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
         found = [third[name] for name in third.files]
     for mine, its in zip(found, raytf.load_model(alone).get_weights(), strict=True):
         np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+
+
+def sums_model(config):
+    """A regression on the numbers of rows, with metrics that are exact: each row counts, and counts once.
+
+    They are looked at after each checkpoint: behind that of step 36 the coordinator is killed, once 32 is kept.
+    """
+    import pathlib
+    import signal
+    import time
+
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_floatx("float64")
+    place = pathlib.Path(config["place"])
+    killed, kept = place.with_name("killed"), place / "step_000000000032" / "manifest.json"
+
+    class Sum(keras.metrics.Metric):
+        def __init__(self, power):
+            super().__init__(name=f"sum_{power}", dtype="float64")
+            self.power, self.total = power, self.add_weight(name="total", initializer="zeros", dtype="float64")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.total.assign_add(keras.ops.sum(keras.ops.cast(y_true, "float64") ** self.power))
+
+        def result(self):
+            behind = tf.executing_eagerly() and place.with_name("second").exists() and self.total.value >= 44
+            if behind and self.power == 0 and not killed.exists():
+                killed.touch()
+                while not kept.exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return self.total.value + 0.0
+
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-6), "mse", metrics=[Sum(0), Sum(1), Sum(2)])
+    return model
+
+
+def disturbed(config):
+    """Says when the second epoch begins, and in the third one to end the run."""
+    import pathlib
+
+    import keras
+
+    from raytf.worker import ending
+
+    place = pathlib.Path(config["place"])
+
+    class Disturb(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            marker = place.with_name(["first", "second", "third"][epoch])
+            if epoch == 2 and not marker.exists():
+                ending.gate.end_after(ending.gate.ask(ending.DRAIN))
+            marker.touch()
+
+    return [Disturb()]
+
+
+def test_within_an_epoch_every_row_counts_once(tmp_path):
+    """25 steps an epoch, a checkpoint after every fourth. No row is lost and none is used twice: not in the epoch in
+    which the coordinator is killed, not in that in which the run is told to end and another one goes on."""
+    import pyarrow as pa
+    import ray
+
+    table = pa.table(models.rows(97, 0)).append_column("number", pa.array(np.arange(97.0)))
+    made = trainer(
+        tmp_path,
+        "counted",
+        failures=1,
+        build=sums_model,
+        callbacks=disturbed,
+        strategy="parameter_server",
+        num_ps=2,
+        checkpoint_every="4 steps",
+        config={"batch_size": 4, "epochs": 3, "place": str(tmp_path / "counted")},
+        datasets={"train": ray.data.from_arrow(table)},
+        features=models.FEATURES,
+        labels="number",
+    )
+    with pytest.raises(raytf.StoppedError, match="a node that it cannot leave is drained.* of epoch 3") as told:
+        made.fit()
+    assert told.value.code == 143 and 2 * 25 < told.value.step < 3 * 25 and (tmp_path / "killed").exists()
+    result = made.fit()
+    history = result.metrics_dataframe
+    for power in range(3):
+        assert set(history[f"sum_{power}"]) == {float(np.sum(np.arange(97.0) ** power))}
+    assert int(raytf.load_model(result).optimizer.iterations) == 3 * 25
 
 
 def _where(config):

@@ -60,56 +60,66 @@ def processes(place: str) -> int:
     return int(place) if place.isdigit() else 1
 
 
-class Groups:
-    """The groups of `WANTED`, behind all else on the machine.
+class Behind:
+    """Groups of processes (`worker.py`) that run behind all else on the machine.
 
     Args:
-        new_folder: new_folder(name) makes a folder for results.
+        stages: lists of groups; one begins when all of the one before have ended.
+        log: file of the process that starts them.
     """
 
-    def __init__(self, new_folder):
-        self._folders = {key: new_folder(f"{key[0]}_{key[1]}") for key in WANTED}
-        groups = [self._group(*key) for key in WANTED]
-        command = [sys.executable, "-m", "tests.processes.worker", json.dumps(groups)]
+    def __init__(self, stages, log):
+        self._log = log
+        command = [sys.executable, "-m", "tests.processes.worker", *map(json.dumps, stages)]
         environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        self._log = new_folder("groups") / "log"
-        with open(self._log, "w") as log:
+        with open(log, "w") as out:
             self._process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=ROOT
+                command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=ROOT
             )
         # Ray lowers the priority of its workers, so that a nice value would hardly be behind them
         os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
 
-    def _group(self, dtype, place):
-        return {
-            "folder": str(self._folders[dtype, place]),
-            "dtype": dtype,
-            "place": place,
-            "world": processes(place),
-            # raytf's ring of sockets in float64, TensorFlow's collectives in float32: both have to be right
-            "communication": "auto" if dtype == "float64" else "ring",
-            "scenarios": WANTED[dtype, place],
-        }
-
-    def result(self, dtype, place, name):
+    def results(self, folder, name) -> list:
         """What each rank of a group returned for a scenario; waits for the group.
 
         Raises:
             AssertionError: the group failed, or has not ended in time; it has the logs.
         """
-        folder = self._folders[dtype, place]
         until = time.monotonic() + _SECONDS
         while not (folder / "codes.json").exists():
             assert time.monotonic() < until, f"{folder.name} has not ended within {_SECONDS} s"
             assert self._process.poll() is None or (folder / "codes.json").exists(), self._log.read_text()[-4000:]
             time.sleep(0.1)
         codes = json.loads((folder / "codes.json").read_text())
-        logs = [(folder / f"log.{rank}").read_text()[-4000:] for rank in range(processes(place))]
+        logs = [(folder / f"log.{rank}").read_text()[-4000:] for rank in range(len(codes))]
         assert not any(codes.values()), f"exit codes {codes}\n" + "\n".join(logs)
-        return [pickle.loads((folder / f"{name}.{rank}.pkl").read_bytes()) for rank in range(processes(place))]
+        return [pickle.loads((folder / f"{name}.{rank}.pkl").read_bytes()) for rank in range(len(codes))]
 
     def end(self):
         """Ends what still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def parity_folder(folder, dtype: str, place: str):
+    """Where a group of `WANTED` leaves its results."""
+    return folder / f"{dtype}_{place}"
+
+
+def parity_stages(folder) -> list[list[dict]]:
+    """The groups of `WANTED`, with folders in a folder."""
+    return [[_group(parity_folder(folder, *key), *key) for key in WANTED]]
+
+
+def _group(folder, dtype, place):
+    folder.mkdir()
+    return {
+        "folder": str(folder),
+        "dtype": dtype,
+        "place": place,
+        "world": processes(place),
+        # raytf's ring of sockets in float64, TensorFlow's collectives in float32: both have to be right
+        "communication": "auto" if dtype == "float64" else "ring",
+        "scenarios": WANTED[dtype, place],
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes.groups import WANTED
+from tests.processes.groups import WANTED, parity_folder
 
 CASES = [(dtype, place, name) for (dtype, place), names in WANTED.items() if place != "1" for name in names]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
@@ -14,9 +14,12 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("dtype", "place", "name"), CASES, ids=[f"{n}-{p}-{d}" for d, p, n in CASES])
-def test_equals_one_process(parity, dtype, place, name):
+def test_equals_one_process(behind, dtype, place, name):
     """`bits:` results must be equal between workers alone, `chief:` ones are the chief's, others equal everywhere."""
-    (one,), many = parity.result(dtype, "1", name), parity.result(dtype, place, name)
+    folders, processes = behind
+    (one,), many = (
+        processes.results(parity_folder(folders["test_parity.py"], dtype, its), name) for its in ("1", place)
+    )
     for outcome in (one, *many):
         assert not isinstance(outcome, str), outcome
     for rank, other in enumerate(many[1:], 1):

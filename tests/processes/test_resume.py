@@ -2,76 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import signal
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
-from tests.processes.groups import ROOT, processes
-from tests.processes.resume_scenarios import CASES, CHAIN
-
-ALONE = ["quiet", "stopped", "resumed"]
-ALIKE = [name for name, case in CASES.items() if case.alike]
-# Which cases go on where they were stopped. Three workers take their time on two cores.
-PLACES = {
-    "1": [name for name in CASES if name != "local steps"],
-    "2": [name for name in CASES if name != "local steps"],
-    "3": ["plain", "accumulation", "gan"],
-    "mirrored": ["dropout", "last step", "by time"],
-    "local": ["local steps"],
-}
-# With raytf's ring unless it says "ring", which is TensorFlow's.
-OPTIONS = {"3": {"communication": "ring"}, "local": {"place": "2", "world": 2, "config": {"sync_every": 4}}}
-OTHERS = ["plain:reordered", "plain:remeasured"]
+from tests.processes.resume_groups import ALIKE, PLACES, folder_of
+from tests.processes.resume_scenarios import CHAIN
 
 
-def stages(folder):
-    """What runs at once: all alone, and then each link of the chain behind the one before."""
-
-    def group(place, stage, scenarios):
-        path = folder / f"{stage}_{place}"
-        path.mkdir()
-        told = {"folder": str(path), "dtype": "float64", "place": place, "world": processes(place)}
-        told |= {"communication": "auto", "module": "tests.processes.resume_scenarios", "scenarios": scenarios}
-        return told | OPTIONS.get(place, {})
-
-    alone = {place: [f"{name}:{stage}" for name in names for stage in ALONE] for place, names in PLACES.items()}
-    alone["2"] += OTHERS
-    links = [(CHAIN[i][0], f"chain{i}") for i in range(1, len(CHAIN))]
-    return [
-        [group(place, "alone", scenarios) for place, scenarios in alone.items()],
-        *([group(place, stage, [f"{name}:{stage}" for name in ALIKE])] for place, stage in links),
-    ]
-
-
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
+@pytest.fixture
+def outcome(behind):
     """outcome(stage, place, case): what each rank returned."""
-    folder = tmp_path_factory.mktemp("resume")
-    given = stages(folder)
-    environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    command = [sys.executable, "-m", "tests.processes.worker", *map(json.dumps, given)]
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=ROOT)
-        try:
-            code = process.wait(1500)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    logs = "\n".join((path.read_text()[-3000:]) for path in sorted(folder.glob("*/log.*")))
-    assert code == 0, (folder / "log").read_text()[-3000:]
+    folders, processes = behind
 
     def found(stage, place, case):
-        group = folder / f"{stage if stage.startswith('chain') else 'alone'}_{place}"
-        codes = json.loads((group / "codes.json").read_text())
-        assert not any(codes.values()), f"{codes}\n{logs}"
-        ranks = [pickle.loads((group / f"{case}:{stage}.{rank}.pkl").read_bytes()) for rank in range(len(codes))]
+        ranks = processes.results(folder_of(folders["test_resume.py"], stage, place), f"{case}:{stage}")
         for told in ranks:
             assert not isinstance(told, str), told
         return ranks

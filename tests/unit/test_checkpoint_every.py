@@ -102,21 +102,15 @@ def test_steps_that_become_slower_are_noticed():
 
 
 @pytest.mark.parametrize(
-    ("given", "num_ps", "sync_every", "named"),
-    [
-        ("0 steps", 0, 1, "above 0 of steps"),
-        ("10 steps", 1, 1, "With parameter servers"),
-        ("10 min", 1, 1, "With parameter servers"),
-        ("10 min", 0, 4, 'With sync_every .*"1000 steps"'),
-    ],
+    ("given", "sync_every", "named"),
+    [("0 steps", 1, "above 0 of steps"), ("10 min", 4, 'With sync_every .*"1000 steps"')],
 )
-def test_where_it_means_nothing_it_is_refused(given, num_ps, sync_every, named):
+def test_where_it_means_nothing_it_is_refused(given, sync_every, named):
     with pytest.raises(ConfigError, match=named):
-        arguments.every(given, num_ps, TensorflowConfig(sync_every=sync_every))
+        arguments.every(given, TensorflowConfig(sync_every=sync_every))
 
 
 def test_auto_is_what_can_be():
-    plain = TensorflowConfig()
-    assert arguments.every("auto", 0, plain) == Every(auto=True)
-    assert arguments.every("auto", 2, plain) == arguments.every("auto", 0, TensorflowConfig(sync_every=4)) == Every()
-    assert arguments.every("100 steps", 0, TensorflowConfig(sync_every=4)) == Every(steps=100)
+    assert arguments.every("auto", TensorflowConfig()) == Every(auto=True)
+    assert arguments.every("auto", TensorflowConfig(sync_every=4)) == Every()
+    assert arguments.every("100 steps", TensorflowConfig(sync_every=4)) == Every(steps=100)
