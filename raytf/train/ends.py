@@ -1,7 +1,7 @@
 """How a run is told to end: by a signal to its driver, or because a node of it is drained. Driver side.
 
 The first SIGTERM or SIGINT asks for an end after the step that is being made (`worker/ending.py`); a second one ends
-everything at once, and so does the first as long as no worker trains, or where the steps are made by a loop of the user's own.
+everything at once, and so does the first as long as no worker trains, or where a user's own loop makes the steps.
 """
 
 from __future__ import annotations
