@@ -76,7 +76,7 @@ class SweepOptions:
         Raises:
             ConfigError: it is not what a sweep remembers.
         """
-        known = dict(content)
+        known = {name: value for name, value in content.items() if name != "num_samples"}
         try:
             scaling = Scaling(**{field.name: known.pop(field.name) for field in dataclasses.fields(Scaling)})
             return dataclasses.replace(self, scaling=scaling, **known)
