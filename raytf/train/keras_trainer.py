@@ -217,7 +217,9 @@ class KerasTrainer:
             ConfigError: the model, the columns or the cluster do not fit; no worker has started.
             TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
                 Or another driver has taken over the run's folder while this one was frozen.
-            StoppedError: SIGTERM or SIGINT came (to the main thread); says which step is kept. It is a `SystemExit`.
+            StoppedError: SIGTERM or SIGINT came (to the main thread), or a node is drained that the run cannot leave:
+                the driver's, or that of the coordinator of parameter servers. Says which step is kept, and is a
+                `SystemExit`.
         """
         inner = place(self)  # may start Ray, which takes SIGTERM for itself
         with ends.Ending() as ending:
