@@ -12,7 +12,7 @@ import traceback
 
 from ray import cloudpickle
 
-from raytf.compat import keras_objects, legacy_names, versions
+from raytf.compat import autograph, keras_objects, legacy_names, versions
 from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
@@ -21,7 +21,6 @@ from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
-from raytf.storage import autograph_files
 
 # Keys of the config that the trainer reads, and compares where they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))
@@ -205,7 +204,7 @@ def _in_a_copy(answer):
                 os.dup2(printed, stream)
             with os.fdopen(writer, "wb") as file:
                 try:
-                    with autograph_files.removed():
+                    with autograph.in_memory():
                         said = answer()
                     cloudpickle.dump(said, file)
                 except BaseException as error:
