@@ -288,6 +288,8 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
         build_from_data(model, dataset)
         if not model_optimizers.has_call(model):
             tf.function(model.train_step).get_concrete_function(dataset.element_spec)
+    except ConfigError:
+        raise
     except Exception as error:
         parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
         shown = ", ".join(

@@ -18,7 +18,7 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.compat.ray_configs import resources_per_worker
-from raytf.console import progress
+from raytf.console import progress, quiet
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
 from raytf.data.batch_spec import BatchSpec
@@ -304,7 +304,8 @@ class KerasTrainer:
         """The result of a run that has nothing left to do."""
         why = "was stopped by a callback" if last.stopped else "has trained"
         print(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
-        result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
+        with quiet.result_is_read():
+            result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
         rows = [metrics for _, metrics in result.best_checkpoints]
         evaluated = {row["epoch"]: {k: v for k, v in row.items() if k.startswith(evaluator.PREFIX)} for row in rows}
         return _with_history(self, result, self._validated(result) or evaluated)
