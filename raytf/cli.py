@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,9 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except StoppedError:
             raise  # it has been said, and has an exit code of its own
+        except KeyboardInterrupt:  # to click it is an error as others
+            click.echo("raytf: SIGINT: ended", err=True)
+            ctx.exit(128 + signal.SIGINT)
         except RaytfError as error:
             raise click.ClickException(str(error)) from error
 

@@ -6,5 +6,7 @@ RAY_STARTS = ("ray._private.worker", "ray._private.authentication.authentication
 AUTO_INIT = "ray._private.auto_init_hook"
 # Tells of an execution's progress at length.
 DATA_PROGRESS = "ray.data._internal.progress"
+# Tells whoever reads a run's folder how a new run is started.
+TRAIN_CHECKPOINTS = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
 # Tells of each checkpoint.
 TUNE_STORAGE = "ray.train._internal.storage"

@@ -98,8 +98,9 @@ def forget_custom_gradients() -> None:
         del registry[name]
 
 
+@uses("tensorflow.python.autograph.pyct.loader:load_source")
 def autograph_loader():
-    """The module by which AutoGraph writes the files of converted functions; where they go cannot be said."""
+    """The module by which AutoGraph makes files of converted functions; that it shall make none cannot be said."""
     from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph needs none
 
     return loader

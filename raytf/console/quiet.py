@@ -97,6 +97,20 @@ def ray_starts() -> None:
         warnings.filterwarnings("ignore", "IProgress not found")
 
 
+@contextlib.contextmanager
+def result_is_read():
+    """Within it Ray reads a run's folder without its advice for those who meant to start another run."""
+    import logging
+
+    logger = logging.getLogger(loggers.TRAIN_CHECKPOINTS)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _is_told(record) -> bool:
     says_only = record.levelname == "INFO" or "Token authentication is enabled for this" in str(record.msg)
     return not (says_only and _NOBODYS & set(_callers()))

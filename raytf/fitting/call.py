@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -31,11 +33,13 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit
 
 _FIRST_ROWS = 1000
+_AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
 
 
 class Call:
@@ -55,6 +59,8 @@ class Call:
         self._parts = parts
         self._found: dict[str, Any] = {}
         self._group: warm.Group | None = None
+        self._ends = contextlib.ExitStack()
+        self._connected = False
 
     def _read(self) -> None:
         """Reads what is no array; raises ConfigError where it has no rows, or not the columns."""
@@ -70,6 +76,9 @@ class Call:
 
     def _connect(self) -> None:
         self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
+        if not self._connected:  # Ray, if it is started, takes SIGTERM for itself; SIGINT is Python's KeyboardInterrupt
+            self._ends.enter_context(Ending(after_step=False, signals=(signal.SIGTERM,), at_once=_AT_ONCE))
+            self._connected = True
         resources.check_cluster(self._scaling)
 
     def _example(self, name: str) -> tf.data.Dataset:
@@ -234,9 +243,12 @@ class Call:
 
     def close(self) -> None:
         """Ends workers that are still at work, and lets go of what is read ahead."""
-        if self._group is not None:
-            self._end(well=False)
-        streamed.close(self._found)
+        try:
+            if self._group is not None:
+                self._end(well=False)
+            streamed.close(self._found)
+        finally:
+            self._ends.__exit__(*sys.exc_info())
 
 
 def _build_rest(model, spec) -> None:

@@ -96,6 +96,7 @@ def fit(
         ConfigError: an argument, the model or the data is wrong; no worker has started.
         TrainingError: a worker failed; the model has the weights of the last epoch that had ended.
         KeyboardInterrupt: as above.
+        StoppedError: SIGTERM came (to the main thread); likewise. It is a `SystemExit`.
     """
     _check_model(model, "fit")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
@@ -176,7 +177,7 @@ def evaluate(
         The loss, or a list of loss and metrics, or a dict; of all rows.
 
     Raises:
-        ConfigError, TrainingError, KeyboardInterrupt: see `fit`.
+        ConfigError, TrainingError, KeyboardInterrupt, StoppedError: see `fit`.
     """
     _check_model(model, "evaluate")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
@@ -228,7 +229,7 @@ def predict(
         with a column for each output: its key, or "predictions", or "predictions_0", ...
 
     Raises:
-        ConfigError, TrainingError, KeyboardInterrupt: see `fit`.
+        ConfigError, TrainingError, KeyboardInterrupt, StoppedError: see `fit`.
     """
     if not isinstance(model, keras.Model):
         _check_model(model, "predict")

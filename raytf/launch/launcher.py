@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import click
 import ray
@@ -63,12 +63,12 @@ def run(script: LaunchSpec, address: str | None = None) -> int:
     environment = _runtime_env(address)
     bundles = [script.bundle(task) for task in script.tasks()]
     connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
-    with _terminated():
+    with _terminated() as came:
         cluster = ScriptCluster(script)
         try:
             return cluster.run()
-        except KeyboardInterrupt as interrupt:
-            number = interrupt.args[0] if interrupt.args else signal.SIGINT
+        except KeyboardInterrupt:
+            number = came[0] if came else signal.SIGINT
             _say(f"stopped by {signal.Signals(number).name}; all processes are ended")
             return 128 + number
         finally:
@@ -83,15 +83,17 @@ def _runtime_env(address: str | None) -> dict:
 
 
 @contextlib.contextmanager
-def _terminated():
-    """SIGTERM, as `ray job stop` sends it, is an interrupt."""
+def _terminated() -> Iterator[list[int]]:
+    """SIGTERM, as `ray job stop` sends it, is an interrupt; gives its number when it has come."""
+    came: list[int] = []
 
     def interrupt(number, frame):
-        raise KeyboardInterrupt(number)
+        came.append(number)  # Ray raises an interrupt of its own for what is raised while it waits
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield came
     finally:
         signal.signal(signal.SIGTERM, before)
 

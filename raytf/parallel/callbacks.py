@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -103,9 +104,9 @@ def looks_at_batches(callback) -> bool:
     return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
 
 
-def _redirected(callbacks, folder: str):
+def _redirected(callbacks, folder: Callable[[], str]):
     """What a worker that is not the chief runs: writers are left out, or write to a folder that is thrown away."""
-    for i, callback in enumerate(callbacks):
+    for callback in callbacks:
         if isinstance(callback, _ALONE) or chief_callbacks.is_chiefs(callback):
             continue
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
@@ -113,8 +114,7 @@ def _redirected(callbacks, folder: str):
             yield callback
         elif type(callback) is not kind:  # a subclass may do more than write
             where = str(getattr(callback, WRITERS[kind]))
-            setattr(callback, WRITERS[kind], os.path.join(folder, str(i), os.path.basename(where)))
-            os.makedirs(os.path.join(folder, str(i)), exist_ok=True)
+            setattr(callback, WRITERS[kind], os.path.join(folder(), os.path.basename(where)))
             yield callback
 
 
@@ -132,8 +132,9 @@ def prepared(model, callbacks):
     told = np.array([looking, len(unknown)], np.int32)
     ((looking, writing),) = communicator.sum_over_workers(model.distribute_strategy, [told])
     batches = bool(looking)
-    folder = scratch.make() if not communicator.is_chief(model.distribute_strategy) else None
-    kept = listed if folder is None else list(_redirected(listed, folder))
+    ends, kept = contextlib.ExitStack(), listed
+    if not communicator.is_chief(model.distribute_strategy):
+        kept = list(_redirected(listed, lambda: ends.enter_context(scratch.folder())))
     agreement = _BatchAgreement() if batches else _Agreement()
     after = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
     kept = [c for c in kept if c not in after]
@@ -148,8 +149,7 @@ def prepared(model, callbacks):
         yield kept, batches
     finally:
         double_writes.note(False)
-        if folder is not None:
-            scratch.remove(folder)
+        ends.close()
 
 
 def _may_write(callback) -> bool:

@@ -128,7 +128,7 @@ class EpochRunner:
             results, stood_since = self._some(number, position, kept, progress)
             logs = self._add(results)
             if kept is not None:
-                self.remote.pull()
+                self.pull()
                 kept.stood = time.monotonic() - stood_since
                 kept.on_train_batch_end(position.epoch_step - 1, logs)
         return logs
@@ -139,8 +139,9 @@ class EpochRunner:
         last = self.steps("train")
         if kept is not None:
             last = int(min(last, begin + kept.steps_to_next(position.step)))
-        results, before, began = [], self.remote.steps(), time.monotonic()
+        results, began = [], time.monotonic()
         with self._lost_servers():
+            before = self.remote.steps()
             while first < last:
                 made = self.remote.steps() - before
                 if kept is not None and first > begin and kept.wants(position.step + made):
@@ -177,6 +178,16 @@ class EpochRunner:
             self._finish(None, 0, 0)
             totals = [[np.asarray(v) for v in result.fetch()] for result in results]
         return self._add(totals)
+
+    def push(self) -> None:
+        """`RemoteModel.push`; raises ServerLostError."""
+        with self._lost_servers():
+            self.remote.push()
+
+    def pull(self) -> None:
+        """`RemoteModel.pull`; raises ServerLostError."""
+        with self._lost_servers():
+            self.remote.pull()
 
     def _schedule(self, name: str, epoch: int, first: int, end: int):
         arguments = [tf.constant(value, tf.int64) for value in (epoch, first, end - first)]
@@ -283,12 +294,12 @@ def _fit(trainer: EpochRunner, given: list, position: Position, progress, first:
         position.epoch_step = 0
         model.reset_metrics()
         hooks.on_epoch_begin(epoch)
-        trainer.remote.push()
+        trainer.push()
         told = progress and (lambda done: progress.on_train_batch_end(done - 1))
         logs = trainer.train(epoch, position, kept, told)
         if trainer.steps("validation"):
             logs |= {f"val_{name}": value for name, value in trainer.validate().items()}
-        trainer.remote.pull()
+        trainer.pull()
         hooks.on_epoch_end(epoch, logs)
         if model.stop_training:
             break

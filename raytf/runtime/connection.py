@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
 import ray
@@ -58,7 +62,8 @@ def connect(
             options["num_cpus"] = max(wanted, cores)
         else:
             _knock(found, where if where != _HERE else f"{found}, the last Ray of this machine")
-        ray.init(address=address, **options)
+        with _sigterm_kept():
+            ray.init(address=address, **options)
     except ConfigError:
         raise
     except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
@@ -67,6 +72,25 @@ def connect(
             f"{where}: {first_line(error)}",
             "Check the address, and the token where the cluster wants one",
         ) from error
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Within it Ray takes SIGTERM for itself, and would end this process with 15; behind it is whose it was before."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        if error.code == signal.SIGTERM:
+            _exit(signal.SIGTERM)
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before if callable(before) else _exit)
+
+
+def _exit(number: int, frame=None) -> None:
+    sys.exit(128 + number)
 
 
 def located(address: str | None = None) -> str | None:

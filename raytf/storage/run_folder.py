@@ -55,14 +55,17 @@ def named(run_config, kind: str):
 
 def check_name(name: str | None) -> None:
     """Raises ConfigError for a name whose folder would not lie below the storage path."""
-    parts = (name or "").split("/")
-    if name is None or (name.strip() and not {"", ".", ".."} & set(parts) and not {"\0", "\\"} & set(name)):
+    if name is None or (isinstance(name, str) and _is_below(name)):
         return
     raise ConfigError(
         "The name of a run must name a folder below its storage path",
         repr(name),
         "Use a name without '..', '\\' and slashes at its ends",
     )
+
+
+def _is_below(name: str) -> bool:
+    return bool(name.strip()) and not {"", ".", ".."} & set(name.split("/")) and not {"\0", "\\"} & set(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,22 +129,29 @@ class RunFolder:
             finished: whether a run that stands there has nothing left to do.
 
         Raises:
-            ConfigError: there is a list of checkpoints, and none is a whole one of raytf's.
+            DamagedCheckpointError: there are checkpoints that were finished, and none is a whole one of raytf's.
+            ConfigError: a newer raytf wrote one of them.
         """
-        within = self._last_within_epoch(finished)
+        steps = [name for _, name in step_folders.listed(self.filesystem, self.path)]
+        within, refused = self._first_whole(steps, finished)
         try:
             last = self._last_of_epochs(finished)
-        except ConfigError:
+        except DamagedCheckpointError:
             if within is None:
                 raise
             return within
+        if within is None and last is None and refused:
+            raise self._none_whole(f"none is whole: {'; '.join(refused)}")
         if within is None or (last is not None and last.step >= within.step):
             return last
         return dataclasses.replace(within, relisted=last.relisted if last else None)
 
-    def _last_within_epoch(self, finished: Callable[[Last], bool]) -> Last | None:
-        names = [name for _, name in step_folders.listed(self.filesystem, self.path)]
-        return self._first_whole(names, finished)[0]
+    def _none_whole(self, why: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            "A run goes on from checkpoints of raytf.KerasTrainer",
+            f"{self.path!r}, where {why}",
+            "Use resume=False to start anew, or choose another RunConfig(name=...)",
+        )
 
     def _first_whole(self, names: Sequence[str], finished: Callable[[Last], bool]) -> tuple[Last | None, list[str]]:
         """Where the run stood at the first checkpoint that is whole, and what is wrong with those before it."""
@@ -176,13 +186,9 @@ class RunFolder:
             print(f"{self.name}: none of its checkpoints is whole ({'; '.join(refused)}); starts anew")
             return None
         if names or wrong:
-            where = f"neither {names[0]!r} nor one before it is a whole one" if names else "there is none"
+            where = f"none is whole: {'; '.join(refused)}" if names else "there is none"
             wrong = f", and {CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which lists them, {wrong}" if wrong else ""
-            raise ConfigError(
-                "A run goes on from checkpoints of raytf.KerasTrainer",
-                f"{self.path!r}, where {where}{wrong}",
-                "Use resume=False to start anew, or choose another RunConfig(name=...)",
-            )
+            raise self._none_whole(f"{where}{wrong}")
         return None
 
     def relist(self, last: Last, config: CheckpointConfig) -> None:

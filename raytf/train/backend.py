@@ -15,7 +15,7 @@ import ray.train
 from ray.train.backend import Backend, BackendConfig
 
 from raytf.collectives import ring
-from raytf.compat import legacy_keras, legacy_names
+from raytf.compat import autograph, legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import TrainContext, TrainingFramework, WorkerGroupStartupFailedError
 from raytf.console import once, output
@@ -23,7 +23,6 @@ from raytf.runtime import ports, settings
 from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
-from raytf.storage import autograph_files
 
 # The workers' processes are there; this is for one that stands still.
 _ANSWER_SECONDS = 300.0
@@ -85,7 +84,7 @@ def _worker_context(setup: WorkerSetup):
     chief = ray.train.get_context().get_world_rank() == 0
     with (
         output.telling(),
-        autograph_files.removed(),
+        autograph.in_memory(),
         context.prepared(setup),
         spoken(chief, setup.board),
         once.shown(setup.warned),

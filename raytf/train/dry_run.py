@@ -12,7 +12,7 @@ import traceback
 
 from ray import cloudpickle
 
-from raytf.compat import keras_objects, legacy_names, versions
+from raytf.compat import autograph, keras_objects, legacy_names, versions
 from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
@@ -21,7 +21,6 @@ from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
-from raytf.storage import autograph_files
 
 # Keys of the config that the trainer reads, and compares where they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))
@@ -205,7 +204,7 @@ def _in_a_copy(answer):
                 os.dup2(printed, stream)
             with os.fdopen(writer, "wb") as file:
                 try:
-                    with autograph_files.removed():
+                    with autograph.in_memory():
                         said = answer()
                     cloudpickle.dump(said, file)
                 except BaseException as error:
@@ -289,6 +288,8 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
         build_from_data(model, dataset)
         if not model_optimizers.has_call(model):
             tf.function(model.train_step).get_concrete_function(dataset.element_spec)
+    except ConfigError:
+        raise
     except Exception as error:
         parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
         shown = ", ".join(

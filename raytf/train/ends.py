@@ -1,17 +1,18 @@
 """How a run is told to end: by a signal to its driver, or because a node of it is drained. Driver side.
 
 The first SIGTERM or SIGINT asks for an end after the step that is being made (`worker/ending.py`); a second one ends
-everything at once, and so does the first as long as no worker trains.
+everything at once, and so does the first as long as no worker trains, or where a user's own loop makes the steps.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -22,6 +23,7 @@ from raytf.storage.run_folder import RunFolder
 from raytf.worker import ending
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AT_ONCE = "ended at once; a run goes on from the last checkpoint that it kept"
 # Who ends a group of processes, as `timeout` does, may send a signal to it and to each.
 _SAME_SECONDS = 1.0
 # For each of the two messages; a worker answers at once, unless it stands still.
@@ -56,36 +58,56 @@ def agree(workers: Sequence, why: str) -> bool:
 class Ending:
     """Takes signals while a `with` block runs in the main thread; in another thread none come.
 
+    Args:
+        after_step: whether what trains can be asked to end after a step; else the first signal ends it at once.
+        signals: those that are taken.
+        at_once: what is said then.
+
     Attributes:
         number: of the first signal that came, or None.
     """
 
-    def __init__(self):
+    def __init__(self, after_step: bool = True, signals: Sequence[int] = _SIGNALS, at_once: str = _AT_ONCE):
+        self._after_step, self._signals, self._at_once = after_step, signals, at_once
         self.number: int | None = None
         self._since = 0.0
+        self._raised: StoppedError | None = None
         self._heard: Callable[[], object] | None = None
         self._changed = threading.Event()
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Ending:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._hear) for number in self._signals}
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, StoppedError):  # Python ends with its code, and says nothing
-            self._say(error.where)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        lost = kind is SystemExit and self._raised is not None  # Ray raises it for what is raised while it waits
+        error = self._raised if lost else error
+        if isinstance(error, StoppedError):  # Python ends with its code, and says nothing
+            self._say(error.where)
+        if lost:
+            raise error from None
 
     def _hear(self, number, frame) -> None:
         now = time.monotonic()
         if self.number is not None and now - self._since < _SAME_SECONDS:
             return
         again, self.number, self._since = self.number is not None, self.number or number, now
-        if again or self._heard is None:
-            raise StoppedError(self.number, "ended at once; a run goes on from the last checkpoint that it kept")
-        self._heard()
+        if again or self._heard is None or self._heard() is False:
+            self._raised = StoppedError(self.number, self._at_once)
+            raise self._raised
+
+    @contextlib.contextmanager
+    def calls(self, heard: Callable[[], object]) -> Iterator[None]:
+        """Within it the first signal calls a function, and what runs ends by itself; at once if that gives False."""
+        self._heard = heard
+        try:
+            yield
+        finally:
+            self._heard = None
 
     def _say(self, text: str) -> None:
         print(f"raytf: {signal.Signals(self.number).name}: {text}", file=sys.stderr, flush=True)
@@ -103,16 +125,13 @@ class Ending:
         """
         future = ref.future()  # Ray looks at signals once in a second only
         future.add_done_callback(lambda _: self._changed.set())
-        self._heard = self._changed.set
-        try:
+        with self.calls(self._changed.set) if self._after_step else contextlib.nullcontext():
             while not future.done():
                 self._changed.wait()
                 self._changed.clear()
                 if self.number is not None:
                     self._end(future, workers)
             return future.result()
-        finally:
-            self._heard = None
 
     def _end(self, future, workers: Callable[[], object]) -> None:
         self._say("ends after this step; a second signal ends it at once")
@@ -134,7 +153,7 @@ class Ending:
             concurrent.futures.wait([future], _AGAIN_SECONDS)
 
     def here(self, train: Callable):
-        """Calls a training in this very process; a signal ends it after a step."""
+        """Calls a training in this very process; a signal ends it after a step, where that can be."""
 
         def heard():
             if not ending.gate.ask(ending.STOP):
@@ -142,11 +161,8 @@ class Ending:
             ending.gate.end_after(ending.gate.ask(ending.STOP))
 
         ending.gate.reset()
-        self._heard = heard
-        try:
+        with self.calls(heard) if self._after_step else contextlib.nullcontext():
             return train()
-        finally:
-            self._heard = None
 
     def check(self, result, folder: RunFolder) -> None:
         """Raises what a signal has made of a run that has ended without an error; nothing without a signal.

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 
+from raytf.compat import autograph
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import ValidationConfig
 from raytf.console import once, output
@@ -25,7 +26,6 @@ from raytf.runtime import guard
 from raytf.runtime.guard import Place
 from raytf.runtime.resources import placed_actor
 from raytf.runtime.watchdog import Watchdog
-from raytf.storage import autograph_files
 from raytf.storage.checkpoint_files import read_state_of
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker.job import TrainJob
@@ -60,7 +60,7 @@ class Evaluator:
             return self._evaluate(checkpoint)
 
     def _evaluate(self, checkpoint: Checkpoint) -> dict[str, float]:
-        with autograph_files.removed():
+        with autograph.in_memory():
             if self._model is None:
                 self._build()
             with checkpoint.as_directory() as folder:

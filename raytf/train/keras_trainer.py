@@ -18,7 +18,7 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.compat.ray_configs import resources_per_worker
-from raytf.console import progress
+from raytf.console import progress, quiet
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
 from raytf.data.batch_spec import BatchSpec
@@ -217,7 +217,9 @@ class KerasTrainer:
             ConfigError: the model, the columns or the cluster do not fit; no worker has started.
             TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
                 Or another driver has taken over the run's folder while this one was frozen.
-            StoppedError: SIGTERM or SIGINT came (to the main thread); says which step is kept. It is a `SystemExit`.
+            StoppedError: SIGTERM or SIGINT came (to the main thread), or a node is drained that the run cannot leave:
+                the driver's, or that of the coordinator of parameter servers. Says which step is kept, and is a
+                `SystemExit`.
         """
         inner = place(self)  # may start Ray, which takes SIGTERM for itself
         with ends.Ending() as ending:
@@ -278,6 +280,15 @@ class KerasTrainer:
             )
         return last
 
+    def identity(self, found: dict, model: dict[str, Any]) -> dict[str, Any]:
+        """What tells trainings by this trainer from others.
+
+        Args:
+            found: datasets that were read, by name.
+            model: the identity of the model that was tried.
+        """
+        return self._identity(found, model, self._data_identity(found))
+
     def _data_identity(self, found: dict) -> dict[str, Any]:
         return {name: fingerprint.of_dataset(self.datasets[name], sum(part.rows)) for name, part in found.items()}
 
@@ -302,7 +313,8 @@ class KerasTrainer:
         """The result of a run that has nothing left to do."""
         why = "was stopped by a callback" if last.stopped else "has trained"
         print(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
-        result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
+        with quiet.result_is_read():
+            result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
         rows = [metrics for _, metrics in result.best_checkpoints]
         evaluated = {row["epoch"]: {k: v for k, v in row.items() if k.startswith(evaluator.PREFIX)} for row in rows}
         return _with_history(self, result, self._validated(result) or evaluated)

@@ -108,6 +108,7 @@ class EarlyStartTrainer(DataParallelTrainer):
     """
 
     _cancelled = False
+    _ending: ends.Ending | None = None
 
     def __init__(self, *args, run_config=None, launch: Startup | None = None, beside=None, shown=None, **kwargs):
         self._launch, self._beside, self._shown = launch, beside, shown
@@ -124,6 +125,7 @@ class EarlyStartTrainer(DataParallelTrainer):
             return self._fit_here()
         given, config = self._launch, self.backend_config
         self._launch = given or Startup(self.scaling_config, self.run_config)
+        self._launch.ending = self._launch.ending or self._ending
         level = self.run_config.logging_config.log_level
         self.backend_config = dataclasses.replace(config, warned=self._launch.warned, log_level=level)
         self._reservation = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config))

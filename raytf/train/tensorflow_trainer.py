@@ -22,7 +22,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ray_config
+from raytf.train import arguments, ends, ray_config
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.startup import EarlyStartTrainer
 
@@ -104,8 +104,14 @@ class TensorflowTrainer(EarlyStartTrainer):
             ResourceError: the cluster can never hold the workers.
             TrainingError: a worker failed more often than `FailureConfig` allows; it is a
                 `ray.train.TrainingFailedError` too.
+            StoppedError: SIGTERM or SIGINT came (to the main thread), and ended it at once. It is a `SystemExit`.
         """
-        connect(resources.bundles(self.scaling_config, self._servers))
+        connect(resources.bundles(self.scaling_config, self._servers))  # may start Ray, which takes SIGTERM for itself
+        with ends.Ending(after_step=False) as self._ending:
+            return self._fit_placed()
+
+    def _fit_placed(self) -> ray.train.Result:
+        """Runs the train loop as the only driver that has the run's folder."""
         if not self.num_ps:
             self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
             self.scaling_config = self._workers

@@ -22,7 +22,7 @@ import ray.cloudpickle
 from ray.util.placement_group import placement_group_table
 
 from raytf.collectives import ring
-from raytf.compat import legacy_keras, legacy_names, ray_core
+from raytf.compat import autograph, legacy_keras, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
@@ -32,7 +32,7 @@ from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.guard import FrozenError, Guard, Place
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
-from raytf.storage import autograph_files, scratch
+from raytf.storage import scratch
 from raytf.train import backend
 from raytf.train.entry import import_raytf
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
@@ -295,7 +295,7 @@ class GroupWorker(Process):
         self._stack.enter_context(context.prepared(setup))
         self._stack.enter_context(backend.spoken(rank == 0, None))
         self._stack.enter_context(once.shown(setup.warned))
-        with autograph_files.removed():
+        with autograph.in_memory():
             context.get_strategy()  # the ring tells its addresses by a collective
         self._defaults = _keras_defaults()
 
@@ -316,7 +316,7 @@ class GroupWorker(Process):
         try:
             import_keras()  # for this thread
             session.park()
-            with output.telling(), autograph_files.removed():
+            with output.telling(), autograph.in_memory():
                 job.train(session, job.config)
             session.events.put(("end", None))
             session.park()

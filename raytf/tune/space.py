@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from ray import tune
-from ray.tune.search.sample import Categorical, Domain, Integer
+from ray.tune.search.sample import Categorical, Domain, Function, Integer
 from ray.tune.search.variant_generator import generate_variants
 
 from raytf.errors import ConfigError
@@ -78,6 +79,20 @@ def sample(space: Mapping[str, Any]) -> dict[str, Any]:
     """A config of the space: the first point of a grid, a draw from each domain."""
     _, drawn = next(generate_variants({"config": dict(space)}))
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in drawn["config"].items()}
+
+
+def described(space: Mapping[str, Any]) -> dict[str, str]:
+    """What each key of a space may be, as a text that is the same in another process."""
+    return {name: _described(value) for name, value in space.items()}
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Domain) and not isinstance(value, Function):
+        return f"{type(value).__name__} {value.domain_str} {type(value.get_sampler()).__name__}"
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return type(value).__name__
 
 
 def scheduler(given: Any, space: Mapping[str, Any], epochs: int):

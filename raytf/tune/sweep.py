@@ -16,6 +16,8 @@ import json
 import logging
 import math
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +25,9 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
+from pyarrow.fs import FileSelector
 from ray import tune
+from ray.tune.result import DONE
 from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
@@ -31,8 +35,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.data import stored, streamed
-from raytf.errors import ConfigError, ResourceError, TrainingError
-from raytf.identity import config_keys
+from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
+from raytf.identity import config_keys, fingerprint, same_run
+from raytf.identity.meaning import described
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -40,6 +45,7 @@ from raytf.storage import run_folder, scratch, trusted
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
+from raytf.train.ends import Ending
 from raytf.train.entry import import_raytf, train
 from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, placed
@@ -54,6 +60,8 @@ from raytf.worker import checkpoint
 from raytf.worker.job import TrainJob
 
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
+_NO_SIGINT = "TUNE_DISABLE_SIGINT_HANDLER"
+_TUNES_STATE = "experiment_state-"
 _FREQUENT_SNAPSHOTS = "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S"
 # What the trainer itself reads of a trial's config.
 _OWN_KEYS = ("batch_size", "epochs", "num_workers")
@@ -102,8 +110,9 @@ def sweep(
         base_batch_size: see there.
         warmup_steps: in which the learning rate rises from 0.
         resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
-            checkpoints. `trainer` must be the same, and `param_space` is not needed. Tune keeps a sweep's state as
-            pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
+            checkpoints. `trainer` must be the same, and `param_space` is not needed. Without it a sweep goes on, too,
+            if the RunConfig has the name of one that exists and was called with these arguments. Tune keeps a sweep's
+            state as pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
         progress: show a table of the trials in a terminal.
 
     Returns:
@@ -113,6 +122,7 @@ def sweep(
     Raises:
         ConfigError: an argument is wrong, or no trial reports the metric.
         ResourceError: the cluster can never hold a trial.
+        StoppedError: SIGTERM or SIGINT came (to the main thread); says how to go on. It is a `SystemExit`.
     """
     _check(trainer, param_space, report_every_steps, resume)
     options = SweepOptions(
@@ -124,6 +134,12 @@ def sweep(
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
     ray_config.check_sweep(trainer, param_space, run_config is not None)
+    named = None
+    if resume is None:
+        options = dataclasses.replace(options, space=space.described(param_space))
+        if (named := _existing(run_config or trainer.run_config)) is not None:
+            options.check_same(report.settings(named), named)
+            resume = named
     if resume is not None:
         options = options.resumed(report.settings(resume))
         trusted.check_own(report.located(resume), "A sweep's state")
@@ -151,12 +167,16 @@ def sweep(
     keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
     settled = _run_config(run_config, trainer.run_config, keep)
     with contextlib.ExitStack() as ends:
+        ending = ends.enter_context(Ending())
         ends.callback(scratch.clean)
         lock = ends.enter_context(_lock(settled, resume))
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
-        plan = _plan(trainer, given, config, options, training)
+        plan, identity = _plan(trainer, given, config, options, training)
         processes.settle()
+        if named is not None:
+            _check_same(options.identity, identity, named)
+            print(f"{named}: the sweep of this name goes on")
         table = Table(options.metric, options.mode, trials, progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
@@ -179,10 +199,12 @@ def sweep(
         lock.confirm()
         lock.on_lost = lambda: setattr(table, "fatal", TrainingError(None, lock.lost))
         if resume is None:
-            _remember(options, settled)
-        with table, _quiet_tune():
+            _remember(dataclasses.replace(options, identity=identity), settled)
+        with table, _quiet_tune() as interrupt, ending.calls(interrupt):
             grid = tuner.fit()
         lock.check()
+        if ending.number is not None:
+            raise StoppedError(ending.number, _stands(grid))
         if table.fatal is not None:
             raise table.fatal
         table.conclude(grid)
@@ -204,26 +226,82 @@ def _clean_hosts() -> None:
             pass
 
 
+def _existing(run_config) -> str | None:
+    """The sweep of a RunConfig's name, as `resume` takes it; None where there is none that has begun."""
+    if run_folder.is_unnamed(run_config) or run_config.storage_filesystem is not None:
+        return None
+    folder, storage = RunFolder.of(run_config), os.fspath(run_config.storage_path)
+    files = folder.filesystem.get_file_info(FileSelector(folder.path, allow_not_found=True))
+    names = [file.base_name for file in files]
+    if report.SETTINGS not in names or not any(name.startswith(_TUNES_STATE) for name in names):
+        return None
+    return f"{storage.rstrip('/')}/{folder.name}" if "://" in storage else folder.path
+
+
+def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
+    """Raises ConfigError if a sweep is not one of the trainer `was`; where that is not known, nothing differs."""
+    if "model" in was and "model" in now:
+        differ = same_run.shown(same_run.compare(was, now))
+    else:
+        differ = ", ".join(f"another {key}" for key in now if was and was.get(key) != now[key])
+    if differ:
+        raise ConfigError(
+            "A sweep of a name that exists goes on as it was",
+            f"{name!r} with {differ}",
+            f"Choose another name, or say resume={name!r}",
+        )
+
+
+def _stands(grid) -> str:
+    """Where a sweep stands that a signal has ended, as a clause."""
+    done = sum(bool((result.metrics or {}).get(DONE)) or result.error is not None for result in grid)
+    return (
+        f"the sweep has ended with {done} of {len(grid)} begun trials complete; with the same name, or "
+        f"resume={grid.experiment_path!r}, the others go on from their last checkpoints"
+    )
+
+
 @contextlib.contextmanager
 def _quiet_tune():
     """Tune's newer output prints a page however quiet it is told to be; the older one says nothing.
 
     Nor is it told that snapshots are frequent, which trials on warm workers are, unless the user has set when.
+    Gives what ends Tune's loop, which then keeps its state, as its own handler of SIGINT would; it is in the place of
+    that, and gives False before the loop.
     """
-    ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0")}
+    ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0"), _NO_SIGINT: "1"}
     before = {name: os.environ.get(name) for name in ours}
     logger = logging.getLogger("ray.tune.tune")  # it says where the results are, as raytf does
     level = logger.level
     os.environ.update(ours)
     logger.setLevel(max(level, logging.WARNING))
+
+    own = signal.getsignal(signal.SIGUSR1)
+
+    def interrupt() -> bool:
+        tunes = signal.getsignal(signal.SIGUSR1)
+        if tunes is own:  # it has not begun
+            return False
+        logger.addFilter(_is_news)
+        tunes(signal.SIGUSR1, None)
+        return True
+
     try:
-        yield
+        yield interrupt
     finally:
+        logger.removeFilter(_is_news)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL if own is None else own)
         logger.setLevel(level)
         for name, value in before.items():
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether raytf does not say itself what Tune says of a sweep that is ended."""
+    return record.levelno >= logging.ERROR and not str(record.msg).startswith("Trials did not complete")
 
 
 def _check(trainer, param_space, report_every_steps, resume) -> None:
@@ -283,8 +361,12 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared) -> SweepSpec:
-    """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's."""
+def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared):
+    """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's.
+
+    Returns:
+        (a `SweepSpec`, what tells the trainer from another).
+    """
     environment = worker_environment(trainer.run_config, trainer.scaling_config)
     processes = training.processes
     common = {
@@ -300,7 +382,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
         found = {name: stored.read(d) for name, d in datasets.items()}
         user = trainer.backend_config.config
-        return SweepSpec(
+        spec = SweepSpec(
             train=_UserLoop(trainer.train_loop_per_worker),
             setup=dataclasses.replace(
                 trainer.backend_config,
@@ -313,11 +395,14 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
             rows=sum(found["train"].rows) if "train" in found else None,
             **common,
         )
+        told = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
+        data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
+        return spec, json.loads(json.dumps({key: described(value) for key, value in told.items()} | {"datasets": data}))
     found, every = training.read(trainer), options.report_every_steps
-    _try_model(trainer, processes, found, {**config, **options.sample}, given)
+    tried = _try_model(trainer, processes, found, {**config, **options.sample}, given)
     steps = None if every is None else (every, options.metric)
     task = dataclasses.replace(trainer.task(found), warmup_steps=options.scaling.warmup_steps, report_steps=steps)
-    return SweepSpec(
+    spec = SweepSpec(
         train=_KerasLoop(task),
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
@@ -325,20 +410,26 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         rows=sum(found["train"].rows),
         **common,
     )
+    return spec, trainer.identity(found, tried.identity)
 
 
-def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]) -> None:
-    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt."""
+def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]):
+    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt.
+
+    Returns:
+        What `KerasTrainer.try_model` does.
+    """
     names = tuple(sorted(set(given) - set(_OWN_KEYS)))
     asker, tried = config_keys.Asker(processes), copy.copy(trainer)
     tried.build_model = config_keys.Noting(trainer.build_model, trainer.callbacks, names)
-    tried.try_model(asker, found, config)
+    outcome = tried.try_model(asker, found, config)
     if asker.unread:
         warnings.warn(
             f"Nothing read {', '.join(f'config[{name!r}]' for name in asker.unread)} of param_space when the model was "
             f"tried with {', '.join(f'{name}={config[name]!r}' for name in names)}: is a key misspelt?",
             stacklevel=4,
         )
+    return outcome
 
 
 @dataclasses.dataclass(frozen=True)

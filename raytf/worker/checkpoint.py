@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 __all__ = [
     "State",
     "check",
+    "existing_path",
     "inputs_of",
     "is_checkpoint",
     "last_state",
@@ -391,9 +392,7 @@ def load_model(
     if hasattr(source, "as_directory"):
         _check_single(choice, source.path)
         return _load_whole([source], arguments)
-    path = os.path.expanduser(os.fspath(source))
-    if not os.path.exists(path):
-        raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
+    path = existing_path(source)
     if os.path.isdir(path):
         if not is_checkpoint(path):
             return _load_run(path, choice, arguments)
@@ -405,6 +404,26 @@ def load_model(
         raise ConfigError("A model's file is a .keras file", repr(path), "Load others by Keras itself")
     _check_single(choice, path)
     return _load(path, os.path.abspath(os.path.dirname(path)), *arguments)
+
+
+def existing_path(source) -> str:
+    """The path that `source` is; raises ConfigError where it is none, or nothing is there."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            "A model is loaded from a Result, a Checkpoint or a path",
+            f"a {type(source).__name__}",
+            "Pass what fit() returned, or the folder of the run",
+        )
+    path = os.path.expanduser(os.fspath(source))
+    if "://" in path:
+        raise ConfigError(
+            "A model is loaded from a path of this machine, or from a Result",
+            repr(path),
+            f"Pass ray.train.Result.from_path({path!r})",
+        )
+    if not os.path.exists(path):
+        raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
+    return path
 
 
 def inputs_of(model):
@@ -444,7 +463,8 @@ def _load_run(path: str, choice: Choice, arguments):
     from raytf.compat.ray_train import CheckpointManagerInitializationError
 
     try:
-        result = Result.from_path(path)
+        with quiet.result_is_read():
+            result = Result.from_path(path)
     except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
         kept = kept_in(LocalFileSystem(), os.path.abspath(path))
         if kept:
@@ -628,6 +648,10 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
 
     found = _build(file)
     missing = {k: v for k, v in found["left_out"].items() if k not in config}
+    if not callable(build_model):
+        raise ConfigError(
+            "build_model must be the function that built the model", repr(build_model), "Pass build_model=that function"
+        )
     try:
         model = build_model(dict(config))
     except KeyError as error:
@@ -641,7 +665,7 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
     if not model_optimizers.has_call(model):
         model_optimizers.build(model, None)
     elif found["inputs"] is not None:
-        model(_one_row(found["inputs"]))  # `Model.build` would leave the layers of a subclassed model without weights
+        _call(model, _one_row(found["inputs"]))
     elif not model.built:
         raise ConfigError(
             "A model without build.json beside its file must be built by build_model",
@@ -651,13 +675,34 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
     if compile and model.optimizer is not None:
         model.optimizer.build(model.trainable_variables)
         model_optimizers.build_as_saved(os.path.dirname(file), model)
-    try:
-        model.load_weights(file)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(
-            "build_model must build the model that was saved", first_line(error), "Pass the training's, and its config"
-        ) from error
+    with warnings.catch_warnings():
+        if not compile:
+            warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+        try:
+            model.load_weights(file)
+        except (ValueError, KeyError) as error:
+            raise _other_model(error) from error
     return model
+
+
+def _call(model, row) -> None:
+    """Makes a model's weights; `Model.build` would leave the layers of a subclassed one without."""
+    try:
+        model(row)
+    except Exception as error:  # of Keras, of TensorFlow and of the user's layers, each of its own kind
+        raise _other_model(error) from error
+
+
+def _other_model(error: Exception) -> ConfigError:
+    return ConfigError(
+        "build_model must build the model that was saved", _shown(error), "Pass the training's, and its config"
+    )
+
+
+def _shown(error: Exception) -> str:
+    """What Keras says; the sentence after "Example error message" is the one that names what differs."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines and "Example error message" in lines[0] else lines[:1])[:400]
 
 
 def _one_row(inputs):

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from raytf import validation
 from raytf.data import columns as columns_module
 from raytf.data import stored, streamed
 from raytf.data.batch_spec import BatchSpec
@@ -154,8 +155,15 @@ class Position(tf.train.experimental.PythonState):
         """The epochs that are left, and of each the batches that are left; each counts when it is given.
 
         Args:
-            epochs: of the whole training.
+            epochs: of the whole training, at least 0.
+
+        Raises:
+            ConfigError: `epochs` is no such number.
         """
+        validation.check_whole("epochs", epochs, 0)
+        return self._epochs(epochs)
+
+    def _epochs(self, epochs: int) -> Iterator[Iterator]:
         while self.epoch < epochs:
             yield self._batches()
             # also where a loop has left the epoch before its end
@@ -208,6 +216,12 @@ class Position(tf.train.experimental.PythonState):
                 "A loop goes on within an epoch with the rows that its steps had",
                 f"step {state['step']} of an epoch with {differs}",
                 "Call get_dataset as before, or begin the epoch anew: set_state({**state, 'step': 0})",
+            )
+        if state["step"] > self.steps:
+            raise ConfigError(
+                f"A loop goes on within an epoch of {self.steps} steps",
+                f"step {state['step']}",
+                "Pass what get_state gave, and call get_dataset as before",
             )
         self.epoch, self.step = state["epoch"], state["step"]
 

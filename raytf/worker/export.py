@@ -92,10 +92,12 @@ def check(source, output: str | os.PathLike, format: str, **choice) -> None:
             f"Install {'them' if len(missing) > 1 else 'it'} (pip install {' '.join(missing)}), or load the model by "
             "raytf.load_model and use a format of Keras' own model.export",
         )
+    if not isinstance(output, (str, os.PathLike)):
+        raise ConfigError("An export is written to a path", f"a {type(output).__name__}", "Name a folder or file")
     _check_output(os.fspath(output), format)
     chosen = Choice(**choice)
     if not hasattr(source, "checkpoint") and not hasattr(source, "as_directory"):
-        _check_source(os.path.expanduser(os.fspath(source)), chosen)
+        _check_source(checkpoint.existing_path(source), chosen)
 
 
 def _check_output(output: str, format: str) -> None:
@@ -114,13 +116,15 @@ def _check_output(output: str, format: str) -> None:
 
 def _check_source(path: str, choice: Choice) -> None:
     """Looks for the checkpoint as far as files say where it is; metrics that Ray lists are looked at with Ray."""
-    if not os.path.exists(path):
-        raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
     if not os.path.isdir(path) or checkpoint.is_checkpoint(path):
         return
     kept = kept_in(LocalFileSystem(), os.path.abspath(path))
     if not kept:
-        raise ConfigError("A run's folder needs a checkpoint to load a model from", repr(path), "Train longer")
+        raise ConfigError(
+            "A run's folder needs a checkpoint to load a model from",
+            f"{path!r}, which has none",
+            "Name the folder of the run, below its storage path, or train longer",
+        )
     if choice.which != "best":
         choice.ordered(kept, path)
 

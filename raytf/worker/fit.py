@@ -9,8 +9,10 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from raytf.compat import keras_objects
 from raytf.data import sampling
 from raytf.data.feed import Feed
+from raytf.errors import ConfigError
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers
 from raytf.parallel.callbacks import settable_rate
@@ -129,7 +131,12 @@ def build_from_data(model, dataset) -> None:
     """Builds a compiled model and its optimizer from the data's shapes, as Keras does before its first step.
 
     A checkpoint can then be restored into them.
+
+    Raises:
+        ConfigError: a layer of the model is stateful.
     """
+
+    _refuse_state_of_rows(model)
 
     def example(spec):
         if isinstance(spec, tf.RaggedTensorSpec):
@@ -137,6 +144,18 @@ def build_from_data(model, dataset) -> None:
         return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
     model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec))
+
+
+def _refuse_state_of_rows(model) -> None:
+    """What a stateful layer remembers of a batch is in no checkpoint, nor on a worker that has other rows."""
+    for layer in keras_objects.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ConfigError(
+                "A step must depend on its own rows alone, as they come in another order in each epoch, and on any "
+                "worker",
+                f"the layer {layer.name!r}, {type(layer).__name__}(stateful=True)",
+                "Use stateful=False, with longer sequences",
+            )
 
 
 def users_callbacks(task: TrainJob, session) -> list:

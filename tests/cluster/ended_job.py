@@ -45,6 +45,10 @@ def noting(config):
                     time.sleep(0.01)
                 hold.unlink()
 
+        def on_train_end(self, logs=None):
+            if not config["workers"] or models.rank() == 0:
+                np.savez(f"{config['place']}.npz", *self.model.get_weights())
+
     return [Note()]
 
 
@@ -78,7 +82,7 @@ def train(folder: str, name: str, workers: int) -> None:
 
     import raytf
 
-    result = raytf.KerasTrainer(
+    raytf.KerasTrainer(
         models.mlp,
         config={"batch_size": 7, "epochs": 3, "dropout": 0.2, "place": f"{folder}/{name}", "workers": workers},
         datasets={"train": models.dataset(), "validation": models.dataset(41, 1)},
@@ -89,8 +93,6 @@ def train(folder: str, name: str, workers: int) -> None:
         run_config=ray.train.RunConfig(name=name, storage_path=folder),
         progress=False,
     ).fit()
-    weights = {str(i): np.asarray(w) for i, w in enumerate(raytf.load_model(result).get_weights())}
-    np.savez(pathlib.Path(folder, f"{name}.npz"), **weights)
 
 
 if __name__ == "__main__":

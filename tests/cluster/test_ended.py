@@ -14,6 +14,8 @@ import time
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
@@ -133,9 +135,9 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path):
     while left(tmp_path) - before:
         assert time.monotonic() < deadline, left(tmp_path) - before
         time.sleep(0.5)
-    finished(started(tmp_path, "run", 2))  # it goes on, and removes the temporary folders of those that were killed
     for folder in (tempfile.gettempdir(), "/dev/shm"):
         assert not [name for name in os.listdir(folder) if any(owner in name for owner in owners)]
+    finished(started(tmp_path, "run", 2))  # it goes on
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +180,96 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, two_hosts):
     told = r"a node that it cannot leave is drained; the run 'own' has ended after step (\d+)"
     (step,) = map(int, re.findall(told, said))
     assert (tmp_path / "own" / f"step_{step:012d}" / "manifest.json").exists()
+
+
+# A model whose steps take their time until a file is there.
+SLOW = """
+import os
+import time
+
+
+def build_model(config):
+    import keras
+    import tensorflow as tf
+
+    def wait():
+        time.sleep(0.0 if os.path.exists(config["fast"]) else 0.1)
+        return 0
+
+    class Slow(keras.Model):
+        def train_step(self, data):
+            with tf.control_dependencies([tf.py_function(wait, [], tf.int64)]):
+                return super().train_step(data)
+
+    x = keras.Input((1,))
+    model = Slow(x, keras.layers.Dense(1)(x))
+    model.compile(keras.optimizers.SGD(config["learning_rate"] or 0.1), "mse")
+    return model
+"""
+
+
+@pytest.fixture
+def command_line(tmp_path):
+    """Starts a command of raytf in a folder with a model and data, as it is typed there."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    pq.write_table(pa.table({"x": np.linspace(0, 1, 400), "y": np.linspace(0, 1, 400)}), tmp_path / "rows.parquet")
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    environment["PYTHONPATH"] = os.pathsep.join([str(pathlib.Path.cwd()), environment.get("PYTHONPATH", "")])
+    raytf = pathlib.Path(sys.executable).with_name("raytf")
+
+    def start(command, *arguments):
+        known = ["slow:build_model", "--data", "rows.parquet", "--features", "x", "--labels", "y", "--storage", "runs"]
+        known += ["--batch-size", "4", "--name", command, "--set", f"fast={tmp_path}/fast"]
+        line = [raytf, command, *known, *arguments]
+        return subprocess.Popen(line, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(900)
+def test_exit_codes_of_raytf_train(tmp_path, command_line):
+    finished(command_line("train", "--no-such-option"), 2)
+    assert "Error: batch_size is the global batch" in finished(command_line("train", "--num-workers=8"), 1)
+    signals = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    kept = 0
+    for number, code in signals:
+        driver = command_line("train", "--checkpoint-every", "1 step")
+        until(lambda: any(step > kept for step in whole(tmp_path / "runs" / "train")), driver)  # noqa: B023
+        driver.send_signal(number)
+        (step,) = map(int, re.findall(r"has ended after step (\d+)", finished(driver, code)))
+        assert step > kept and step in whole(tmp_path / "runs" / "train")
+        kept = step
+    (tmp_path / "fast").touch()
+    finished(command_line("train", "--checkpoint-every", "1 step"))
+
+
+def whole(folder):
+    """Steps of the checkpoints within epochs."""
+    return [int(path.parent.name.removeprefix("step_")) for path in folder.glob("step_*/manifest.json")]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(900)
+def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_line):
+    arguments = ["learning_rate=choice([0.1,0.2])", "--num-samples", "2", "--max-concurrent-trials", "1"]
+    driver = command_line("sweep", *arguments)
+    until(lambda: list(tmp_path.glob("runs/sweep/*/events*")) and tunes_state(tmp_path), driver)
+    driver.send_signal(signal.SIGTERM)
+    assert "the sweep has ended with 0 of" in finished(driver, 143)
+    before = set(tmp_path.glob("runs/sweep/Trial_*"))
+    assert before
+    said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 1)
+    assert "A sweep of a name that exists goes on as it was" in said
+    (tmp_path / "slow.py").write_text(SLOW.replace("layers.Dense(1)", "layers.Dense(1, 'tanh')"))
+    said = finished(command_line("sweep", *arguments), 1)
+    assert "A sweep of a name that exists goes on as it was" in said and "tanh" in said
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "fast").touch()
+    finished(command_line("sweep", *arguments))
+    trials = list(tmp_path.glob("runs/sweep/Trial_*/result.json"))
+    assert len(trials) == 2 and before <= {path.parent for path in trials}
+
+
+def tunes_state(tmp_path):
+    return list(tmp_path.glob("runs/sweep/experiment_state-*"))

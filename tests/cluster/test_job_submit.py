@@ -7,10 +7,12 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from cluster import local
+from tests.cluster.test_ended import steps
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -68,6 +70,14 @@ def cluster(warm_starts):
     # Two workers, and CPUs for Ray Data beside them.
     with warm_starts(), local.local_cluster(nodes=1, cpus=4) as cluster:
         yield cluster
+
+
+def ray_job(cluster, *arguments) -> str:
+    """What a command of `ray job` prints."""
+    command = [pathlib.Path(sys.executable).with_name("ray"), "job", *arguments]
+    environment = os.environ | cluster.environment
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    return run.stdout + run.stderr
 
 
 def submit(cluster, working_dir, *entrypoint):
@@ -135,3 +145,25 @@ def test_a_job_whose_training_fails_says_which_worker_and_why(cluster, tmp_path)
     code, log = submit(cluster, folder, "python", "broken.py", str(tmp_path / "storage"))
     assert code == 1, log
     assert re.search(r"worker 1 failed: ValueError: broken on purpose", log), log
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_loses_no_step(cluster, tmp_path):
+    """`ray job stop` comes in step 20 of 42, with 3 s until it kills the job; the same submission makes the others."""
+    command = ["python", "-m", "tests.cluster.ended_job", str(tmp_path), "run", "2"]
+    (tmp_path / "run_hold").write_text("1 4")
+    address = ["--address", cluster.dashboard]
+    submitted = ["--no-wait", "--submission-id=stopped", "--working-dir", REPOSITORY]
+    ray_job(cluster, "submit", *address, *submitted, "--", *command)
+    until = time.monotonic() + 240
+    while steps(tmp_path, "run", 1)[-1:] != [(1, 4)]:
+        assert time.monotonic() < until, ray_job(cluster, "logs", *address, "stopped")
+        time.sleep(0.05)
+    assert "was stopped" in ray_job(cluster, "stop", *address, "stopped")
+    first = steps(tmp_path, "run", 0)
+    code, log = submit(cluster, REPOSITORY, *command)  # waits for the process that writes, should it be at work
+    assert code == 0, log
+    assert not (tmp_path / "run" / "run.lock").exists()
+    everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    assert first == everything[: len(first)] and len(first) in (19, 20)
+    assert steps(tmp_path, "run", 0) == steps(tmp_path, "run", 1) == everything

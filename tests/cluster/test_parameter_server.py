@@ -21,6 +21,7 @@ def table_model(config):
     from keras import layers
 
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # another model of this process may have asked for it before
     numbers, token = keras.Input((6,), name="numbers"), keras.Input((), dtype="int64", name="token")
     x = layers.Concatenate()([layers.Dense(8, "relu")(numbers), layers.Embedding(301, 4)(token)])
     model = keras.Model(

@@ -130,7 +130,8 @@ def test_a_worker_that_ends_while_others_wait(tmp_path):
     assert "worker 1 ended while others went on; every worker must make the same number of steps" in err
 
 
-def test_an_interrupt_ends_every_process(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_every_process(tmp_path, number):
     (tmp_path / "forever.py").write_text(
         "import subprocess, sys, threading\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e6)', 'raytf.launch.bootstrap'])\n"
@@ -143,9 +144,9 @@ def test_an_interrupt_ends_every_process(tmp_path):
     while len(left()) < 4 and time.monotonic() < until:
         time.sleep(0.05)
     assert len(left()) == 4
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "stopped by SIGINT" in err
+    assert process.returncode == 128 + number and f"stopped by {number.name}" in err
     assert not left()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -36,6 +37,15 @@ def subclassed(config):
             return self.head(self.hidden(x))
 
     model = Unregistered()
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    return model
+
+
+def of_two_inputs(config):
+    import keras
+
+    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+    model = keras.Model([a, b], keras.layers.Dense(1)(keras.layers.Add()([a, b])))
     model.compile(keras.optimizers.Adam(0.1), "mse")
     return model
 
@@ -120,8 +130,17 @@ def test_a_model_that_keras_does_not_know_is_built_by_the_function_that_is_passe
     assert int(loaded.optimizer.iterations) == 3
     with pytest.raises(ConfigError, match=r"'tokenizer' is missing.*Pass config="):
         checkpoint.load_model(tmp_path, build_model=lambda config: config["tokenizer"])
-    with pytest.raises(ConfigError, match="build_model must build the model that was saved"):
+    with pytest.raises(ConfigError, match="build_model must build the model that was saved.* but received"):
         checkpoint.load_model(tmp_path, build_model=subclassed, config={"units": 5})
+    with pytest.raises(ConfigError, match="build_model must build the model that was saved.*expects 2 named input"):
+        checkpoint.load_model(tmp_path, build_model=of_two_inputs)
+    with pytest.raises(
+        ConfigError, match="build_model must be the function that built the model; received: 'module:f'"
+    ):
+        checkpoint.load_model(tmp_path, build_model="module:f")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Keras': the optimizer's variables, which nobody asked for, are not loaded
+        checkpoint.load_model(tmp_path, False, build_model=subclassed)
     monkeypatch.setattr(checkpoint, "_made_here", {})
     checkpoint.remember(str(tmp_path.parent), subclassed, {"tokenizer": "here"})
     with pytest.warns(UserWarning, match="built with the trainer's build_model"):

@@ -63,7 +63,7 @@ def test_trackers_are_the_chiefs_and_ask_for_batches_only_where_they_log_them(tr
     assert [looks_at_batches(c) for c in looking + not_looking] == [True] * 5 + [False] * 4
     assert all(map(chief_callbacks.is_chiefs, looking + not_looking[:-1]))
     stopping = keras.callbacks.EarlyStopping()
-    assert list(_redirected([*looking, *not_looking, stopping], str(tmp_path))) == [stopping]
+    assert list(_redirected([*looking, *not_looking, stopping], lambda: str(tmp_path))) == [stopping]
 
 
 def test_orbax_is_the_chiefs(tmp_path):
@@ -72,7 +72,7 @@ def test_orbax_is_the_chiefs(tmp_path):
             self.save_freq = save_freq
 
     assert not looks_at_batches(Stands("epoch")) and looks_at_batches(Stands(10))
-    assert not list(_redirected([Stands("epoch")], str(tmp_path)))
+    assert not list(_redirected([Stands("epoch")], lambda: str(tmp_path)))
 
 
 def test_what_the_user_says_is_the_chiefs(monkeypatch, tmp_path):
@@ -84,7 +84,7 @@ def test_what_the_user_says_is_the_chiefs(monkeypatch, tmp_path):
             made.append(self)
 
     kept = raytf.on_chief(Writes())
-    assert kept is made[0] and not list(_redirected([kept, raytf.on_chief(Writes)], str(tmp_path)))
+    assert kept is made[0] and not list(_redirected([kept, raytf.on_chief(Writes)], lambda: str(tmp_path)))
     assert len(made) == 2, "a process without TF_CONFIG is alone"
     cluster = {"worker": ["a:1", "b:2"]}
     for task, is_chief in (("worker", 0), True), (("worker", 1), False), (("evaluator", 0), False):

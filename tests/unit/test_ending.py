@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import types
 
@@ -13,6 +14,7 @@ import pyarrow.fs
 import pytest
 
 from raytf.errors import StoppedError, TrainingError
+from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
 from raytf.train.ends import Ending
 from raytf.worker import ending
@@ -123,3 +125,68 @@ def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):
         end.check(types.SimpleNamespace(return_value=None), folder)
     with pytest.raises(TrainingError, match="SIGTERM: it has ended after step 7, whose .* is not kept; none is"):
         end.check(types.SimpleNamespace(return_value={"step": 7}), folder)
+
+
+def itself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_where_nothing_can_be_asked_the_first_signal_ends_it_at_once(number, capfd):
+    before = signal.getsignal(number)
+    with pytest.raises(StoppedError) as stopped, Ending(after_step=False, at_once="ended, and why") as ending:
+        itself(number)
+    assert stopped.value.code == 128 + number and ending.number == number
+    assert capfd.readouterr().err == f"raytf: {signal.Signals(number).name}: ended, and why\n"
+    assert signal.getsignal(number) == before
+
+
+def test_what_ray_makes_of_it_while_it_waits_is_a_stop_all_the_same(capfd):
+    with pytest.raises(StoppedError) as stopped, Ending(at_once="ended, and why"):
+        try:
+            itself(signal.SIGTERM)
+        except SystemExit:
+            raise SystemExit(1) from None  # as `ray.get` does
+    assert stopped.value.code == 143 and "SIGTERM: ended, and why" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as ended, Ending():
+        raise SystemExit(1)  # of the user's own
+    assert not isinstance(ended.value, StoppedError)
+
+
+def test_what_is_called_for_a_signal_may_hear_nothing_yet():
+    heard = []
+    with Ending() as ending, ending.calls(lambda: heard.append(1)):
+        itself(signal.SIGINT)
+    assert heard == [1] and ending.number == signal.SIGINT
+    with pytest.raises(StoppedError), Ending() as ending, ending.calls(lambda: False):
+        itself(signal.SIGINT)
+
+
+def test_sigint_stays_pythons_where_it_is_not_taken():
+    with pytest.raises(KeyboardInterrupt), Ending(signals=[signal.SIGTERM]):
+        itself(signal.SIGINT)
+
+
+def test_sigterm_is_whose_it_was_when_ray_has_started():
+    """Ray's own handler ends a driver with 15, which no shell knows."""
+    heard = []
+
+    def as_ray():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with connection._sigterm_kept():
+            as_ray()
+        itself(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(SystemExit) as ended, connection._sigterm_kept():
+            as_ray()
+            itself(signal.SIGTERM)
+        assert ended.value.code == 143
+        with pytest.raises(SystemExit) as ended:
+            itself(signal.SIGTERM)
+        assert ended.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -140,6 +140,24 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_and_said(run, tmp_path):
         raytf.load_model(tmp_path / "run", which=17)
 
 
+@pytest.mark.parametrize("source", [None, 5, ["run"]])
+def test_what_is_no_source_is_refused(tmp_path, source):
+    for way in (lambda: raytf.load_model(source), lambda: export(source, tmp_path / "out")):
+        with pytest.raises(ConfigError, match="a Result, a Checkpoint or a path; received: a "):
+            way()
+
+
+def test_a_uri_is_that_of_a_result(tmp_path):
+    for way in (lambda: raytf.load_model("s3://b/run"), lambda: export("s3://b/run", tmp_path / "out")):
+        with pytest.raises(ConfigError, match=r"Pass ray.train.Result.from_path\('s3://b/run'\)"):
+            way()
+
+
+def test_what_is_no_path_to_write_to_is_refused(run):
+    with pytest.raises(ConfigError, match="An export is written to a path; received: a NoneType"):
+        export(run, None)
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -43,6 +43,15 @@ def for_gpus():
     return made
 
 
+def stateful():
+    import keras
+
+    layers = [keras.Input(batch_shape=(4, 1, 3)), keras.layers.LSTM(2, stateful=True), keras.layers.Dense(1)]
+    made = keras.Sequential(layers)
+    made.compile("sgd", "mse")
+    return made
+
+
 def holds_a_lock():
     import keras
 
@@ -68,6 +77,7 @@ CASES = {
     "a callback that does not pickle": (model, {"callbacks": holds_a_lock}, "callback 1, a Holds with its attribute"),
     "a class": (model, {"callbacks": [threading.Thread]}, "callbacks must be a list of Keras callbacks"),
     "cuDNN": (for_gpus, {"x": X[:, None]}, "cuDNN is not supported"),
+    "stateful": (stateful, {"x": X[:, None], "batch_size": 4}, "LSTM(stateful=True). Use stateful=False"),
     "XLA": (lambda: model(jit_compile=True), {"num_workers": 2}, "jit_compile needs GPUs"),
     "batch 0": (model, {"batch_size": 0}, "batch_size must be an integer of at least 1"),
     "a batch of too few": (model, {"batch_size": 2, "num_workers": 3}, "at least one row for each replica"),

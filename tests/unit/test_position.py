@@ -105,3 +105,17 @@ def test_a_checkpoint_that_holds_something_else_is_refused():
     for text in ("", "{", "[1]", b"\xff"):
         with pytest.raises(ConfigError, match="what serialize wrote"):
             position.deserialize(text)
+
+
+@pytest.mark.parametrize("epochs", [-1, "3", None, 1.5, True])
+def test_epochs_that_are_no_number_are_refused_before_the_first_one(epochs):
+    with pytest.raises(ConfigError, match="epochs must be an integer of at least 0; received"):
+        Position(rows()).epochs(epochs)
+
+
+def test_a_step_that_the_epoch_does_not_have_is_refused():
+    """The epoch would be skipped without a word."""
+    position = Position(rows())
+    with pytest.raises(ConfigError, match="an epoch of 5 steps; received: step 6"):
+        position.set_state({**position.get_state(), "step": 6})
+    assert (position.epoch, position.step) == (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 import zlib
 
@@ -134,7 +135,7 @@ def test_names_are_not_told_apart_by_a_clock():
     assert not run_folder.is_unnamed(RunConfig(name=made.pop())), "a run is found again by the name that it was given"
 
 
-@pytest.mark.parametrize("name", ["..", "a/../../b", "/etc/run", "a//b", "a/", ".", " ", "a\\b", "a\0"])
+@pytest.mark.parametrize("name", ["..", "a/../../b", "/etc/run", "a//b", "a/", ".", " ", "a\\b", "a\0", 5, ["run"]])
 def test_names_that_leave_the_storage_are_refused(name):
     with pytest.raises(ConfigError, match="must name a folder below its storage path"):
         run_folder.check_name(name)
@@ -160,7 +161,23 @@ def test_where_a_run_stands(folder):
     write(folder, "checkpoint_1/state.json", '{"epoch": 2, "sto')
     assert epoch(folder) == 1
     write(folder, "checkpoint_0/state.json", "")
-    with pytest.raises(ConfigError, match="neither 'checkpoint_1' nor one before it is a whole one. Use resume=False"):
+    with pytest.raises(ConfigError, match="whole: checkpoint_1 .*; checkpoint_0 .state.json is empty.*resume=False"):
+        folder.last()
+
+
+def test_checkpoints_within_the_first_epoch_that_are_all_damaged_are_named(folder):
+    """Before workers start, who would find it out."""
+    within(folder, 2, 2)
+    write(folder, "step_000000000002/model.keras", "w")
+    with pytest.raises(ConfigError, match=r"none is whole: step_000000000002 \(model.keras is 1 bytes"):
+        folder.last()
+
+
+def test_a_newer_format_at_the_end_of_an_epoch_is_refused_beside_one_that_is_read(folder):
+    trained(folder)
+    within(folder, 6, 2)
+    whole(folder, "checkpoint_1", {"version": 99})
+    with pytest.raises(ConfigError, match="received: checkpoint_1 of format 99. Use the raytf that wrote it"):
         folder.last()
 
 
@@ -327,3 +344,19 @@ def test_what_is_put_aside_is_a_run_of_its_own(folder):
     assert sorted([*names(folder, there.path), f"inner/{SNAPSHOT}", "run.lock"]) == before
     assert there.last().epoch == 2 and folder.last() is None
     assert folder.put_aside() is None
+
+
+def test_ray_has_no_advice_for_who_only_reads_a_run(tmp_path, caplog):
+    """It would say that the folder should be deleted, if a new run was meant."""
+    from raytf.worker import checkpoint
+
+    folder = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"), "run")
+    trained(folder)
+    logger = logging.getLogger("ray.train")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger="ray.train"), pytest.raises(ConfigError, match="model.keras"):
+            checkpoint.load_model(folder.path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "run snapshot was found" not in caplog.text

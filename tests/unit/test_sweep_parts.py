@@ -110,17 +110,18 @@ def test_wrong_scalings(arguments, message):
 # What the folder of a sweep holds since there are sweeps.
 REMEMBERED = (
     '{"metric": "val_loss", "mode": "max", "rule": "sqrt", "base_batch_size": 32, "warmup_steps": 5, '
-    '"report_every_steps": 7, "sample": {"units": 3}}'
+    '"report_every_steps": 7, "num_samples": 1, "space": {"units": "3"}, "identity": {}, "sample": {"units": 3}}'
 )
 
 
 def test_what_a_sweep_remembers():
     scaling = learning_rate.Scaling(rule="sqrt", base_batch_size=32, warmup_steps=5)
     sample = {"units": 3, "layer": object()}  # what JSON does not have is left out
-    options = SweepOptions(metric="val_loss", mode="max", report_every_steps=7, scaling=scaling, sample=sample)
+    own = {"scaling": scaling, "sample": sample, "space": space.described({"units": 3})}
+    options = SweepOptions(metric="val_loss", mode="max", report_every_steps=7, **own)
     assert json.dumps(options.content()) == REMEMBERED
     resumed = SweepOptions(num_samples=4, max_concurrent_trials=2, metric="loss").resumed(json.loads(REMEMBERED))
-    assert resumed.content() == options.content()
+    assert resumed.content() == options.content() | {"num_samples": 4}
     assert (resumed.num_samples, resumed.max_concurrent_trials) == (4, 2), "what is of the call stays"
     for wrong in ({"metric": "loss", "mode": "min"}, json.loads(REMEMBERED) | {"mode": "best"}):
         with pytest.raises(ConfigError, match="settings without 'rule'|mode must be min or max"):
@@ -180,3 +181,35 @@ def test_the_live_table():
     rows = [line.split("│")[1:] for line in text.splitlines() if "│ " in line]
     assert [row[0].strip() for row in rows] == ["bbbbb", "aaaaa", "ddddd"]
     assert rows[0][4].strip() == "0.25 *" and "(16 a replica)" in rows[1][2]
+
+
+def test_a_sweep_of_a_name_goes_on_as_it_was_only():
+    def options(rate, **more):
+        return SweepOptions(num_samples=3, space=space.described({"learning_rate": rate, "units": 8}), **more)
+
+    one = options(tune.loguniform(1e-4, 0.1))
+    remembered = json.loads(json.dumps(one.content()))
+    one.check_same(remembered, "runs/one")
+    assert one.resumed(remembered) == one
+    old = {key: value for key, value in remembered.items() if key not in ("space", "num_samples")}
+    one.resumed(old)
+    one.check_same(old, "runs/one")  # of a raytf that did not remember these
+    for other in (options(tune.uniform(1e-4, 0.1)), options(tune.loguniform(1e-4, 1.0)), options(0.1)):
+        with pytest.raises(ConfigError, match="A sweep of a name that exists goes on as it was; received: 'runs/one'"):
+            other.check_same(remembered, "runs/one")
+    with pytest.raises(ConfigError, match="metric 'val_loss', which was 'loss'"):
+        options(tune.loguniform(1e-4, 0.1), metric="val_loss").check_same(remembered, "runs/one")
+
+
+def test_a_space_is_described_without_addresses():
+    told = space.described(
+        {
+            "drawn": tune.sample_from(lambda config: 1),
+            "choice": tune.choice([1, "a"]),
+            "whole": tune.qrandint(2, 8, 2),
+            "grid": tune.grid_search([1, 2]),
+            "object": object(),
+        }
+    )
+    assert told["choice"] == "Categorical [1, 'a'] _Uniform" and told["grid"] == '{"grid_search": [1, 2]}'
+    assert not [text for text in told.values() if "0x" in text], told
