@@ -130,20 +130,25 @@ def measure_group(script: str, *arguments: str, workers: int, environment: Mappi
     return run_together([[sys.executable, script, *arguments]] * workers, environments, 600)[0]
 
 
-def run_together(commands: list[list[str]], environments: list[dict[str, str]], timeout: int) -> list:
-    """Runs commands at the same time; what each hands to `give`."""
+def environment(own: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables of a process that is measured: no GPU, this tree first, and `own` above all."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     variables = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    return {**os.environ, **variables, **(own or {})}
+
+
+def run_together(commands: list[list[str]], environments: list[dict[str, str]], timeout: int) -> list:
+    """Runs commands at the same time; what each hands to `give`."""
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **variables, **environment},
+            env=environment(own),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for command, environment in zip(commands, environments, strict=True)
+        for command, own in zip(commands, environments, strict=True)
     ]
     try:
         with ThreadPoolExecutor(len(processes)) as pool:  # a pipe that nobody reads would stop its process

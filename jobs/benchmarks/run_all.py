@@ -29,6 +29,7 @@ ALL = (
     "scaling",
     "sweep",
     "checkpoint",
+    "resume",
     "traffic",
 )
 
