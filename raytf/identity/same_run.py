@@ -69,7 +69,7 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
     if refused:
         raise ConfigError(
             "A run goes on with the model and the optimizer that its checkpoints are of",
-            f"{name!r} with {_shown(refused)}",
+            f"{name!r} with {shown(refused)}",
             "Use resume=False to start anew, or choose another RunConfig(name=...)",
         )
     if not found:
@@ -77,13 +77,14 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
     if resume == "auto":
         raise ConfigError(
             'With resume="auto" a run goes on if it is the same run',
-            f"{name!r} with {_shown(found)}",
+            f"{name!r} with {shown(found)}",
             "Use resume=True to go on with what is new, resume=False to start anew, or another RunConfig(name=...)",
         )
-    warnings.warn(f"{name}: goes on with {_shown(found)}", stacklevel=3)
+    warnings.warn(f"{name}: goes on with {shown(found)}", stacklevel=3)
 
 
-def _shown(found: list[Difference]) -> str:
+def shown(found: list[Difference]) -> str:
+    """The differences as a clause, the first few of them by name; "" if there are none."""
     texts = list(dict.fromkeys(difference.text for difference in found))
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more

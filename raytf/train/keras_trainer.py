@@ -280,6 +280,15 @@ class KerasTrainer:
             )
         return last
 
+    def identity(self, found: dict, model: dict[str, Any]) -> dict[str, Any]:
+        """What tells trainings by this trainer from others.
+
+        Args:
+            found: datasets that were read, by name.
+            model: the identity of the model that was tried.
+        """
+        return self._identity(found, model, self._data_identity(found))
+
     def _data_identity(self, found: dict) -> dict[str, Any]:
         return {name: fingerprint.of_dataset(self.datasets[name], sum(part.rows)) for name, part in found.items()}
 

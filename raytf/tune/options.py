@@ -21,6 +21,7 @@ class SweepOptions:
         scaling: of the learning rate.
         sample: a config of the space, with which the model is tried before the trials.
         space: what each key of it may be, as a text.
+        identity: what tells the trainer from another, see `same_run.py`: of its model with `sample`, and its data.
 
     Raises:
         ConfigError: a value outside its range.
@@ -34,6 +35,7 @@ class SweepOptions:
     scaling: Scaling = dataclasses.field(default_factory=Scaling)
     sample: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     space: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         number = self.num_samples
@@ -53,7 +55,7 @@ class SweepOptions:
         told = {"metric": self.metric, "mode": self.mode, **dataclasses.asdict(self.scaling)}
         sample = {name: value for name, value in self.sample.items() if _is_json(value)}
         told |= {"report_every_steps": self.report_every_steps, "num_samples": self.num_samples}
-        return told | {"space": dict(self.space), "sample": sample}
+        return told | {"space": dict(self.space), "identity": dict(self.identity), "sample": sample}
 
     def check_same(self, content: Mapping[str, Any], name: str) -> None:
         """Raises ConfigError unless these are the options of a sweep that remembers `content`, and is to go on.
@@ -62,7 +64,7 @@ class SweepOptions:
             content: of the sweep's folder, as far as it is remembered there.
             name: of the sweep.
         """
-        mine = {key: value for key, value in self.content().items() if key != "sample"}
+        mine = {key: value for key, value in self.content().items() if key not in ("sample", "identity")}
         differ = [key for key in mine if key in content and content[key] != mine[key]]
         if differ:
             told = ", ".join(f"{key} {mine[key]!r}, which was {content[key]!r}" for key in differ)

@@ -36,7 +36,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
-from raytf.identity import config_keys
+from raytf.identity import config_keys, fingerprint, same_run
+from raytf.identity.meaning import described
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -133,11 +134,12 @@ def sweep(
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
     ray_config.check_sweep(trainer, param_space, run_config is not None)
+    named = None
     if resume is None:
         options = dataclasses.replace(options, space=space.described(param_space))
-        if (resume := _existing(run_config or trainer.run_config)) is not None:
-            options.check_same(report.settings(resume), resume)
-            print(f"{resume}: the sweep of this name goes on")
+        if (named := _existing(run_config or trainer.run_config)) is not None:
+            options.check_same(report.settings(named), named)
+            resume = named
     if resume is not None:
         options = options.resumed(report.settings(resume))
         trusted.check_own(report.located(resume), "A sweep's state")
@@ -170,8 +172,11 @@ def sweep(
         lock = ends.enter_context(_lock(settled, resume))
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
-        plan = _plan(trainer, given, config, options, training)
+        plan, identity = _plan(trainer, given, config, options, training)
         processes.settle()
+        if named is not None:
+            _check_same(options.identity, identity, named)
+            print(f"{named}: the sweep of this name goes on")
         table = Table(options.metric, options.mode, trials, progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
@@ -194,7 +199,7 @@ def sweep(
         lock.confirm()
         lock.on_lost = lambda: setattr(table, "fatal", TrainingError(None, lock.lost))
         if resume is None:
-            _remember(options, settled)
+            _remember(dataclasses.replace(options, identity=identity), settled)
         with table, _quiet_tune() as interrupt, ending.calls(interrupt):
             grid = tuner.fit()
         lock.check()
@@ -231,6 +236,20 @@ def _existing(run_config) -> str | None:
     if report.SETTINGS not in names or not any(name.startswith(_TUNES_STATE) for name in names):
         return None
     return f"{storage.rstrip('/')}/{folder.name}" if "://" in storage else folder.path
+
+
+def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
+    """Raises ConfigError if a sweep is not one of the trainer `was`; where that is not known, nothing differs."""
+    if "model" in was and "model" in now:
+        differ = same_run.shown(same_run.compare(was, now))
+    else:
+        differ = ", ".join(f"another {key}" for key in now if was and was.get(key) != now[key])
+    if differ:
+        raise ConfigError(
+            "A sweep of a name that exists goes on as it was",
+            f"{name!r} with {differ}",
+            f"Choose another name, or say resume={name!r}",
+        )
 
 
 def _stands(grid) -> str:
@@ -342,8 +361,12 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared) -> SweepSpec:
-    """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's."""
+def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared):
+    """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's.
+
+    Returns:
+        (a `SweepSpec`, what tells the trainer from another).
+    """
     environment = worker_environment(trainer.run_config, trainer.scaling_config)
     processes = training.processes
     common = {
@@ -359,7 +382,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
         found = {name: stored.read(d) for name, d in datasets.items()}
         user = trainer.backend_config.config
-        return SweepSpec(
+        spec = SweepSpec(
             train=_UserLoop(trainer.train_loop_per_worker),
             setup=dataclasses.replace(
                 trainer.backend_config,
@@ -372,11 +395,14 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
             rows=sum(found["train"].rows) if "train" in found else None,
             **common,
         )
+        told = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
+        data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
+        return spec, json.loads(json.dumps({key: described(value) for key, value in told.items()} | {"datasets": data}))
     found, every = training.read(trainer), options.report_every_steps
-    _try_model(trainer, processes, found, {**config, **options.sample}, given)
+    tried = _try_model(trainer, processes, found, {**config, **options.sample}, given)
     steps = None if every is None else (every, options.metric)
     task = dataclasses.replace(trainer.task(found), warmup_steps=options.scaling.warmup_steps, report_steps=steps)
-    return SweepSpec(
+    spec = SweepSpec(
         train=_KerasLoop(task),
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
@@ -384,20 +410,26 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         rows=sum(found["train"].rows),
         **common,
     )
+    return spec, trainer.identity(found, tried.identity)
 
 
-def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]) -> None:
-    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt."""
+def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]):
+    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt.
+
+    Returns:
+        What `KerasTrainer.try_model` does.
+    """
     names = tuple(sorted(set(given) - set(_OWN_KEYS)))
     asker, tried = config_keys.Asker(processes), copy.copy(trainer)
     tried.build_model = config_keys.Noting(trainer.build_model, trainer.callbacks, names)
-    tried.try_model(asker, found, config)
+    outcome = tried.try_model(asker, found, config)
     if asker.unread:
         warnings.warn(
             f"Nothing read {', '.join(f'config[{name!r}]' for name in asker.unread)} of param_space when the model was "
             f"tried with {', '.join(f'{name}={config[name]!r}' for name in names)}: is a key misspelt?",
             stacklevel=4,
         )
+    return outcome
 
 
 @dataclasses.dataclass(frozen=True)

@@ -261,6 +261,10 @@ def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_lin
     assert before
     said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 1)
     assert "A sweep of a name that exists goes on as it was" in said
+    (tmp_path / "slow.py").write_text(SLOW.replace("layers.Dense(1)", "layers.Dense(1, 'tanh')"))
+    said = finished(command_line("sweep", *arguments), 1)
+    assert "A sweep of a name that exists goes on as it was" in said and "tanh" in said
+    (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "fast").touch()
     finished(command_line("sweep", *arguments))
     trials = list(tmp_path.glob("runs/sweep/Trial_*/result.json"))

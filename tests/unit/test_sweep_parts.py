@@ -110,7 +110,7 @@ def test_wrong_scalings(arguments, message):
 # What the folder of a sweep holds since there are sweeps.
 REMEMBERED = (
     '{"metric": "val_loss", "mode": "max", "rule": "sqrt", "base_batch_size": 32, "warmup_steps": 5, '
-    '"report_every_steps": 7, "num_samples": 1, "space": {"units": "3"}, "sample": {"units": 3}}'
+    '"report_every_steps": 7, "num_samples": 1, "space": {"units": "3"}, "identity": {}, "sample": {"units": 3}}'
 )
 
 
