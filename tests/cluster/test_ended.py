@@ -203,7 +203,7 @@ def build_model(config):
 
     x = keras.Input((1,))
     model = Slow(x, keras.layers.Dense(1)(x))
-    model.compile(keras.optimizers.SGD(config["learning_rate"] or 0.1), "mse")
+    model.compile(keras.optimizers.SGD(config.get("learning_rate", 0.1)), "mse")
     return model
 """
 
