@@ -25,12 +25,16 @@ _FREE_VARIABLES = (
 
 
 # Tests of what runs from the start in what others leave of the machine; they come last, in this order.
-_BEHIND = ("test_parity.py", "test_resume.py")
+_BEHIND = ("processes/test_parity.py", "processes/test_resume.py")
 
 
 def pytest_collection_modifyitems(items):
     """Puts those last for whose processes, which run behind all else, nobody is to wait meanwhile."""
-    items.sort(key=lambda item: 1 + _BEHIND.index(item.path.name) if item.path.name in _BEHIND else 0)
+    items.sort(key=lambda item: 1 + _BEHIND.index(_file(item)) if _file(item) in _BEHIND else 0)
+
+
+def _file(item) -> str:
+    return "/".join(item.path.parts[-2:])
 
 
 def pytest_unconfigure():
@@ -63,14 +67,14 @@ def leaves_nothing_behind():
 @pytest.fixture(scope="session", autouse=True)
 def behind(request, tmp_path_factory):
     """What `_BEHIND` compares: {file: its folder}, and the processes that leave results there."""
-    collected = {item.path.name for item in request.session.items}
+    collected = {_file(item) for item in request.session.items}
     wanted = [name for name in _BEHIND if name in collected]
     if not wanted:
         yield None
         return
     from tests.processes import groups, resume_groups
 
-    kinds = {"test_parity.py": groups.parity_stages, "test_resume.py": resume_groups.stages}
+    kinds = dict(zip(_BEHIND, (groups.parity_stages, resume_groups.stages), strict=True))
     folders = {name: tmp_path_factory.mktemp("behind") for name in wanted}
     stages = [stage for name in wanted for stage in kinds[name](folders[name])]
     processes = groups.Behind(stages, tmp_path_factory.mktemp("behind") / "log")

@@ -243,7 +243,8 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> No
     if "model" in was and "model" in now:
         differ = same_run.shown(same_run.compare(was, now))
     else:
-        differ = ", ".join(f"another {key}" for key in now if was and was.get(key) != now[key])
+        texts = [{key: json.dumps(value, sort_keys=True) for key, value in its.items()} for its in (was, now)]
+        differ = ", ".join(f"another {key}" for key in now if was and texts[0].get(key) != texts[1][key])
     if differ:
         raise ConfigError(
             "A sweep of a name that exists goes on as it was",
@@ -397,7 +398,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         )
         told = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
         data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
-        return spec, json.loads(json.dumps({key: described(value) for key, value in told.items()} | {"datasets": data}))
+        return spec, {key: described(value) for key, value in told.items()} | {"datasets": data}
     found, every = training.read(trainer), options.report_every_steps
     tried = _try_model(trainer, processes, found, {**config, **options.sample}, given)
     steps = None if every is None else (every, options.metric)

@@ -18,7 +18,7 @@ def test_equals_one_process(behind, dtype, place, name):
     """`bits:` results must be equal between workers alone, `chief:` ones are the chief's, others equal everywhere."""
     folders, processes = behind
     (one,), many = (
-        processes.results(parity_folder(folders["test_parity.py"], dtype, its), name) for its in ("1", place)
+        processes.results(parity_folder(folders["processes/test_parity.py"], dtype, its), name) for its in ("1", place)
     )
     for outcome in (one, *many):
         assert not isinstance(outcome, str), outcome

@@ -15,7 +15,7 @@ def outcome(behind):
     folders, processes = behind
 
     def found(stage, place, case):
-        ranks = processes.results(folder_of(folders["test_resume.py"], stage, place), f"{case}:{stage}")
+        ranks = processes.results(folder_of(folders["processes/test_resume.py"], stage, place), f"{case}:{stage}")
         for told in ranks:
             assert not isinstance(told, str), told
         return ranks

@@ -1,5 +1,6 @@
 """What a sweep is made of, without a cluster: spaces as text, names, scaled rates."""
 
+import importlib
 import json
 
 import pytest
@@ -213,3 +214,12 @@ def test_a_space_is_described_without_addresses():
     )
     assert told["choice"] == "Categorical [1, 'a'] _Uniform" and told["grid"] == '{"grid_search": [1, 2]}'
     assert not [text for text in told.values() if "0x" in text], told
+
+
+def test_a_sweep_of_a_name_is_of_one_loop():
+    check = importlib.import_module("raytf.tune.sweep")._check_same
+    now = {"train_loop_per_worker": {"code": "1"}, "train_loop_config": {"sizes": (1, 2)}, "datasets": {}}
+    check(json.loads(json.dumps(now)), now, "runs/one")
+    check({}, now, "runs/one")  # of a raytf that did not remember it
+    with pytest.raises(ConfigError, match="'runs/one' with another train_loop_per_worker.*resume='runs/one'"):
+        check(now | {"train_loop_per_worker": {"code": "2"}}, now, "runs/one")
