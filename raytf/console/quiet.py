@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Mapping
 
 from raytf.compat import loggers
 from raytf.console import native_lines
@@ -98,17 +99,23 @@ def ray_starts() -> None:
 
 
 @contextlib.contextmanager
-def result_is_read():
-    """Within it Ray reads a run's folder without its advice for those who meant to start another run."""
+def at_levels(levels: Mapping[str, int | str]) -> Iterator[None]:
+    """Within it loggers, by name, have other levels."""
     import logging
 
-    logger = logging.getLogger(loggers.TRAIN_CHECKPOINTS)
-    before = logger.level
-    logger.setLevel(logging.WARNING)
+    before = {name: logging.getLogger(name).level for name in levels}
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def result_is_read():
+    """Within it Ray reads a run's folder without its advice for those who meant to start another run."""
+    return at_levels({loggers.TRAIN_CHECKPOINTS: "WARNING"})
 
 
 def _is_told(record) -> bool:

@@ -18,6 +18,7 @@ from ray.util.debug import reset_log_once
 
 from raytf.compat import loggers, ray_data
 from raytf.compat.ray_data import AbstractFrom, InputData, PandasBlockSchema, last_operator
+from raytf.console.quiet import at_levels
 from raytf.data import columns as columns_module
 from raytf.data import gather
 from raytf.errors import ConfigError
@@ -205,21 +206,16 @@ def _refused_here(context):
 @contextlib.contextmanager
 def quiet():
     """Ray Data tells of its plan and progress at length; the trainer has a line of its own."""
-    levels = {"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}
-    before = {name: logging.getLogger(name).level for name in levels}
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
     filtered = _NeedsNoCpu()
     logger = logging.getLogger("ray.data.dataset")
     logger.addFilter(filtered)
     try:
-        yield
+        with at_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
+            yield
     finally:
         logger.removeFilter(filtered)
         if filtered.dropped:  # for the next dataset, which may be the user's
             reset_log_once("cpu_warning")
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
 
 
 class _NeedsNoCpu(logging.Filter):

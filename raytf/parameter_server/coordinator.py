@@ -148,13 +148,10 @@ class EpochRunner:
                     break
                 ahead = made + self._ahead(made / (time.monotonic() - began)) if kept is not None else last
                 while first < min(last, begin + ahead):
-                    end = self._next("train", first, last)
-                    results.append(self._schedule("train", number, first, end))
-                    first = end
+                    first = self._begin("train", number, first, last, results)
                 self._look(progress, begin, before)
             stood_since = time.monotonic()
-            self._finish(progress, begin, before)
-            totals = [[np.asarray(v) for v in result.fetch()] for result in results]
+            totals = self._finish(results, progress, begin, before)
         position.advance(first)
         return totals, stood_since
 
@@ -172,11 +169,8 @@ class EpochRunner:
         self.model.reset_metrics()
         with self._lost_servers():
             while first < last:
-                end = self._next("validation", first, last)
-                results.append(self._schedule("validation", 0, first, end))
-                first = end
-            self._finish(None, 0, 0)
-            totals = [[np.asarray(v) for v in result.fetch()] for result in results]
+                first = self._begin("validation", 0, first, last, results)
+            totals = self._finish(results, None, 0, 0)
         return self._add(totals)
 
     def push(self) -> None:
@@ -189,20 +183,19 @@ class EpochRunner:
         with self._lost_servers():
             self.remote.pull()
 
-    def _schedule(self, name: str, epoch: int, first: int, end: int):
+    def _begin(self, name: str, epoch: int, first: int, last: int, results: list) -> int:
+        """Gives a worker the span that begins with a step and ends at `last` or before; the step behind it."""
+        chunk = self._feeds[name].chunk_steps
+        end = min(last, first + self._longest(name), (first // chunk + 1) * chunk)
         arguments = [tf.constant(value, tf.int64) for value in (epoch, first, end - first)]
-        return self._coordinator.schedule(self._spans[name], args=tuple(arguments))
+        results.append(self._coordinator.schedule(self._spans[name], args=tuple(arguments)))
+        return end
 
     def _longest(self, name: str) -> int:
         """Steps that a worker may be given at once."""
         feed = self._feeds[name]
         longest = self._steps or min(_LONGEST_SPAN, feed.steps // (_SPANS_A_WORKER * self._servers.plan.num_workers))
         return max(1, min(longest, int(SUPERBATCH // max(1, feed.shape.row_bytes * feed.global_batch))))
-
-    def _next(self, name: str, first: int, last: int) -> int:
-        """The end of the span that begins with a step."""
-        chunk = self._feeds[name].chunk_steps
-        return min(last, first + self._longest(name), (first // chunk + 1) * chunk)
 
     def _add(self, totals: list[list[np.ndarray]]) -> dict[str, float]:
         """Adds what the spans' steps have summed to the model's metrics; their results."""
@@ -213,9 +206,11 @@ class EpochRunner:
     def _logs(self) -> dict[str, float]:
         return pythonify_logs(self.model.get_metrics_result())
 
-    def _finish(self, progress, begin: int, before: int) -> None:
+    def _finish(self, results: list, progress, begin: int, before: int) -> list[list[np.ndarray]]:
+        """Waits for the spans that have begun: the metrics of each."""
         while not self._coordinator.done():
             self._look(progress, begin, before)
+        return [[np.asarray(v) for v in result.fetch()] for result in results]
 
     def _look(self, progress, begin: int, before: int) -> None:
         self._servers.changed.wait(_POLL_SECONDS)

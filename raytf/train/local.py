@@ -6,7 +6,6 @@ with workers, or without them. Errors are those of the user's code: no other pro
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from raytf.compat.ray_train import (
     is_managed_checkpoint,
     set_train_fn_utils,
 )
+from raytf.console.quiet import at_levels
 from raytf.errors import ConfigError, TrainingError
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.entry import import_raytf
@@ -63,20 +63,17 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     Raises:
         TrainingError: the run was cancelled.
     """
-    logger = logging.getLogger("ray.train")
-    level = logger.level
-    logger.setLevel(context.run_config.logging_config.log_level)
-    try:
-        utils = _Utils(context, datasets, cancelled)
-        set_train_fn_utils(utils)
-        value = function()
-    except Exception as error:
-        for callback in context.run_config.callbacks:
-            callback.after_exception(run_context=context, worker_exceptions={0: error})
-        raise
-    finally:
-        set_train_fn_utils(None)
-        logger.setLevel(level)
+    with at_levels({"ray.train": context.run_config.logging_config.log_level}):
+        try:
+            utils = _Utils(context, datasets, cancelled)
+            set_train_fn_utils(utils)
+            value = function()
+        except Exception as error:
+            for callback in context.run_config.callbacks:
+                callback.after_exception(run_context=context, worker_exceptions={0: error})
+            raise
+        finally:
+            set_train_fn_utils(None)
     return utils.result(value)
 
 

@@ -37,7 +37,6 @@ from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
 from raytf.identity import config_keys, fingerprint, same_run
-from raytf.identity.meaning import described
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -398,7 +397,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         )
         told = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
         data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
-        return spec, {key: described(value) for key, value in told.items()} | {"datasets": data}
+        return spec, {key: fingerprint.described(value) for key, value in told.items()} | {"datasets": data}
     found, every = training.read(trainer), options.report_every_steps
     tried = _try_model(trainer, processes, found, {**config, **options.sample}, given)
     steps = None if every is None else (every, options.metric)
