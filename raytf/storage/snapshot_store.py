@@ -60,6 +60,7 @@ class SnapshotStore:
         self._is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
         self._steps: dict[str, int] = {}  # of checkpoints of epochs that are whole
         self._whole: set[str] = set()
+        self._last: str | None = None  # the last one that was put
 
     def put(self, name: str, files: Mapping[str, list]) -> int:
         """Writes a snapshot, in the place of one of the same name; on return it is whole and on its disk.
@@ -80,6 +81,7 @@ class SnapshotStore:
         else:
             self._put_remote(name, files, last)
         self._whole.add(name)
+        self._last = name
         return sum(map(scattered.size, files.values())) + len(last)
 
     def _put_local(self, name: str, files: Mapping[str, list]) -> None:
@@ -126,6 +128,8 @@ class SnapshotStore:
     def prune(self, keep: int | None = None) -> list[str]:
         """Removes snapshots that newer ones, or checkpoints of epochs, have made needless; never the newest whole one.
 
+        A checkpoint of an epoch that was put just now is not counted: it is not registered with Ray so far.
+
         What a writer of before left half written is removed, too, once no writer can be at it any more.
 
         Args:
@@ -142,7 +146,9 @@ class SnapshotStore:
         for info in found:
             if info.base_name.startswith(_PARTIAL) and time.time() - info.mtime_ns / 1e9 > _ABANDONED_SECONDS:
                 shutil.rmtree(info.path, ignore_errors=True)
-        epoch = max((self._step_of(name) for name in names if name.startswith(AT_ENDS)), default=-1)
+        epoch = max(
+            (self._step_of(name) for name in names if name.startswith(AT_ENDS) and name != self._last), default=-1
+        )
         steps = {name: step for name in names if (step := step_folders.step_of(name)) is not None}
         whole = [name for name in sorted(steps, reverse=True) if self._is_whole(name)]
         removed = needless(steps, whole, epoch, keep or self._keep)

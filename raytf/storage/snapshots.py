@@ -290,11 +290,12 @@ class SnapshotWriter:
         self._names = {number: its for number, its in self._names.items() if number in busy} | {self._last: name}
         self._send({"id": self._last, "buffer": buffer.number, "at": at, "size": size})
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, seconds: float, failing: float | None = None) -> None:
         """Waits until the last snapshot is whole.
 
         Args:
             seconds: at most so long.
+            failing: at most so long where the storage has failed; as for one that is slow unless it is given.
 
         Raises:
             NotKeptError: it is not.
@@ -302,13 +303,14 @@ class SnapshotWriter:
         if not self._last:
             return
         self._send({"hurry": True})
-        until = time.monotonic() + seconds
+        began = time.monotonic()
         while any(buffer.busy == self._last for buffer in self._buffers):
-            left = until - time.monotonic()
+            longest = failing if failing is not None and self._failed else seconds
+            left = began + longest - time.monotonic()
             if left <= 0:
                 why = self._failed or f"its storage did not end within {seconds:.0f} s"
                 raise NotKeptError(self._names[self._last], why)
-            self._drain(left)
+            self._drain(left if failing is None else min(left, failing))
 
     def close(self) -> None:
         """Lets the other process end, once it has written what it has; waits for that some seconds."""

@@ -13,10 +13,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from raytf.collectives import communicator
 from raytf.compat import keras_objects, legacy_keras
 from raytf.errors import ConfigError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import model_optimizers
+from raytf.storage.snapshots import NotKeptError
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import session
 from raytf.worker.callback_state import CallbackStates
@@ -111,6 +113,7 @@ class ReportCallback(keras.callbacks.Callback):
         self._states = callbacks if isinstance(callbacks, CallbackStates) else CallbackStates(callbacks)
         self._history = list(history)
         self._reported = None
+        self._kept: bool | NotKeptError | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._states.begin()
@@ -121,21 +124,30 @@ class ReportCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         # EarlyStopping and averaged weights may have put other weights in place after the last epoch
-        if self._history and self._reported is not None and self._fingerprint() != self._reported:
-            self._report(stopped=bool(self.model.stop_training))
+        if self._history and self._reported is not None:
+            if self._fingerprint() != self._reported or not self._is_kept():
+                self._report(stopped=bool(self.model.stop_training))
+            if isinstance(self._kept, NotKeptError):
+                raise self._kept
         self._states.end()
+
+    def _is_kept(self) -> bool:
+        """Whether the chief's last checkpoint is, as all workers are to report once more if not."""
+        if self._kept is None:  # reported to another one, who raises what fails
+            return True
+        kept = not isinstance(self._kept, NotKeptError)
+        if not communicator.spans_workers(self.model.distribute_strategy):
+            return kept
+        (told,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(kept)])
+        return bool(told)
 
     def _fingerprint(self):
         return [float(np.sum(np.asarray(v, np.float64))) for v in self.model.trainable_variables]
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
-        state = self._state(stopped)
-
-        def write(folder):
-            checkpoints.save(folder, self.model, state, self._states, self._build)
-
-        self._to(dict(self._history[-1]), write if self._checkpoint else None)
+        moment = checkpoints.Moment(self.model, self._state(stopped), self._states, self._build)
+        self._kept = self._to(dict(self._history[-1]), moment if self._checkpoint else None)
 
     def parts(self, variables: Mapping[str, np.ndarray], **within: Any) -> dict[str, Any]:
         """What the files of a checkpoint within an epoch hold, see `checkpoint.parts`.

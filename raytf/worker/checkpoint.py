@@ -25,12 +25,13 @@ that have seen a part of it.
 Format 1 had no "version" and no manifest, and `callbacks.pkl` and `build.pkl` in the place of the JSON: its weights,
 optimizer, seeds and state are read, the pickles never. Of a newer format nothing is.
 
-Ray Train uploads the folder and only then registers it, so that a kill in between leaves the last good one.
+A folder is registered with Ray Train only when it is whole, so that a kill in between leaves the last good one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import numbers
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from ray.train import Checkpoint, Result
 
 __all__ = [
+    "Moment",
     "State",
     "check",
     "existing_path",
@@ -98,6 +100,27 @@ _MOST_INPUT_VALUES = 1 << 28
 _made_here: dict[str, tuple[Callable, dict]] = {}
 # The inputs of models that were loaded, see `inputs_of`.
 _inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A checkpoint of this very moment of a training: `moment(folder)` writes it there, `parts` gives it in memory.
+
+    Args:
+        model, state, states, build: see `parts`.
+    """
+
+    model: Any
+    state: State
+    states: CallbackStates | None = None
+    build: tuple | None = None
+
+    def __call__(self, folder: str) -> None:
+        save(folder, self.model, self.state, self.states, self.build)
+
+    def parts(self) -> dict[str, Any]:
+        """See `parts`."""
+        return parts(self.model, self.state, self.states, self.build)
 
 
 def save(

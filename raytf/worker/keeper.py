@@ -1,4 +1,4 @@
-"""Checkpoints within epochs, kept by the chief of a run: what it copies, another process writes, see `snapshots.py`."""
+"""Checkpoints of a run, kept by its chief: what it copies, another process writes, see `snapshots.py`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from raytf.storage import checkpoint_files, snapshots
+from raytf.storage import checkpoint_files, snapshots, step_folders
 from raytf.storage.snapshots import NotKeptError, SnapshotWriter
+from raytf.worker.checkpoint import Moment
 
 # Those that stay: the last, and one for when it is damaged.
 _KEPT_STEPS = 2
 # The last of them is waited for so long at the end.
 _LAST_SECONDS = 30.0
+# At the end of an epoch the training waits so long for a slow storage, and for one that fails.
+_EPOCH_SECONDS, _FAILING_SECONDS = 900.0, 15.0
 
 
 class Keeper:
-    """Keeps the checkpoints within epochs of one training.
+    """Keeps the checkpoints of one training, at the ends of epochs and within them.
 
     Args:
         filesystem: a `pyarrow.fs.FileSystem`.
@@ -56,6 +59,27 @@ class Keeper:
         self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS)
         self._writer.write(name, found)
         return True
+
+    def keep_now(self, name: str, moment: Moment) -> None:
+        """Keeps the checkpoint at the end of an epoch, and waits until it is whole.
+
+        Where that fails for a while, it is handed over once more, as one within epochs: these are looked for when a run
+        goes on, and tried again while the training goes on.
+
+        Args:
+            name: of its folder in that of the run.
+            moment: of the end of the epoch.
+
+        Raises:
+            NotKeptError: it is not whole so far.
+        """
+        parts = moment.parts()
+        try:
+            self.keep(name, moment.model, parts)
+            self._writer.finish(_EPOCH_SECONDS, _FAILING_SECONDS)
+        except NotKeptError:
+            self.keep(step_folders.name_of(moment.state.step), moment.model, parts)
+            raise
 
     def close(self) -> None:
         """Waits for the last one, when the training has ended or failed.

@@ -12,6 +12,7 @@ import functools
 import os
 import posixpath
 import queue
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
+from raytf.storage.snapshots import NotKeptError
+from raytf.worker.checkpoint import Moment
 from raytf.worker.keeper import Keeper
 
 # The controller knows the reports of a run that goes on before its workers start.
@@ -86,9 +89,36 @@ class RaySession:
         """
         return self._keeper.keep(name, model, parts)
 
-    def report(self, metrics: dict, write: Callable[[str], None] | None) -> None:
-        """Reports metrics and, from the chief, a checkpoint; every worker calls it."""
-        report(metrics, write, self._validate)
+    def report(self, metrics: dict, moment: Moment | None) -> bool | NotKeptError:
+        """Reports metrics and, from the chief, a checkpoint, once it is whole; every worker calls it.
+
+        Where the storage fails, the metrics are reported without, and the checkpoint is tried again as one within
+        epochs is, while the training goes on.
+
+        Returns:
+            True, or why the storage has not kept it.
+        """
+        if moment is None or self.rank != 0:
+            ray.train.report(metrics)
+            return True
+        name = self.storage.make_default_checkpoint_dir_name()
+        try:
+            self._keeper.keep_now(name, moment)
+        except NotKeptError as error:
+            warnings.warn(
+                f"The checkpoint at the end of epoch {moment.state.epoch} is not kept so far, and the training goes "
+                f"on: {error.why}",
+                stacklevel=2,
+            )
+            ray.train.report(metrics)
+            return error
+        ray.train.report(
+            metrics,
+            checkpoint=self._at(name),
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+            validation=self._validate,
+        )
+        return True
 
 
 def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
@@ -107,14 +137,14 @@ def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: 
     return folder
 
 
-def report(metrics: dict, write: Callable[[str], None] | None, validate: bool = False) -> None:
+def report(metrics: dict, write: Callable[[str], None] | None) -> None:
     """`ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
     if write is None or ray.train.get_context().get_world_rank() != 0:
         ray.train.report(metrics)
         return
     with scratch.folder() as folder:
         write(folder)
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder), validation=validate)
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 class TrialStopped(BaseException):

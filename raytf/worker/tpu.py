@@ -65,9 +65,9 @@ class _LedSession:
         self._session, self.storage, self.checkpoint = session, session.storage, session.checkpoint
         self.keep = session.keep
 
-    def report(self, metrics: dict, write) -> None:
+    def report(self, metrics: dict, write):
         broadcast_from_rank_zero(True)
-        self._session.report(metrics, write)
+        return self._session.report(metrics, write)
 
 
 @contextlib.contextmanager

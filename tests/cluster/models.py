@@ -75,23 +75,19 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL):
 
 
 def mlp_killed_writing(config):
-    """`mlp`, of which the chief dies once, when half of the checkpoint after the last epoch is written."""
-    import keras
-
+    """`mlp`, of which the chief dies once, when it hands over the checkpoint after the last epoch."""
     model = mlp(config)
+    get_config = model.optimizer.get_config
 
-    class KilledWriting(type(model)):
-        def save(self, path, *args, **kwargs):
-            epochs_made = int(self.optimizer.iterations) // 4
-            if epochs_made == config["epochs"] and not os.path.exists(config["kill_writing"]):
-                with open(path, "wb") as file:
-                    file.write(b"half a file")
-                with open(config["kill_writing"], "w") as file:
-                    file.write(str(os.getpid()))
-                os.kill(os.getpid(), signal.SIGKILL)
-            keras.Sequential.save(self, path, *args, **kwargs)
+    def killed():
+        epochs_made = int(model.optimizer.iterations) // 4
+        if epochs_made == config["epochs"] and not os.path.exists(config["kill_writing"]):
+            with open(config["kill_writing"], "w") as file:
+                file.write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return get_config()
 
-    model.save = KilledWriting.save.__get__(model)
+    model.optimizer.get_config = killed
     return model
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import State
+from raytf.storage.snapshots import NotKeptError
 from raytf.storage.step_folders import name_of
 from raytf.worker import checkpoint
 from raytf.worker.keeper import Keeper
@@ -87,3 +88,19 @@ def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, monkeypatch):
         warnings.simplefilter("error")
         keeper.close()
     assert pid is None or wait_for(lambda: is_gone(pid)) is None
+
+
+def test_an_epochs_checkpoint_is_whole_when_it_is_registered_or_is_tried_again_meanwhile(tmp_path, keeper, monkeypatch):
+    monkeypatch.setattr("raytf.worker.keeper._FAILING_SECONDS", 0.5)
+    model, _ = trained(functional)
+    moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
+    keeper.keep_now("checkpoint_one", moment)
+    checkpoint_files.check(str(tmp_path / "run" / "checkpoint_one"))
+    os.rename(tmp_path / "run", tmp_path / "aside")
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(NotKeptError, match="checkpoint_two could not be kept"), pytest.warns(UserWarning):
+        keeper.keep_now("checkpoint_two", moment)
+    (tmp_path / "run").unlink()
+    keeper._writer.finish(60.0)
+    assert name_of(4) in os.listdir(tmp_path / "run")
+    assert checkpoint.read_state(str(tmp_path / "run" / name_of(4))) == moment.state
