@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -89,6 +90,24 @@ def mlp_killed_writing(config):
 
     model.optimizer.get_config = killed
     return model
+
+
+def full_disk(path):
+    """A callback that fills a disk with a file at the end of the first epoch, until a step of the second; on rank 0."""
+    import keras
+
+    class Fill(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if rank() == 0 and epoch == 0:
+                with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+
+        def on_train_batch_end(self, batch, logs=None):
+            if rank() == 0 and os.path.exists(path):
+                os.remove(path)
+
+    return Fill()
 
 
 def kill_server_once(marker, epoch, batch):

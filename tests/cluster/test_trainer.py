@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -97,6 +98,28 @@ def test_kills_and_a_new_start_change_nothing(undisturbed, tmp_path):
     assert {"killed_1", "killed_2", "killed_writing"} <= set(os.listdir(tmp_path)), "not all kills happened"
     assert_equal(again, undisturbed, 0)
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_end_of_an_epoch_holds_nothing_up(undisturbed, tmp_path):
+    """The chief's callback fills the disk before the first epoch's checkpoint, and makes room in the second epoch."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "raytf_test", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
+    filled = str(disk / "others")
+
+    def callbacks(config):
+        return [*_plateau(config), models.full_disk(filled)]
+
+    try:
+        result = trainer(disk, config={"epochs": 4, "dropout": 0.2}, callbacks=callbacks).fit()
+        assert_equal(result, undisturbed, 0)
+        assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3, 4]
+        assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [2, 3, 4]
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Checkpoints within epochs are what Keras would have written, whatever happens to the process that writes. No Ray."""
 
+import contextlib
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ from raytf.storage.checkpoint_files import State
 from raytf.storage.snapshots import NotKeptError
 from raytf.storage.step_folders import name_of
 from raytf.worker import checkpoint
+from raytf.worker.callbacks import ReportCallback
 from raytf.worker.keeper import Keeper
 from tests.unit.test_checkpoint import functional, subclassed, trained
 from tests.unit.test_snapshots import is_gone, wait_for
@@ -104,3 +106,14 @@ def test_an_epochs_checkpoint_is_whole_when_it_is_registered_or_is_tried_again_m
     keeper._writer.finish(60.0)
     assert name_of(4) in os.listdir(tmp_path / "run")
     assert checkpoint.read_state(str(tmp_path / "run" / name_of(4))) == moment.state
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_last_checkpoint_that_is_not_kept_is_tried_once_more_and_then_an_error(kept):
+    model, x = trained(functional)
+    failed = NotKeptError("checkpoint_two", "No space left on device")
+    answers = [True, failed, True if kept else failed]
+    report = ReportCallback(report=lambda metrics, moment: answers.pop(0))
+    with contextlib.nullcontext() if kept else pytest.raises(NotKeptError, match="two could not be kept: No space"):
+        model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[report])
+    assert not answers
