@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -138,6 +140,15 @@ _TRAINING = _options(
 )
 
 
+_CHECKPOINT_EVERY = _option(
+    "--checkpoint-every",
+    to="trainer",
+    default="auto",
+    show_default=True,
+    help='When to keep checkpoints within epochs: "100 steps", "10 min", or epoch for none.',
+)
+
+
 @main.command()
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
@@ -151,12 +162,11 @@ _TRAINING = _options(
     show_default=True,
     help="Where the run exists: auto goes on if it is the same run, true with what has changed, false starts anew.",
 )
+@_CHECKPOINT_EVERY
 @_option(
-    "--checkpoint-every",
+    "--memory-every",
     to="trainer",
-    default="auto",
-    show_default=True,
-    help='When to keep checkpoints within epochs: "100 steps", "10 min", or epoch for none.',
+    help='Hold a copy of the training in memory of two hosts, too, for when one is lost: "10 steps".',
 )
 @click.pass_context
 def train(ctx, model, **_):
@@ -192,6 +202,7 @@ def plan(ctx, model, **_):
 @click.argument("model", metavar="MODULE:FUNCTION")
 @click.argument("domains", metavar="[NAME=DOMAIN]...", nargs=-1)
 @_TRAINING
+@_CHECKPOINT_EVERY
 @click.option("--space", type=click.Path(exists=True, dir_okay=False), help="YAML file of names and domains.")
 @_option("--num-samples", to="sweep", default=10, show_default=True, help="Trials, for each point of a grid.")
 @_option("--metric", to="sweep", default="loss", show_default=True, help="What trials are compared by.")
@@ -275,6 +286,12 @@ def sweep(ctx, model, domains, space, **_):
     show_default=True,
     help="Give up a process that is stopped (SIGSTOP, a debugger) for so many seconds; 0 never does.",
 )
+@click.option(
+    "--hang-timeout",
+    default=10.0,
+    show_default=True,
+    help="Say who waits for whom after so many seconds, and end it three or thirty times as late; 0 never does.",
+)
 @click.option("--address", help="Of the Ray cluster.  [default: RAY_ADDRESS, the job's, or a Ray on this machine]")
 @click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the processes; without a value ours.")
 @click.option("--legacy-keras", is_flag=True, help="Keras 2 in the place of Keras 3; needs tf_keras.")
@@ -292,12 +309,55 @@ def run(script, arguments, address, env, ports, **options):
     """
     from raytf.launch.spec import LaunchSpec
 
+    _tell_of_options_behind(arguments)
     made = LaunchSpec(
         script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
     )
     from raytf.launch.launcher import run as run_script
 
     raise SystemExit(run_script(made, address))
+
+
+def _tell_of_options_behind(arguments) -> None:
+    """Says which options of `raytf run` the script gets, as it may have some of the same names."""
+    ours = {name for option in run.params for name in option.opts if name.startswith("--")}
+    if behind := sorted(ours & {word.partition("=")[0] for word in arguments}):
+        text = f"raytf: {', '.join(behind)} behind the script: given to it. Options of raytf stand before the script"
+        click.echo(text, err=True)
+
+
+@main.command()
+@click.option("--address", help="Of the Ray cluster; local starts one here.  [default: RAY_ADDRESS, or this machine's]")
+@click.option("--storage", callback=_path, metavar="PATH_OR_URI", help="Storage that all nodes are to share.")
+@click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where nodes listen.")
+@click.option("--no-training", "training", flag_value=False, default=True, help="Make no steps of Keras.")
+@click.option("--seconds", default=55.0, show_default=True, help="Deadline for all of it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(address, ports, as_json, **options):
+    """Examine a running Ray cluster: versions, network, clocks, limits, disks, storage, and two steps of Keras.
+
+    Each finding is a line that ends with its fix. The exit code is 0 for a healthy cluster, 1 with findings, and 2 for
+    wrong options or where no cluster answers.
+    """
+    from raytf.errors import ConfigError
+
+    own = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints there at any moment, as of nodes that it has given up
+        try:
+            limits = parse_ports(ports)
+            from raytf.doctor import examination
+
+            report = examination.run(address, ports=limits, **options)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
+        if as_json:
+            import dataclasses
+            import json
+
+            click.echo(json.dumps(dataclasses.asdict(report), indent=2), file=own)
+        else:
+            examination.show(report, lambda line: click.echo(line, file=own))
+        raise SystemExit(1 if report.findings else 0)
 
 
 @main.command()

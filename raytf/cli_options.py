@@ -65,6 +65,7 @@ def check_training(
     validation.check_seed(trainer["seed"])
     validation.check_num_ps(trainer["strategy"], trainer["num_ps"])
     checkpoint_every.parse(trainer.get("checkpoint_every", "auto"))
+    checkpoint_every.steps(trainer.get("memory_every"))
     count, devices = workers["num_workers"], workers["gpus_per_worker"]
     pick_strategy(trainer["strategy"], workers=count, devices=devices, tpu=False)
     per_replica_batch(config["batch_size"], 1 if trainer["num_ps"] else count * max(1, devices))

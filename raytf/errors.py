@@ -74,18 +74,19 @@ class PeerLostError(RaytfError, ConnectionError):
 
     Args:
         rank: world rank of the worker that noticed it.
-        why: what it saw, as a clause without a full stop.
+        why: what it saw or heard first, as a clause without a full stop.
+        lost: world rank of the worker that is lost, which need be no neighbour; None where that is not known.
     """
 
-    def __init__(self, rank: int, why: str):
+    def __init__(self, rank: int, why: str, lost: int | None = None):
         super().__init__(rank, why)
-        self.rank, self.why = rank, why
+        self.rank, self.why, self.lost = rank, why, lost
 
     def __str__(self) -> str:
         return f"worker {self.rank} lost a neighbour in the ring of workers: {self.why}"
 
     def __reduce__(self):
-        return type(self), (self.rank, self.why)
+        return type(self), (self.rank, self.why, self.lost)
 
 
 class TrainingError(RaytfError, RuntimeError):
@@ -135,3 +136,7 @@ class StoppedError(RaytfError, SystemExit):
 
     def __reduce__(self):
         return type(self), (self.number, self.where, self.step)
+
+
+class StoppedCallError(StoppedError, KeyboardInterrupt):
+    """A call such as `raytf.fit` was ended by SIGINT, as Ctrl-C in a notebook: what waits for that hears of it."""

@@ -52,6 +52,11 @@ def look(pid: int, proc: str = "/proc") -> Look | None:
     return parse(text)
 
 
+def held(state: str) -> str | None:
+    """How the kernel holds a process of a state in which it runs no more, as a clause that follows "it is"; or None."""
+    return _WORDS.get(state) if state in "Tt" else None
+
+
 def parse(text: str) -> Look:
     """A `Look` from the text of `/proc/PID/stat`; the command in it may hold blanks and brackets."""
     fields = text.rpartition(")")[2].split()

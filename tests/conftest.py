@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
@@ -62,6 +63,30 @@ def leaves_nothing_behind():
             thread.join(30)
             threads += [thread.name] * thread.is_alive()
     assert not threads, f"the test left threads running: {threads}"
+
+
+@pytest.fixture(autouse=True)
+def gives_back(request):
+    """Fails a test that leaves CPUs of the common cluster taken: the next would wait for them, until its own limit."""
+    yield
+    if "ray_cluster" not in request.fixturenames:
+        return
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    from raytf.compat import ray_core
+    from raytf.fitting import warm
+
+    if warm.there():  # they give it back when somebody wants it
+        return
+
+    deadline = time.monotonic() + 60
+    while ray.is_initialized() and (free := ray.available_resources().get("CPU", 0)) < ray.cluster_resources()["CPU"]:
+        if time.monotonic() > deadline:
+            groups = [its for its in placement_group_table().values() if its["state"] != "REMOVED"]
+            actors = [(its.name, its.class_name, its.pid) for its in ray_core.living_actors()]
+            pytest.fail(f"the test left {free} CPUs free; placement groups: {groups}; actors: {actors}")
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Warm starts of Ray's workers in tests: forks of a process that has imported TensorFlow, Ray and raytf.
 
 These imports take 4 s of a core, and most of what a small test on a cluster takes is that. For each environment that an
-import would see otherwise there is a process of its own; after `_MOST` of them workers start as Ray starts them.
+import would see otherwise there is a process of its own; of these the last `_MOST` that were asked are kept.
 
 `warm(folder)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
 SOCKET` listens to that program, and starts `python -m tests.warm FILE`, which imports TensorFlow; forks of that import
@@ -26,9 +26,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from raytf.compat import legacy_keras
+
 ROOT = pathlib.Path(__file__).parents[1]
 # Environments, and jobs in each of these, for which a process is kept.
-_MOST, _MOST_JOBS = 4, 3
+_MOST, _MOST_JOBS = 5, 3
 # What an import reads; Ray's settings, which name the job and the node, are read where Ray is imported.
 _READ = (
     *("PYTHON", "TF_", "KERAS_", "XLA_", "CUDA", "LD_", "MALLOC", "ARROW_", "HDF5_", "ABSL_", "GRPC_"),
@@ -100,8 +102,12 @@ def listen(address: str) -> None:
                 arguments, environment, _ = json.loads(content)
                 its = environment | _context(arguments).get("env_vars", {})
                 own = _own(its, _READ)
-                other_way = "TF_USE_LEGACY_KERAS" in its or _context(arguments).get("command_prefix")
-                if own not in there and len(there) < _MOST and not other_way:
+                other_way = legacy_keras.is_on(its) or _context(arguments).get("command_prefix")
+                if own in there:
+                    there[own] = there.pop(own)  # the last one asked
+                elif not other_way:
+                    if len(there) == _MOST:
+                        there.pop(next(iter(there))).close()
                     there[own], other = socket.socketpair()
                     its = {name: value for name, value in its.items() if not name.startswith(_RAYS)}
                     command = [sys.executable, "-m", "tests.warm", str(other.fileno())]

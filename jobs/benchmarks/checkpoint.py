@@ -2,11 +2,12 @@
 
 python jobs/benchmarks/checkpoint.py
 
-"raytf" copies its state into shared memory, and a process of its own writes it; "ModelCheckpoint" and "OrbaxCheckpoint"
-are Keras' callbacks with `save_freq=100`, the latter writing in the background; "none" writes nothing. All in turn,
-each in a process of its own, on local disk. A stall is the time in which the callback holds the training up; what a
-writer takes of the processors beside it shows in the steps a second. Orbax is measured where it is installed
-(`pip install raytf[orbax]`).
+"raytf" copies its state into shared memory, and a process of its own writes it; "raytf, held" copies it, and nobody
+writes it unless the training's process ends, as with `KerasTrainer(memory_every="100 steps")`; "ModelCheckpoint"
+and "OrbaxCheckpoint" are Keras' callbacks with `save_freq=100`, the latter writing in the background; "none" writes
+nothing. All in turn, each in a process of its own, on local disk. A stall is the time in which the callback holds the
+training up; what a writer takes of the processors beside it shows in the steps a second. Orbax is measured where it is
+installed (`pip install raytf[orbax]`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCH = 128
 MEGABYTES = (10, 100)
 # Checkpoints in a measurement.
 SAVES = {10: 10, 100: 3}
-WAYS = ("none", "raytf", "ModelCheckpoint", "OrbaxCheckpoint")
+WAYS = ("none", "raytf", "raytf, held", "ModelCheckpoint", "OrbaxCheckpoint")
 
 
 def _model(megabytes: int):
@@ -38,7 +39,7 @@ def _model(megabytes: int):
     return model, width
 
 
-def _raytf(folder: str):
+def _raytf(folder: str, held: bool):
     """A callback that hands snapshots to raytf's writer, as `KerasTrainer(checkpoint_every="100 steps")` does."""
     import keras
     import pyarrow.fs
@@ -65,9 +66,10 @@ def _raytf(folder: str):
         def keep(self, step):
             state = checkpoint_files.State(0, step, 0, False, [])
             parts = checkpoint.parts(self.model, state)
-            self.writer.write(f"step_{step:012d}", {"model.keras": self.file.content(), **parts})
+            self.writer.write(f"step_{step:012d}", {"model.keras": self.file.content(), **parts}, held and step > 0)
 
         def on_train_end(self, logs=None):
+            self.writer.promote()  # the last one is written, for its size
             self.writer.finish(60.0)
 
         def cpu(self):
@@ -84,7 +86,7 @@ def _callback(way: str, folder: str):
         return keras.callbacks.ModelCheckpoint(os.path.join(folder, "model.keras"), save_freq=EVERY)
     if way == "OrbaxCheckpoint":
         return keras.callbacks.OrbaxCheckpoint(folder, save_freq=EVERY)
-    return _raytf(folder) if way == "raytf" else keras.callbacks.Callback()
+    return _raytf(folder, way != "raytf") if way.startswith("raytf") else keras.callbacks.Callback()
 
 
 def once(way: str, megabytes: str, saves: str) -> None:
@@ -114,7 +116,7 @@ def once(way: str, megabytes: str, saves: str) -> None:
         clock = _clock(began)
         model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[callback, clock])
         seconds = began[1] - began[0]
-        cpu = callback.cpu() if way == "raytf" else None
+        cpu = callback.cpu() if way.startswith("raytf") else None
         size = _bytes(folder, way)
     common.give({"seconds": seconds, "steps": steps, "stalls": stalls, "bytes": size, "cpu": cpu})
 
@@ -138,7 +140,7 @@ def _clock(times: list):
 
 def _bytes(folder: str, way: str) -> int:
     """Bytes of one checkpoint."""
-    if way == "raytf":
+    if way.startswith("raytf"):
         folder = os.path.join(folder, max(os.listdir(folder)))
     return sum(os.path.getsize(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
 

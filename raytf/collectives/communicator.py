@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from raytf import activity
 from raytf.compat.tensorflow import in_multi_worker_mode
 from raytf.compat.tensorflow import is_chief as strategy_is_chief
 
@@ -85,7 +86,8 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
         if len(known) >= _KEPT:
             known.clear()
         known[signature] = _sum_function(strategy)
-    return [v.numpy() for v in known[signature](*tensors)]
+    with activity.here.meeting(activity.COLLECTIVE):
+        return [v.numpy() for v in known[signature](*tensors)]
 
 
 # A function for each signature: one function for all would be traced anew, and TensorFlow would warn of that.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import hmac
 import os
@@ -20,22 +19,39 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from raytf import activity
 from raytf.collectives import scaled_float16
+from raytf.collectives.lookout import Cause, Lookout, said
 from raytf.errors import PeerLostError, RaytfError
 
 # Bytes that are received before they are added: small enough for a core's cache.
 _CHUNK = 1 << 18
 _SENT_AT_ONCE = 1 << 20
-# Which sum, of which place in a step, and how long: workers that disagree must not add what does not belong together.
-_HEADER = struct.Struct("<QQQ")
+# Which group, which of its sums, of which place in a step, and how long: workers that disagree must not add what does
+# not belong together.
+_HEADER = struct.Struct("<QQQQ")
 # Seconds without an answer from the other host's kernel after which it counts as gone.
 HOST_GONE = 35
+# That what a lost member sent before may still take to arrive, and the first cause after a connection broke.
+_GRACE_SECONDS = 0.5
 TOKEN_BYTES = 32
+
+_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+
+
+def _abandon_rings() -> None:
+    for one in list(_rings):
+        one.abandon()
+
+
+# `subprocess` and whatever else executes a program need no more than Python's close-on-exec
+os.register_at_fork(after_in_child=_abandon_rings)
 
 
 class Ring:
@@ -45,12 +61,20 @@ class Ring:
         rank, size: this process's, 0 <= rank < size, and the number of processes, at least 2.
         following, previous: `Link` to the next process and from the one before.
         timeout: seconds that a sum may wait for a neighbour that lives and sends nothing; None waits for ever.
+        generation: of the group, from 0; what comes with another is refused.
     """
 
-    def __init__(self, rank: int, size: int, following: Link, previous: Link, timeout: float | None):
-        self.rank, self.size, self._timeout = rank, size, timeout
+    def __init__(
+        self, rank: int, size: int, following: Link, previous: Link, timeout: float | None, generation: int = 0
+    ):
+        self.rank, self.size, self._timeout, self.generation = rank, size, timeout, generation
         self._links = (following, previous)
         self._next, self._previous = following.data, previous.data
+        self._lookout = Lookout(
+            rank, generation, [((rank + 1) % size, following.watch), ((rank - 1) % size, previous.watch)]
+        )
+        weakref.finalize(self, self._lookout.close)
+        _rings.add(self)
         self._sums = 0
         self.sent = 0  # bytes, since the start
         self._lock = threading.Lock()
@@ -70,34 +94,58 @@ class Ring:
             place: where a step makes this sum, the same number on all processes.
 
         Raises:
-            PeerLostError: a neighbour left, or `timeout` passed. The ring is of no use afterwards.
-            RaytfError: the neighbour sums something else.
+            PeerLostError: a member of the ring left or is lost, whose rank is its `lost`, or `timeout` passed. The
+                ring is of no use afterwards.
+            RaytfError: the neighbour sums something else, or is of another generation.
         """
         with self._lock:
             if self._next.fileno() < 0:
-                raise PeerLostError(self.rank, "the ring broke at an earlier sum")
+                cause = self._lookout.cause()
+                raise PeerLostError(
+                    self.rank, f"the ring broke at an earlier sum: {cause}", None if cause is None else cause.lost
+                )
+            activity.here.enter(activity.SUM)
             try:
                 self._agree(array.nbytes, place)
                 self._sum(array)
+                activity.here.leave()
                 self._sums += 1
                 self.sent += _HEADER.size + 2 * (self.size - 1) * array.nbytes // self.size
+            except _LostError as error:
+                activity.here.leave()
+                heard = self._lookout.cause(_GRACE_SECONDS)  # a neighbour may have hung up for another's sake
+                why = heard.why if heard is not None else f"is lost: {said(error.error)}"
+                lost = heard.lost if heard is not None else error.lost
+                cause = self._lookout.tell(Cause(lost, self.rank, why))  # it counts now also if that one just left
+                self.close()
+                raise PeerLostError(self.rank, str(cause), cause.lost) from error.error
             except BaseException as error:
-                self.close()  # the neighbours learn it from this
+                activity.here.leave()
+                self._lookout.tell(Cause(self.rank, self.rank, f"failed: {type(error).__name__}: {error}"))
+                self.close()
                 if isinstance(error, OSError):
-                    raise PeerLostError(self.rank, _said(error)) from error
+                    raise PeerLostError(self.rank, said(error)) from error
                 raise
 
     def close(self) -> None:
-        """Leaves the ring; the neighbours' sums fail."""
+        """Leaves the ring; the sums of all others fail."""
+        self._lookout.close()
+        for link in self._links:
+            link.close()
+
+    def abandon(self) -> None:
+        """Closes a fork's copies of the connections: while one is open, nobody sees the death of the member itself."""
+        self._lock = threading.Lock()
+        self._lookout.abandon()
         for link in self._links:
             link.close()
 
     def _agree(self, size: int, place: int) -> None:
-        mine = _HEADER.pack(self._sums, place, size)
+        mine = _HEADER.pack(self.generation, self._sums, place, size)
         unsent = mine
         while unsent:  # the end of an earlier sum may still fill the socket
             try:
-                unsent = unsent[self._next.send(unsent) :]
+                unsent = unsent[self._give(unsent) :]
             except BlockingIOError:
                 self._wait(sending=True, receiving=False)
         theirs = b""
@@ -107,7 +155,13 @@ class Ring:
             except BlockingIOError:
                 self._wait(sending=False, receiving=True)
         if theirs != mine:
-            number, other, length = _HEADER.unpack(theirs)
+            generation, number, other, length = _HEADER.unpack(theirs)
+            if generation != self.generation:
+                raise RaytfError(
+                    f"All workers of a ring must be of one generation; worker {self.rank} is of generation "
+                    f"{self.generation}, received: bytes of generation {generation} from worker "
+                    f"{(self.rank - 1) % self.size}. They are refused: let all members join the newest ring."
+                )
             raise RaytfError(
                 f"All workers must sum gradients of the same sizes in the same order; worker {self.rank} is at sum "
                 f"{self._sums} with {size} bytes (optimizer call {place} of its step), received: worker "
@@ -116,10 +170,23 @@ class Ring:
                 "decide it by what all workers know alike, such as a count of steps."
             )
 
+    def _give(self, some: bytes | memoryview) -> int:
+        try:
+            return self._next.send(some)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise _LostError((self.rank + 1) % self.size, error) from error
+
     def _read(self, into: memoryview) -> memoryview:
-        count = self._previous.recv_into(into)
-        if not count:
-            raise ConnectionResetError("it closed its connection")
+        try:
+            count = self._previous.recv_into(into)
+            if not count:
+                raise ConnectionResetError("it closed its connection")
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise _LostError((self.rank - 1) % self.size, error) from error
         return into[:count]
 
     def _sum(self, array: np.ndarray) -> None:
@@ -137,7 +204,7 @@ class Ring:
                 start = (rank - phase) % size * length + offset
                 count = min(may_send - sent, length - offset, _SENT_AT_ONCE)
                 try:
-                    sent += self._next.send(bytes_[start : start + count])
+                    sent += self._give(bytes_[start : start + count])
                     moved = True
                 except BlockingIOError:
                     pass
@@ -181,28 +248,31 @@ class Ring:
         mine[...] = a
 
     def _wait(self, sending: bool, receiving: bool) -> None:
-        """Until a neighbour takes or gives bytes, as is asked for, or is lost."""
+        """Until a neighbour takes or gives bytes, as is asked for, or a member is lost."""
         poll = select.poll()
-        watches: dict[int, Link] = {}
-        for link, wanted, event in zip(self._links, (sending, receiving), (select.POLLOUT, select.POLLIN), strict=True):
-            if not wanted:
-                continue
-            poll.register(link.data, event)
-            if link.watch is not None:
-                poll.register(link.watch, 0)  # errors alone
-                watches[link.watch.fileno()] = link
+        for one, wanted, event in (
+            (self._next, sending, select.POLLOUT),
+            (self._previous, receiving, select.POLLIN),
+            (self._lookout, True, select.POLLIN),
+        ):
+            if wanted:
+                poll.register(one, event)
         ready = [number for number, _ in poll.poll(None if self._timeout is None else self._timeout * 1000)]
         if not ready:
             raise TimeoutError(f"a neighbour sent nothing for {self._timeout} s")
-        if all(number in watches for number in ready):  # what still arrived counts first
-            code = watches[ready[0]].watch.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ECONNRESET
-            raise OSError(code, os.strerror(code))
+        if ready == [self._lookout.fileno()]:  # what still arrives counts first
+            poll.unregister(self._lookout)
+            if not poll.poll(_GRACE_SECONDS * 1000):
+                cause = self._lookout.cause()
+                raise _LostError(cause.lost, ConnectionResetError(cause.why))
 
 
-def _said(error: OSError) -> str:
-    if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return f"its host does not answer any more ({error.strerror})"
-    return f"{type(error).__name__}: {error}"
+class _LostError(Exception):
+    """A member with whom no sum can be finished, and what this one saw of it."""
+
+    def __init__(self, lost: int, error: OSError):
+        super().__init__(lost, error)
+        self.lost, self.error = lost, error
 
 
 class Link:
@@ -210,27 +280,24 @@ class Link:
 
     Args:
         data: where the sums travel.
-        watch: for a neighbour of another host, a connection on which nothing is ever sent. Linux asks the other kernel
-            whether it lives only on a connection without unsent data, and a process that is slow to read leaves such:
-            on `data` it could not be told from a host that has vanished.
+        watch: on which nothing is sent until the ring ends. Linux asks the other kernel whether it lives only on a
+            connection without unsent data, and a process that is slow to read leaves such: on `data` it could not be
+            told from a host that has vanished.
         host_gone: seconds after which a host that does not answer is lost, at least 2.
     """
 
-    def __init__(self, data: socket.socket, watch: socket.socket | None = None, host_gone: int = HOST_GONE):
+    def __init__(self, data: socket.socket, watch: socket.socket, host_gone: int = HOST_GONE):
         self.data, self.watch = data, watch
-        for one in self._sockets():
+        for one in (data, watch):
             one.setblocking(False)
             _notice_lost_hosts(one, host_gone)
-        if watch is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        if watch.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
             # the last of its hello may be on the way; on `data` it would end a neighbour that is slow to read
             watch.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, host_gone * 1000)
 
-    def _sockets(self) -> list[socket.socket]:
-        return [self.data] if self.watch is None else [self.data, self.watch]
-
     def close(self) -> None:
-        for one in self._sockets():
-            one.close()
+        self.data.close()
+        self.watch.close()
 
 
 def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
@@ -272,10 +339,11 @@ def token() -> bytes | None:
 
 
 # What a connection is for.
-_DATA, _WATCH = 0, 1
-# The first bytes of a connection: who comes, what for, and a number that is used once.
-_MAGIC = b"raytf/ring/2"
-_HELLO = struct.Struct(f"<{len(_MAGIC)}sII{TOKEN_BYTES}s")
+_PURPOSES = _DATA, _WATCH = 0, 1
+# The first bytes of a connection: who comes, what for, of which generation, and a number that is
+# used once.
+_MAGIC = b"raytf/ring/3"
+_HELLO = struct.Struct(f"<{len(_MAGIC)}sIII{TOKEN_BYTES}s")
 _PROOF_BYTES = 32
 _WELCOME = b"\1"
 # What has not proved within so many seconds that it belongs here is a stranger.
@@ -317,6 +385,7 @@ class Listener:
         timeout: float,
         patience: float | None,
         host_gone: int = HOST_GONE,
+        generation: int = 0,
     ) -> Ring:
         """Connects this process with its neighbours; all processes call it at once.
 
@@ -327,11 +396,12 @@ class Listener:
             timeout: seconds within which the neighbours must be there.
             patience: the `timeout` of the ring's sums.
             host_gone: seconds after which a neighbour's host that does not answer is lost, at least 2.
+            generation: of the group, 0 <= generation < 2**32, the same for all; members of another are turned away.
 
         Raises:
             PeerLostError: a neighbour could not be reached, did not come, or does not know the token.
         """
-        meeting = _Meeting(rank, addresses, token, self._sockets)
+        meeting = _Meeting(rank, addresses, token, self._sockets, generation)
         try:
             # in a thread of its own, as the caller's may run an event loop
             with ThreadPoolExecutor(1) as pool:
@@ -345,9 +415,8 @@ class Listener:
             raise PeerLostError(rank, f"no connection to its neighbours ({type(error).__name__}: {error})") from error
         finally:
             self.close()
-        return Ring(
-            rank, len(addresses), Link(*following, host_gone=host_gone), Link(*previous, host_gone=host_gone), patience
-        )
+        links = [Link(*sockets, host_gone=host_gone) for sockets in (following, previous)]
+        return Ring(rank, len(addresses), *links, patience, generation)
 
     def close(self) -> None:
         for one in self._sockets:
@@ -360,10 +429,20 @@ class _Meeting:
     Args:
         rank, addresses, token: as `Listener.join` has them.
         listening: this process's sockets, not blocking.
+        generation: as `Listener.join` has it.
     """
 
-    def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], token: bytes, listening: list[socket.socket]):
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        token: bytes,
+        listening: list[socket.socket],
+        generation: int,
+    ):
         size = len(addresses)
+        self._generation = generation
+        self._refused: int | None = None  # the generation of a neighbour that knew the token
         self._rank, self._addresses, self._token, self._listening = rank, addresses, token, listening
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
         # by purpose
@@ -374,12 +453,12 @@ class _Meeting:
         self._cancel = None
 
     async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
-        """The connections to the next and from the one before: (data,), or (data, watch) of another host."""
+        """The connections to the next and from the one before: (data, watch) of each."""
         self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
                 doors = [group.create_task(self._open(one)) for one in self._listening]
-                goers = [group.create_task(self._go(purpose)) for purpose in self._purposes(self._next)]
+                goers = [group.create_task(self._go(purpose)) for purpose in _PURPOSES]
                 await self._all_came.wait()
                 await asyncio.wait(goers)
                 for door in doors:
@@ -404,14 +483,16 @@ class _Meeting:
             with contextlib.suppress(RuntimeError):  # it has ended
                 self._cancel()
 
-    def _purposes(self, other: int) -> tuple[int, ...]:
-        return (_DATA,) if self._is_here(other) else (_DATA, _WATCH)
-
     def _is_here(self, other: int) -> bool:
         return sys.platform == "linux" and self._addresses[other][0] == self._addresses[self._rank][0]
 
     def _missing(self) -> str:
-        if len(self._came) < len(self._purposes(self._previous)):
+        if self._refused is not None:
+            return (
+                f"worker {self._previous} came with generation {self._refused} of the ring and was refused, as this is "
+                f"generation {self._generation}"
+            )
+        if len(self._came) < len(_PURPOSES):
             return f"worker {self._previous} did not connect in time"
         return f"worker {self._next} did not answer in time"
 
@@ -444,7 +525,7 @@ class _Meeting:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _introduce(self, one: socket.socket, purpose: int) -> None:
-        hello = _HELLO.pack(_MAGIC, self._rank, purpose, secrets.token_bytes(TOKEN_BYTES))
+        hello = _HELLO.pack(_MAGIC, self._rank, purpose, self._generation, secrets.token_bytes(TOKEN_BYTES))
         await _send(one, hello)
         drawn, proof = await _receive(one, TOKEN_BYTES), await _receive(one, _PROOF_BYTES)
         if not hmac.compare_digest(proof, self._proof(self._next, hello, drawn)):
@@ -469,12 +550,15 @@ class _Meeting:
         try:
             async with asyncio.timeout(_STRANGER_SECONDS):
                 hello = await _receive(one, _HELLO.size)
-                magic, rank, purpose, _ = _HELLO.unpack(hello)
-                if magic != _MAGIC or rank != self._previous or purpose not in self._purposes(self._previous):
+                magic, rank, purpose, generation, _ = _HELLO.unpack(hello)
+                if magic != _MAGIC or rank != self._previous or purpose not in _PURPOSES:
                     return
                 drawn = secrets.token_bytes(TOKEN_BYTES)
                 await _send(one, drawn + self._proof(self._rank, hello, drawn))
                 if not hmac.compare_digest(await _receive(one, _PROOF_BYTES), self._proof(rank, hello, drawn)):
+                    return
+                if generation != self._generation:  # only now is it known to be a neighbour's word
+                    self._refused = generation
                     return
                 await _send(one, _WELCOME)
             self._came.setdefault(purpose, one)
@@ -483,7 +567,7 @@ class _Meeting:
         finally:
             if one not in self._came.values():
                 one.close()
-        if len(self._came) == len(self._purposes(self._previous)):
+        if len(self._came) == len(_PURPOSES):
             self._all_came.set()
 
 

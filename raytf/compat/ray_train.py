@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import ray.train
 
 # A process that the first run of a cluster waits for, made early.
@@ -35,6 +38,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 )
 from ray.train.v2._internal.execution.context import (
     TrainContext,  # where its logger has its name from
+    get_train_context,  # what `ray.train.report` keeps of a worker
     is_managed_checkpoint,  # whether a checkpoint lies in the run's own folder
 )
 from ray.train.v2._internal.execution.controller import TrainController  # starts before the run is known
@@ -44,6 +48,7 @@ from ray.train.v2._internal.execution.storage import StorageContext, get_fs_and_
 from ray.train.v2._internal.execution.train_fn_utils import (
     LocalTrainFnUtils,  # `ray.train.report` and the others, in a process of one's own
     TrainFnUtils,  # the same for a trial
+    get_train_fn_utils,  # which of them are in place
     set_train_fn_utils,  # puts them in place
 )
 from ray.train.v2._internal.execution.training_report import _TrainingReport  # what is told to the CheckpointManager
@@ -58,6 +63,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus  # w
 from ray.train.v2._internal.util import (
     TrainingFramework,  # the name in the dashboard
     construct_train_func,  # a loop with its config and context
+    construct_user_exception_with_traceback,  # what ends a run from another thread than that of its loop
     time_monotonic,  # the clock of polls
 )
 from ray.train.v2.api.context import LocalTrainContext  # `ray.train.get_context()` without a controller
@@ -128,6 +134,45 @@ if at_least("ray", 2, 58):
     from ray.train import PreemptionInfo
 else:
     from ray.train.v2._internal.execution.preemption import PreemptionInfo  # public since 2.58
+
+
+# ------------------------------------------------------------------------------------------ reports
+
+
+@uses(
+    "ray.train.v2._internal.execution.context:TrainContext._wait_then_report",
+    "ray.train.v2._internal.execution.context:TrainContext.checkpoint_upload_threadpool",
+    "ray.train.v2._internal.execution.context:TrainContext.report_call_index",
+)
+def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> None:
+    """Reports as `ray.train.report` does, in the order of the calls, once a checkpoint is there; does not wait for it.
+
+    The public way, `CheckpointUploadMode.ASYNC`, ends the training where there is none in the end, and has all workers
+    wait for one another. Every worker of a run calls this one as often as the others.
+
+    Args:
+        metrics: by name.
+        kept: called in another thread, and may wait there; (`ray.train.Checkpoint` in the folder of the run or None,
+            whether it is to be validated).
+    """
+    utils = get_train_fn_utils()
+    if isinstance(utils, LocalTrainFnUtils):
+        utils.report_later(metrics, kept)
+        return
+    context = get_train_context()
+    context.report_call_index += 1
+    number = context.report_call_index
+
+    def tell() -> None:
+        try:
+            checkpoint, validation = kept()
+            report = TrainingReport(checkpoint=checkpoint, metrics=metrics, validation=validation)
+            context._wait_then_report(report, number)
+        except Exception as error:  # in this thread nobody would see it
+            failed = construct_user_exception_with_traceback(error)
+            context.execution_context.training_thread_runner.get_exception_queue().put(failed)
+
+    context.checkpoint_upload_threadpool.submit(tell)
 
 
 # ------------------------------------------------------------------------------------------ results

@@ -188,6 +188,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(train_run_context, distributed_context, execution_context, storage_context, preemption_context, controller_actor, dataset_shard_provider, has_validation_fn=, checkpoint=, current_report_index=, report_call_index=, collective_seq=, report_order_condition=, checkpoint_upload_threadpool=)",
         "(train_run_context, distributed_context, execution_context, storage_context, preemption_context, controller_actor, dataset_shard_provider, has_validation_fn=, checkpoint=, current_report_index=, report_call_index=, report_order_condition=, checkpoint_upload_threadpool=)",
     ),
+    "ray.train.v2._internal.execution.context:TrainContext._wait_then_report": (
+        "(self, training_report, report_call_index)",
+    ),
+    "ray.train.v2._internal.execution.context:get_train_context": ("()",),
     "ray.train.v2._internal.execution.context:is_managed_checkpoint": ("(storage_context, checkpoint)",),
     "ray.train.v2._internal.execution.controller:TrainController": (
         "(train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks=, validation_config=)",
@@ -210,6 +214,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(experiment_name, dataset_shards=, world_size=, world_rank=, local_rank=, local_world_size=, node_rank=)",
     ),
     "ray.train.v2._internal.execution.train_fn_utils:TrainFnUtils": ("()",),
+    "ray.train.v2._internal.execution.train_fn_utils:get_train_fn_utils": ("()",),
     "ray.train.v2._internal.execution.train_fn_utils:set_train_fn_utils": ("(train_fn_utils)",),
     "ray.train.v2._internal.execution.training_report:_TrainingReport": ("(checkpoint, metrics, validation)",),
     "ray.train.v2._internal.execution.worker_group.placement_group_handle:DefaultPlacementGroupHandle": ("(pg)",),
@@ -239,6 +244,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(value, names=, *, module=, qualname=, type=, start=, boundary=)",
     ),
     "ray.train.v2._internal.util:construct_train_func": ("(train_func, config, train_func_context, fn_arg_name=)",),
+    "ray.train.v2._internal.util:construct_user_exception_with_traceback": ("(e, exclude_frames=)",),
     "ray.train.v2._internal.util:time_monotonic": ("()",),
     "ray.train.v2.api.config:ScalingConfig._label_selector_per_worker": ("(self, num_workers)",),
     "ray.train.v2.api.context:LocalTrainContext": (

@@ -40,6 +40,11 @@ _LAST_SECONDS, _LAST_OF_FAILED_SECONDS = 5.0, 1.5
 # ------------------------------------------------------------------------------------------ in a run's processes
 
 
+def say(text: str) -> None:
+    """A sentence for whoever waits, from the driver or a process of the cluster."""
+    print(f"raytf: {text}", file=sys.stderr, flush=True)
+
+
 def say_who(name: str) -> None:
     """Names what this process prints from now on, such as "worker 0"; nothing where it is no process of Ray's."""
     _tell(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")

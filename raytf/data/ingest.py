@@ -11,6 +11,7 @@ import pyarrow as pa
 import ray
 
 from raytf.compat import ray_data
+from raytf.console import output
 from raytf.data import partitions as partitions_module
 from raytf.data import stored, streamed
 from raytf.data.partitions import Partitions
@@ -108,7 +109,7 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
             raise
         if size is None or _PARQUET_EXPANSION * size > fits:
             about = "of unknown size" if size is None else f"of {_gib(size)} or more"
-            streamed.say(
+            output.say(
                 f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, which goes to disk when it is "
                 f"full, as {error.received} cannot be streamed"
             )
@@ -116,7 +117,7 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
     blocks = _first(pieces)
     if materialize == "auto" and max(pieces.bytes, sum(b.nbytes for b in blocks) * len(pieces.rows)) <= fits:
         return None
-    pieces = partitions_module.counted(pieces, lambda why: streamed.say(f"the rows of {name!r} {why}"))
+    pieces = partitions_module.counted(pieces, lambda why: output.say(f"the rows of {name!r} {why}"))
     sample = next((b for b in blocks if b.num_rows), None)
     if sample is None and pieces.rows:
         sample = next(b for b in _first(pieces) if b.num_rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
 import time
 from bisect import bisect_right
@@ -18,6 +17,7 @@ import pyarrow as pa
 import ray
 
 from raytf.compat import ray_data
+from raytf.console import output
 from raytf.data import partitions
 from raytf.data import stored as stored_module
 from raytf.data.partitions import AT_ONCE, Partitions
@@ -270,7 +270,7 @@ class EpochRead:
         if quiet > _REPORT_SECONDS:
             self._came = time.monotonic()
             held = resources.held()
-            say(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading goes on; {held}")
+            output.say(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading goes on; {held}")
 
     def let_go(self, start: int) -> None:
         with self._changed:
@@ -332,11 +332,6 @@ class EpochRead:
             return not self._ended
 
 
-def say(text: str) -> None:
-    """A sentence for whoever waits, from the driver or a process of the cluster."""
-    print(f"raytf: {text}", file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def watched(name: str):
     """Says now and then that a dataset is not read yet, and who holds the CPUs that its reading may wait for."""
@@ -345,7 +340,8 @@ def watched(name: str):
     def watch():
         began, pause = time.monotonic(), _REPORT_SECONDS
         while not ended.wait(pause):
-            say(f"{name!r} is not read after {time.monotonic() - began:.0f} s, reading goes on; {resources.held()}")
+            seconds = time.monotonic() - began
+            output.say(f"{name!r} is not read after {seconds:.0f} s, reading goes on; {resources.held()}")
             pause *= 2
 
     thread = threading.Thread(target=watch, daemon=True, name="raytf_watch")

@@ -27,8 +27,9 @@ from raytf.data import ingest, streamed
 from raytf.data.feed import Feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
-from raytf.errors import ConfigError, TrainingError
+from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError
 from raytf.fitting import arrays, fit_worker, transport, warm
+from raytf.fitting.keeping import Keeping, identity
 from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.processes import worker_environment
@@ -36,7 +37,7 @@ from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
-from raytf.worker import fit
+from raytf.worker import ending, fit
 
 _FIRST_ROWS = 1000
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
@@ -49,18 +50,39 @@ class Call:
         model: the user's.
         scaling_config, run_config: of the workers.
         parts: `arrays.Data` by name.
+        keeping: of the checkpoints, or None where the call has no name.
 
     Attributes:
         objects: of the model and the callbacks, by number.
     """
 
-    def __init__(self, model, scaling_config: ScalingConfig, run_config: RunConfig, parts: dict[str, arrays.Data]):
+    def __init__(
+        self,
+        model,
+        scaling_config: ScalingConfig,
+        run_config: RunConfig,
+        parts: dict[str, arrays.Data],
+        keeping: Keeping | None = None,
+    ):
         self._model, self._scaling, self._run = model, scaling_config, run_config
-        self._parts = parts
+        self._parts, self._keeping = parts, keeping
+        self._files: dict[str, bytes] | None = None
+        self._ending: Ending | None = None
         self._found: dict[str, Any] = {}
         self._group: warm.Group | None = None
         self._ends = contextlib.ExitStack()
         self._connected = False
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+        if kind is KeyboardInterrupt:  # a script whose process has imported Ray would end with 1
+            print(f"raytf: SIGINT: {_AT_ONCE}", file=sys.stderr, flush=True)
+            raise StoppedCallError(signal.SIGINT, _AT_ONCE) from None
+        if kind is StoppedError and error.number == signal.SIGINT:
+            raise StoppedCallError(error.number, error.where, error.step) from None
 
     def _read(self) -> None:
         """Reads what is no array; raises ConfigError where it has no rows, or not the columns."""
@@ -77,7 +99,10 @@ class Call:
     def _connect(self) -> None:
         self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
         if not self._connected:  # Ray, if it is started, takes SIGTERM for itself; SIGINT is Python's KeyboardInterrupt
-            self._ends.enter_context(Ending(after_step=False, signals=(signal.SIGTERM,), at_once=_AT_ONCE))
+            signals = (signal.SIGTERM,) if self._keeping is None else (signal.SIGTERM, signal.SIGINT)
+            self._ending = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
+            if self._keeping is not None:
+                self._ends.enter_context(self._keeping.lock())
             self._connected = True
         resources.check_cluster(self._scaling)
 
@@ -140,6 +165,28 @@ class Call:
         self._values = sent.values()
         self.objects = sent.joined(own)
 
+    def going_on(self, seed: int, batch: int, arguments: dict) -> tuple[int, dict]:
+        """Looks for a checkpoint of this very training.
+
+        Args:
+            seed: of a training that begins.
+            batch: rows of the global one.
+            arguments: of the call that change what is computed.
+
+        Returns:
+            (the seed of the training, more of `fit_worker.Work`).
+
+        Raises:
+            ConfigError: there is one of another training.
+        """
+        if self._keeping is None:
+            return seed, {}
+        self._connect()
+        rows = {name: sum(found.rows) for name, found in self._found.items()}
+        told = identity(self._model, self._parts, rows, batch, arguments)
+        self._files, state = self._keeping.newest(told)
+        return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": told}
+
     def work(self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, **more) -> fit_worker.Work:
         """What the workers are told; the rows go into Ray's object store."""
         self._connect()
@@ -173,13 +220,19 @@ class Call:
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
             told = {"work": fit_worker.Work(model=sending, board=board, **work)}
-            group.worker_group.begin(TrialRun(train=fit_worker.run, config=told, name=work["do"]))
-            while (reports := group.worker_group.go_on_all()) is not None:
-                yield reports
-                if reports[0].get("ended"):
-                    break
+            within = None if self._keeping is None else self._keeping.within
+            run = TrialRun(train=fit_worker.run, config=told, name=work["do"], files=self._files, within=within)
+            group.worker_group.begin(run)
+            with self._ending.calls(self._heard) if within is not None else contextlib.nullcontext():
+                why = None if within is None else self._why_end
+                while (reports := group.worker_group.go_on_all(why)) is not None:
+                    yield reports
+                    if reports[0].get("ended"):
+                        break
             group.worker_group.stop()
             well = True
+            if group.worker_group.ended is not None:
+                self._raise_stopped(group.worker_group.ended)
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None
         except WorkerGroupLostError as error:
@@ -188,6 +241,22 @@ class Call:
             shown.close(sys.exc_info()[1])
             if self._group is not None:
                 self._end(well)
+
+    def _heard(self) -> None:
+        """The first signal is seen at the next look, see `_why_end`."""
+
+    def _why_end(self) -> str | None:
+        return None if self._ending.number is None else ending.STOP
+
+    def _raise_stopped(self, step: int) -> None:
+        """Raises that the training has ended after a step, because of a signal."""
+        last = self._keeping.last()
+        if last < step:
+            kept = f"step {last}" if last else "none"
+            text = f"it was to end, and did after step {step}, which is not kept; the last that is: {kept}"
+            raise TrainingError(None, text)
+        where = f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} goes on"
+        raise StoppedError(self._ending.number, where, step)
 
     def _end(self, well: bool) -> None:
         group, self._group = self._group, None
@@ -208,6 +277,8 @@ class Call:
             if last is not None:
                 self._learn(last, users, history)
         model.history = history
+        if self._keeping is not None:
+            self._keeping.forget()
         return history
 
     def _shown(self, work: dict, board):

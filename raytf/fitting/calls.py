@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
 from raytf.fitting.call import Call
+from raytf.fitting.keeping import Keeping
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments
@@ -56,6 +58,10 @@ def fit(
     num_workers: int | None = None,
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
+    name: str | None = None,
+    storage: str | os.PathLike | None = None,
+    checkpoint_every: str = "auto",
+    resume: str | bool = "auto",
 ) -> keras.callbacks.History:
     """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
 
@@ -63,6 +69,10 @@ def fit(
     seeds and metrics come back into the same object, as the callbacks' attributes do, but for what does not pickle.
     Other attributes of the model that a `train_step` sets stay on the workers, which stay for the next call. An
     interrupt ends the workers; the model then has the weights of the last epoch that had ended.
+
+    With a `name` the workers keep checkpoints, and the same call, of the same model and data, goes on at the next step
+    where the last one was interrupted, failed or was killed; a first signal then ends it after the step that it is in.
+    They are removed when the training has come to its end.
 
     Args:
         model: a compiled `keras.Model`, made outside of any `tf.distribute` strategy.
@@ -87,7 +97,12 @@ def fit(
         features, labels: columns of `x`, as `KerasTrainer` takes them.
         num_workers: at least 1; 1 by default.
         scaling_config: `ray.train.ScalingConfig`, in the place of `num_workers`.
-        run_config: `ray.train.RunConfig`, of which `worker_runtime_env` is used; nothing is stored.
+        run_config: `ray.train.RunConfig`, of which `worker_runtime_env` is used.
+        name: of the checkpoints of this training; without one nothing is stored.
+        storage: folder or URI that all hosts see, below which they lie; Ray's own, `~/ray_results`, by default.
+        checkpoint_every: when to keep some within epochs, see `KerasTrainer`; each epoch ends with one.
+        resume: "auto" goes on where there are checkpoints of the same training, True also with what has changed, and
+            False starts anew, and removes them.
 
     Returns:
         A `keras.callbacks.History` with a global value for each metric and epoch.
@@ -95,8 +110,8 @@ def fit(
     Raises:
         ConfigError: an argument, the model or the data is wrong; no worker has started.
         TrainingError: a worker failed; the model has the weights of the last epoch that had ended.
-        KeyboardInterrupt: as above.
-        StoppedError: SIGTERM came (to the main thread); likewise. It is a `SystemExit`.
+        StoppedError: SIGTERM or SIGINT came (to the main thread); likewise. It is a `SystemExit`, and after SIGINT a
+            `KeyboardInterrupt`, too.
     """
     _check_model(model, "fit")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
@@ -125,26 +140,16 @@ def fit(
         if validation_steps is not None:
             parts["validation"] = parts["validation"].head(validation_steps * validation_batch)
     _check_steps(steps_per_epoch, parts["train"], batch)
-    call = Call(model, workers, run_config, parts)
-    try:
+    keeping = Keeping.of(name, storage, checkpoint_every, resume)
+    with Call(model, workers, run_config, parts, keeping) as call:
         batches = {"train": batch, "validation": validation_batch}
+        order = "full" if shuffle else "none"
         call.build("fit")
         call.pack(users)
-        seed = make_default_seed()
-        work = call.work(
-            "fit",
-            batches,
-            seed,
-            "full" if shuffle else "none",
-            {
-                "epochs": epochs,
-                "initial_epoch": initial_epoch,
-                "validation_freq": validation_freq,
-            },
-        )
+        seed, more = call.going_on(make_default_seed(), batch, {"initial_epoch": initial_epoch, "shuffle": order})
+        arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
+        work = call.work("fit", batches, seed, order, arguments, **more)
         return call.fit(work, users, verbose)
-    finally:
-        call.close()
 
 
 def evaluate(
@@ -177,7 +182,7 @@ def evaluate(
         The loss, or a list of loss and metrics, or a dict; of all rows.
 
     Raises:
-        ConfigError, TrainingError, KeyboardInterrupt, StoppedError: see `fit`.
+        ConfigError, TrainingError, StoppedError: see `fit`.
     """
     _check_model(model, "evaluate")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
@@ -190,16 +195,13 @@ def evaluate(
     if steps is not None:
         validation.check_whole("steps", steps, 1)
         data = data.head(steps * batch)
-    call = Call(model, workers, run_config, {"train": data})
-    try:
+    with Call(model, workers, run_config, {"train": data}) as call:
         call.build("evaluate")
         call.pack(users)
         (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
         call.objects.assign(told[0]["values"])
         logs = told[0]["logs"]
         return logs if return_dict else keras_objects.in_order(model, logs)
-    finally:
-        call.close()
 
 
 def predict(
@@ -229,7 +231,7 @@ def predict(
         with a column for each output: its key, or "predictions", or "predictions_0", ...
 
     Raises:
-        ConfigError, TrainingError, KeyboardInterrupt, StoppedError: see `fit`.
+        ConfigError, TrainingError, StoppedError: see `fit`.
     """
     if not isinstance(model, keras.Model):
         _check_model(model, "predict")
@@ -243,8 +245,7 @@ def predict(
     if steps is not None:
         validation.check_whole("steps", steps, 1)
         data = data.head(steps * batch)
-    call = Call(model, workers, run_config, {"train": data})
-    try:
+    with Call(model, workers, run_config, {"train": data}) as call:
         row_bytes = call.build("predict")
         call.pack(())
         chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
@@ -256,8 +257,6 @@ def predict(
         like = chunks[0][0]
         whole = [np.concatenate(parts) for parts in zip(*(flat for _, flat in chunks), strict=True)]
         return tree.map_structure(lambda place: whole[place], like)
-    finally:
-        call.close()
 
 
 # ------------------------------------------------------------------------------------------ predictions
@@ -341,9 +340,10 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
         given = getattr(run_config, name)
         if given != getattr(empty, name):
             raise ConfigError(
-                "raytf.fit brings what was learnt back into the model, and stores no run to go on from",
+                "raytf.fit brings what was learnt back into the model, and stores no run to load models from",
                 f"RunConfig({name}={given!r})",
-                "Use keras.callbacks.ModelCheckpoint for files, or raytf.KerasTrainer for runs that survive failures",
+                "Use raytf.fit(name=..., storage=...) to go on after a failure, keras.callbacks.ModelCheckpoint for "
+                "files, or raytf.KerasTrainer for runs",
             )
     return scaling_config, run_config
 

@@ -7,6 +7,7 @@ makes its first step at once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import Callable
@@ -20,7 +21,12 @@ from raytf.data.stored import StoredDataset
 from raytf.data.streamed import StreamedDataset
 from raytf.parallel import model_optimizers
 from raytf.runtime.topology import Shard
+from raytf.storage import step_folders
 from raytf.train.worker_group import GroupWorker
+from raytf.worker import checkpoint
+from raytf.worker.callback_state import CallbackStates
+from raytf.worker.checkpoint_every import Every
+from raytf.worker.ending import Ended
 
 # Of the model that is here: its key, itself, its objects, and the function that predicts.
 _kept: dict[str, Any] = {}
@@ -74,6 +80,8 @@ class Work:
         steps_per_execution: the model's own.
         board: a `progress.Board`, or None.
         chunk_steps: steps after which predictions are handed over.
+        every: when checkpoints within epochs are kept; None: none at all.
+        identity: what tells the training from others, for its checkpoints.
     """
 
     do: str
@@ -85,6 +93,8 @@ class Work:
     steps_per_execution: int = 1
     board: Any = None
     chunk_steps: int = 1
+    every: Every | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
 
 
 class FitWorker(GroupWorker):
@@ -94,8 +104,12 @@ class FitWorker(GroupWorker):
         """Nothing; the next model clears what the last one left."""
 
 
-def run(session, config: dict[str, Any]) -> None:
-    """The loop of a `worker_group.TrialRun`; reports what the driver waits for."""
+def run(session, config: dict[str, Any]) -> int | None:
+    """The loop of a `worker_group.TrialRun`; reports what the driver waits for.
+
+    Returns:
+        The steps after which a training was told to end; None where all is done.
+    """
     import keras
 
     from raytf.worker import context
@@ -106,7 +120,8 @@ def run(session, config: dict[str, Any]) -> None:
     distribution = context.get_strategy()
     model, sent = _model(work.model, distribution)
     keras.utils.set_random_seed(work.seed % 2**32)
-    {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[work.do](session, work, model, sent, distribution)
+    do = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[work.do]
+    return do(session, work, model, sent, distribution)
 
 
 def _model(sending: Sending, distribution):
@@ -158,7 +173,7 @@ def structured(dataset, structure: tuple | None):
     return dataset.map(pack)
 
 
-def _fit(session, work: Work, model, sent, distribution) -> None:
+def _fit(session, work: Work, model, sent, distribution) -> int | None:
     import keras
 
     from raytf.fitting import transport
@@ -169,12 +184,13 @@ def _fit(session, work: Work, model, sent, distribution) -> None:
     users, own = transport.read(work.callbacks, known=sent)
     everything = sent.joined(own)
     feed, dataset = _dataset(work.rows["train"], session)
-    validation = _dataset(work.rows["validation"], session)[1] if "validation" in work.rows else None
+    others = [_dataset(work.rows[name], session) for name in work.rows if name != "train"]
     looking = any(callbacks_module.looks_at_batches(c) for c in users)
     if model.steps_per_execution != work.steps_per_execution and looking:  # what an earlier call has chosen
         model.steps_per_execution = work.steps_per_execution
         model.make_train_function(force=True)
-    around = [steps_per_execution_module.ExecutionCallback(users), callbacks.FeedCallback(feed), *users]
+    kept = _Kept(session, work, model, users, feed, validates=bool(others))
+    around = [steps_per_execution_module.ExecutionCallback(users), kept.position, *users, *kept.around]
     if session.rank == 0 and work.board is not None:
         around.append(callbacks.ProgressCallback(work.board, work.rows["train"].sampling.global_batch, None))
 
@@ -191,14 +207,19 @@ def _fit(session, work: Work, model, sent, distribution) -> None:
             told["history"] = (dict(history.history), list(history.epoch))
             session.report(told, None)
 
-    history = model.fit(
-        dataset,
-        validation_data=validation,
-        callbacks=[*around, Report()],
-        verbose=0,
-        shuffle=False,  # the feed does
-        **work.arguments,
-    )
+    with kept.going_on() as (arguments, before, after):
+        try:
+            history = model.fit(
+                dataset,
+                validation_data=others[0][1] if others else None,
+                callbacks=[*before, *around, *after, *kept.reports, Report(), *kept.steps],
+                verbose=0,
+                shuffle=False,  # the feed does
+                **arguments,
+            )
+        except Ended as ended:
+            return ended.step
+        kept.complete(history)
     totals = _totals(model, everything)
     told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
     told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
@@ -206,6 +227,79 @@ def _fit(session, work: Work, model, sent, distribution) -> None:
     if session.rank == 0:
         told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
     session.report(told, None)
+
+
+class _Kept:
+    """What keeps checkpoints of a training that has a name, and what it goes on with; nothing for one that has none.
+
+    Args:
+        session, work, model: of the training.
+        users: its callbacks.
+        feed: of its rows.
+        validates: whether something comes between the last step of an epoch and its end.
+
+    Attributes:
+        position: counts the steps.
+        around, reports, steps: callbacks behind the user's, behind all others that train, and behind all.
+    """
+
+    def __init__(self, session, work: Work, model, users, feed, validates: bool):
+        from raytf.worker import callbacks, within_epoch
+
+        self._session, self._work, self._model, self._feed = session, work, model, feed
+        folder = session.folder
+        self._first = work.arguments["initial_epoch"]
+        self._state = checkpoint.read_state(folder) if folder else None
+        state = self._state
+        self.position = callbacks.FeedCallback(feed, state.step if state else 0)
+        self.around: list = []
+        self.reports: list = []
+        self.steps: list = []
+        if work.every is None:
+            return
+        self._states = CallbackStates(users)
+        if state is not None:
+            checkpoint.restore(folder, model)
+            if session.rank == 0:
+                callbacks.continue_logs(users, self._first + state.epoch)
+            self.around = [callbacks.RestoreCallback(folder, self._states, session.rank == 0, state.history)]
+        report = callbacks.ReportCallback(
+            seed=work.seed,
+            callbacks=self._states,
+            history=state.history if state else (),
+            report=self._keep,
+            identity=work.identity,
+            steps=lambda: self.position.step,
+        )
+        self.reports = [report]
+        chief = {"chief": session.rank == 0, "order": feed.order, "validates": validates}
+        self.steps = [within_epoch.StepCheckpointCallback(work.every, session.keep, self.position, report, **chief)]
+
+    def _keep(self, metrics: dict, moment) -> None:
+        """Keeps the end of an epoch as the steps within it are kept."""
+        if self._session.rank == 0:
+            self._session.keep(step_folders.name_of(moment.state.step), moment.model, moment.parts())
+
+    @contextlib.contextmanager
+    def going_on(self):
+        """(arguments of `fit`, callbacks before and behind the others); behind it all is written."""
+        from raytf.worker import fit
+
+        state, arguments = self._state, dict(self._work.arguments)
+        with self._session.checkpoint() as folder:
+            before, after = [], []
+            if state is not None:
+                state = dataclasses.replace(state, epoch=self._first + state.epoch)
+                arguments["initial_epoch"] = arguments["epochs"] if state.stopped else state.epoch
+                before, after = fit.resumed(folder, state, self._states, self.position, self._feed.order)
+            yield arguments, before, after
+
+    def complete(self, history) -> None:
+        """Gives a history the epochs of before, where none was left to do."""
+        from raytf.worker import callbacks
+
+        if self._state is not None and not history.epoch:
+            callbacks.put_back(history, self._state.history)
 
 
 def _built(model, everything) -> dict[str, tuple[list[int], list]]:

@@ -76,8 +76,10 @@ class Group:
     def close(self) -> None:
         """Ends the workers and gives back what they held; returns when the cluster has it."""
         group = self._reservation.group
-        self.worker_group.close(well=False)
-        self._reservation.drop()
+        try:
+            self.worker_group.close(well=False)
+        finally:  # who ends idle workers looks over errors of a cluster that goes
+            self._reservation.drop()
         self._warned.clear()
         until = time.monotonic() + _GIVEN_BACK_SECONDS
         while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:

@@ -15,15 +15,19 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
 
+from raytf import activity
 from raytf.collectives import ring
 from raytf.compat import fast_import, legacy_keras, legacy_names
 from raytf.runtime import settings
 
 _prepared = contextlib.ExitStack()
+# Questions to a script's process.
+TOLD, STACK = b"t", b"s"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +37,13 @@ class BootOptions:
     Args:
         alive: file descriptor of a pipe that its starter holds open; the token of the ring of all tasks comes through
             it, and when it ends, so does this process.
+        asked: of a socket on which its starter asks what the training does; see `_answer`.
         module: the script is the name of a module.
         ports: the first and the last port on which it may listen.
     """
 
     alive: int
+    asked: int
     module: bool
     ports: tuple[int, int]
 
@@ -52,6 +58,8 @@ def main(arguments: list[str]) -> None:
     order = BootOptions(**json.loads(order))
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
+    threading.Thread(target=_answer, args=(order.asked,), daemon=True).start()
+    activity.here.train_here()
     if not legacy_keras.is_on():
         sys.meta_path.insert(0, _AfterImport(functools.partial(_prepare, tuple(order.ports))))
     sys.argv = [script, *rest]
@@ -68,6 +76,14 @@ def _end_with(pipe: int) -> None:
     """Ends this process and those that it started when the other end of a pipe is closed."""
     os.read(pipe, 1)
     os.killpg(0, signal.SIGKILL)
+
+
+def _answer(asked: int) -> None:
+    """Answers questions of a byte with a line of JSON: what the training does, or its stack."""
+    with socket.socket(fileno=asked) as one, contextlib.suppress(OSError):  # its starter may have ended
+        while question := one.recv(1):
+            answer = activity.told() if question == TOLD else activity.stack()
+            one.sendall(json.dumps(answer).encode() + b"\n")
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

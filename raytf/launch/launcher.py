@@ -16,13 +16,15 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from raytf import activity
 from raytf.collectives import ring
 from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.launch.runner import BEAT_SECONDS, Place, TaskRunner
 from raytf.launch.spec import LaunchSpec
-from raytf.runtime import resources, roles
+from raytf.runtime import resources, roles, settings
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.connection import connect, located
+from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.roles import Exit, Task
 from raytf.storage import shared_folders
 
@@ -116,6 +118,8 @@ class ScriptCluster:
         self._lost: set[Task] = set()  # tasks whose runner does not answer
         self._told: set[str] = set()
         self._restarts = 0
+        self._hangs: HangWatch | None = None
+        self._ranks: dict[int, Task] = {}
         self._width = max(len(str(task)) for task in self._tasks)
 
     def run(self) -> int:
@@ -124,7 +128,8 @@ class ScriptCluster:
             if not self._runners:
                 self._open()
             self._start(self._tasks)
-            exits, lost = self._follow()
+            with self._watching():
+                exits, lost = self._follow()
             first = roles.first_failure(exits)
             if first is None:
                 self._end(exits)
@@ -148,7 +153,7 @@ class ScriptCluster:
             if say():
                 resources.check_bundles(bundles)  # a node may have gone
         for i, (task, bundle) in enumerate(zip(self._tasks, bundles, strict=True)):
-            self._runners[task] = resources.placed_actor(TaskRunner, self._group, i, bundle, max_concurrency=4)
+            self._runners[task] = resources.placed_actor(TaskRunner, self._group, i, bundle, max_concurrency=6)
 
     def _start(self, tasks: Sequence[Task]) -> None:
         """Starts tasks: all with new addresses, or one where it stood."""
@@ -209,6 +214,43 @@ class ScriptCluster:
         path = os.path.relpath(self._script.script)
         return os.path.abspath(self._script.script) if path.startswith(os.pardir) else path
 
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watches for hangs where all workers make steps together."""
+        tasks = [task for task in self._tasks if task.role in ("chief", "worker")]
+        if self._script.num_ps or not self._script.hang_timeout:
+            yield
+            return
+        refs = [self._runners[task].process.remote() for task in tasks]
+        places = dict(enumerate(self._answers(tasks, refs, _ANSWER_SECONDS, "where its script's process is")))
+        runners = [self._runners[task] for task in tasks]
+
+        def execute(rank, function):
+            return runners[rank].told.remote() if function is activity.told else runners[rank].stack.remote()
+
+        limit = self._script.hang_timeout
+        first = max(limit, settings.FIRST_STEP_SECONDS)
+        self._ranks = dict(enumerate(tasks))
+        names = {rank: str(task) for rank, task in self._ranks.items()}
+        self._hangs = HangWatch(execute, places, limit, first, _say, names, through_others=True)
+        try:
+            yield
+        finally:
+            self._hangs.close()
+            self._hangs = None
+
+    def _hanging(self, exits: Mapping[Task, Exit]) -> dict[Task, Exit]:
+        """Tasks that the run is to end by, as they hang."""
+        if self._hangs is None:
+            return {}
+        for rank, task in self._ranks.items():
+            if task in exits:
+                self._hangs.over(rank)
+        hanging = {self._ranks[rank]: error for rank, error in self._hangs.ended.items()}
+        return {
+            task: Exit(-signal.SIGKILL, why=f"hangs: {error}") for task, error in hanging.items() if task not in exits
+        }
+
     def _follow(self) -> tuple[dict[Task, Exit], bool]:
         """Shows what tasks print until the run is decided; (how tasks ended, in order; whether an actor was lost)."""
         exits: dict[Task, Exit] = {}
@@ -220,6 +262,7 @@ class ScriptCluster:
                     self._start([task])
                 else:
                     exits[task] = end
+            exits |= self._hanging(exits)
             first = roles.first_failure(exits)
             if first is not None:
                 until = until or time.monotonic() + _CAUSE_SECONDS

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import json
 import os
 import queue
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -16,9 +18,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from raytf.launch.bootstrap import BootOptions
+from raytf.launch.bootstrap import STACK, TOLD, BootOptions
 from raytf.liveness import LOOK_SECONDS, Watch, look
-from raytf.runtime import ports
+from raytf.runtime import guard, ports
 from raytf.runtime.roles import Exit
 from raytf.storage import shared_folders
 from raytf.storage.shared_folders import Folder
@@ -33,6 +35,8 @@ _LONGEST = 1 << 16
 _TICK_SECONDS = 0.25
 # The kernel ends a process at once, but for one that waits uninterruptibly.
 _KILLED_SECONDS = 5.0
+# For a script's process to say what it does.
+_ANSWER_SECONDS = 1.0
 # For what processes that a script left behind still print.
 _LAST_SECONDS = 1.0
 
@@ -109,6 +113,23 @@ class TaskRunner:
         """How the script ends if what keeps it from going on lasts; None where nothing does, or it has ended."""
         return self._script.stands()
 
+    def process(self) -> guard.Place:
+        """Where the script's process is."""
+        here = guard.here()
+        seen = look(self._script.pid)
+        return guard.Place(here.node, here.host, self._script.pid, seen and seen.started)
+
+    def told(self) -> dict | None:
+        """`activity.told` of the script's process; None where it gives no answer."""
+        told = self._script.ask(TOLD)
+        if told is not None and told["meeting"] is not None:
+            told["meeting"] = tuple(told["meeting"])
+        return told
+
+    def stack(self) -> str | None:
+        """`activity.stack` of it, likewise."""
+        return self._script.ask(STACK)
+
     def stop(self, grace_s: float) -> None:
         """Ends the script and what it started: with SIGTERM, and after `grace_s` seconds with SIGKILL."""
         if self._script is not None:
@@ -138,7 +159,10 @@ class _Script:
         self._host = place.host
         alive, self._alive = os.pipe()
         os.write(self._alive, token)
-        order = BootOptions(alive=alive, module=module, ports=allowed)
+        self._asks, asked = socket.socketpair()
+        self._asks.settimeout(_ANSWER_SECONDS)
+        self._asking, self._asked, self._answer = threading.Lock(), b"", b""
+        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, ports=allowed)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],
@@ -148,11 +172,13 @@ class _Script:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=[alive],
+                pass_fds=[alive, asked.fileno()],
                 start_new_session=True,
             )
         finally:
             os.close(alive)
+            asked.close()
+        self.pid = self._process.pid
         self._watch, self._looked = Watch(frozen_s), time.monotonic()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -215,6 +241,32 @@ class _Script:
         self._signal(signal.SIGKILL)
         return end
 
+    def ask(self, question: bytes):
+        """What the script's process answers to a question of `bootstrap`; None where it does not in a moment."""
+        with self._asking, contextlib.suppress(TimeoutError):
+            while True:
+                if not self._asked:
+                    try:
+                        self._asks.sendall(question)
+                    except OSError:  # it has ended
+                        return None
+                    self._asked = question
+                while not self._answer.endswith(b"\n"):
+                    if not (came := self._received()):
+                        return None
+                    self._answer += came
+                asked, answer = self._asked, self._answer
+                self._asked = self._answer = b""
+                if asked == question:  # else that to one before, which came late
+                    return json.loads(answer)
+        return None
+
+    def _received(self) -> bytes:
+        try:
+            return self._asks.recv(_LONGEST)
+        except ConnectionError:
+            return b""
+
     def stands(self) -> Exit | None:
         if self._process.poll() is not None:
             return None
@@ -239,6 +291,7 @@ class _Script:
         alive, self._alive = self._alive, None
         if alive is not None:
             os.close(alive)
+            self._asks.close()
 
 
 def _waiting(pipe: int) -> bytes:

@@ -37,6 +37,8 @@ class LaunchSpec:
         ports: the first and the last port on which tasks listen.
         frozen_after: a process that is stopped (by SIGSTOP, or a debugger) for so many seconds has failed; 0 waits for
             ever.
+        hang_timeout: seconds after which it is said which task others wait for, see `TensorflowConfig.hang_timeout_s`;
+            0 says nothing.
         environment: variables of the processes.
         legacy_keras: start them with Keras 2 in the place of Keras 3.
         quiet: show what the first task prints only.
@@ -57,6 +59,7 @@ class LaunchSpec:
     max_restarts: int = 0
     ports: tuple[int, int] = settings.PORTS
     frozen_after: float = STOPPED_SECONDS
+    hang_timeout: float = 10.0
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     legacy_keras: bool = False
     quiet: bool = False
@@ -70,6 +73,8 @@ class LaunchSpec:
             raise ConfigError("cpus_per_worker must be more than 0", self.cpus_per_worker, "Raise it")
         if not 0 <= self.frozen_after < math.inf:
             raise ConfigError("frozen_after must be at least 0 seconds", self.frozen_after, "Use 0 to wait for ever")
+        if not (self.hang_timeout == 0 or 2 <= self.hang_timeout < math.inf):
+            raise ConfigError("hang_timeout must be at least 2 seconds, or 0", self.hang_timeout, "Use 0 for none")
         if self.module:
             _check_module(self.script)
         elif not os.path.isfile(self.script):

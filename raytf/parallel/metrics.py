@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from raytf import activity
 from raytf.collectives import communicator
 from raytf.collectives.communicator import all_sum, local_replicas, many_replicas, wide
 from raytf.compat import keras_objects
@@ -43,7 +44,8 @@ def _totals(model, assign: bool) -> tuple[list, list]:
     if known != key:
         function = _synchronize_function(strategy, metrics, averaged, assign)
         functions[assign] = (key, function)
-    totals, means = function()
+    with activity.here.meeting(activity.COLLECTIVE):
+        totals, means = function()
     return list(zip(metrics, totals, strict=True)), list(zip(averaged, means, strict=True))
 
 

@@ -18,11 +18,15 @@ clipping and accumulation.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from raytf import activity
 from raytf.collectives import communicator
 from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects, patching, selfcheck, versions
@@ -47,11 +51,11 @@ def _make_function(original, self, step_function):
     on the way; here the step lies in the loop itself.
     """
     strategy = self.distribute_strategy
+    training = step_function == self.train_step
     if not many_replicas(strategy):
-        return original(self, step_function)
+        return _told(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
     replica_step = step_module.one_replica_step(self, step_function)
-    training = step_function == self.train_step
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data):
@@ -104,7 +108,31 @@ def _make_function(original, self, step_function):
             return metrics.global_logs(self, outputs, rows)
         return outputs
 
-    return function
+    return _told(self, function, training)
+
+
+def _told(model, function: Callable, training: bool) -> Callable:
+    """An execution of steps that tells `activity` when it begins and ends."""
+    here = activity.here
+    if not training:
+
+        def tested(iterator):
+            with here.within(activity.VALIDATION):
+                return function(iterator)
+
+        return tested
+
+    def trained(iterator):
+        here.at(activity.STEP)
+        try:
+            outputs = function(iterator)
+        except BaseException:  # the data has ended, too
+            here.at(activity.CALLBACKS)
+            raise
+        here.executed(model.steps_per_execution)
+        return outputs
+
+    return trained
 
 
 def _refuse_what_cannot_work(model, strategy):
@@ -138,6 +166,12 @@ def _refuse_what_cannot_work(model, strategy):
 def _fit(original, self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
     """Callbacks and seeds are agreed on with the other workers; the chief alone shows what `verbose` asks for."""
     verbose, callbacks = verbosity.for_fit(verbose, callbacks)
+    with contextlib.ExitStack() as ends:
+        ends.callback(activity.here.at, activity.BEGIN)  # what follows is the user's own
+        return _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
+
+
+def _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs):
     strategy = self.distribute_strategy
     if not many_replicas(strategy):
         return original(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)

@@ -26,7 +26,22 @@ class WorkerFailedError(TrainingError, TrainingFailedError):
 
 
 class WorkerFrozenError(RaytfError, RuntimeError):
-    """A worker stood still, and was ended; says where and how."""
+    """A worker stood still, and was ended.
+
+    Args:
+        how: a sentence without a full stop: where, how and who waited for it.
+        stack: of its threads, "" where that is not known.
+    """
+
+    def __init__(self, how: str, stack: str = ""):
+        super().__init__(how, stack)
+        self.how, self.stack = how, stack
+
+    def __str__(self) -> str:
+        return self.how
+
+    def __reduce__(self):
+        return type(self), (self.how, self.stack)
 
 
 @contextlib.contextmanager
@@ -76,6 +91,9 @@ def _line(error: BaseException) -> str:
 
 
 def _details(error: BaseException) -> str:
+    frozen = cause_of(error)
+    if isinstance(frozen, WorkerFrozenError):
+        return frozen.stack
     text = getattr(error, "_traceback_str", None)
     if text is None:
         return ""

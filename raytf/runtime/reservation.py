@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from ray.util.placement_group import (
 
 from raytf.compat import ray_core
 from raytf.compat.ray_train import DEFAULT_WORKER_GROUP_START_TIMEOUT_S, WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
+from raytf.console import output
 from raytf.errors import ResourceError
 from raytf.runtime import resources
 
@@ -119,7 +119,7 @@ class Reservation:
             step = _TICK_SECONDS if until is None else max(0.0, min(_TICK_SECONDS, until - now))
             if self.group.wait(step):
                 if now - self._since >= _PATIENCE_SECONDS:
-                    _say("the cluster has given the run its resources")
+                    output.say("the cluster has given the run its resources")
                 self._since = None
                 return True
             if until is not None and time.monotonic() >= until:
@@ -128,7 +128,7 @@ class Reservation:
                 self._say_at = now + _AGAIN_SECONDS
                 if now - self._since >= _AGAIN_SECONDS:  # before, a node may be on its way back
                     resources.check_bundles(self._bundles)
-                _say(f"{self._wanted()}; waiting for {now - self._since:.0f} s{self._end()}")
+                output.say(f"{self._wanted()}; waiting for {now - self._since:.0f} s{self._end()}")
 
     def take(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> None:
         """`hold` and `wait`, on the driver; a wait that does not end well leaves no group behind.
@@ -190,7 +190,3 @@ def patience(failure_config) -> float | None:
     attempts = failure_config.controller_failure_limit
     each = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
     return None if attempts == -1 else (attempts + 1) * each
-
-
-def _say(text: str) -> None:
-    print(f"raytf: {text}", file=sys.stderr, flush=True)

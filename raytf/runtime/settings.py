@@ -14,6 +14,8 @@ PORTS = (20_000, 31_999)
 # Coordinator and servers wait for each other in several operations at once: on two cores, TensorFlow's default of two
 # threads hung, and six ran.
 SERVER_THREADS = 8
+# Until all workers have made a step, as graphs are compiled meanwhile.
+FIRST_STEP_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,12 @@ class TensorflowConfig:
         sync_every: steps that each worker makes by itself, on its own rows, before parameters are averaged: less
             traffic for slow networks, and other results than one process has. 1 sums the gradients of each step.
         timeout_s: seconds after which a collective that a peer does not join fails; None waits for ever.
+        hang_timeout_s: seconds after which it is said which worker others wait for, what it does instead, and its
+            Python stack; or 30 times what a step takes usually, if that is more. Three times as long, and the run ends;
+            30 times in a callback, an input or a checkpoint, which may just be slow, where the worker still moves, or
+            where it is not waited for in an exchange. A process
+            that is stopped is ended within it, and one that computes never is. At least 2; None says nothing.
+        first_step_timeout_s: the same until all workers have made a step, as they compile meanwhile.
         bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
             pack in TensorFlow's.
         intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
@@ -50,6 +58,8 @@ class TensorflowConfig:
     gradient_dtype: str | None = None
     sync_every: int = 1
     timeout_s: float | None = None
+    hang_timeout_s: float | None = 10.0
+    first_step_timeout_s: float = FIRST_STEP_SECONDS
     bytes_per_pack: int = 0
     intra_op_threads: int | None = None
     inter_op_threads: int | None = None
@@ -89,6 +99,14 @@ class TensorflowConfig:
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError("timeout_s must be more than 0 seconds, or None", self.timeout_s, "Raise it")
+        if self.hang_timeout_s is not None and not self.hang_timeout_s >= 2:
+            raise ConfigError("hang_timeout_s must be at least 2 seconds, or None", self.hang_timeout_s, "Raise it")
+        if not self.first_step_timeout_s >= (self.hang_timeout_s or 2):
+            raise ConfigError(
+                "first_step_timeout_s must be at least hang_timeout_s, as graphs are compiled in the first step",
+                self.first_step_timeout_s,
+                "Raise it",
+            )
         if self.bytes_per_pack < 0:
             raise ConfigError("bytes_per_pack must be at least 0", self.bytes_per_pack, "Use 0 for one pack")
         check_ports(self.ports)

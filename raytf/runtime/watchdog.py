@@ -8,6 +8,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -28,13 +30,16 @@ class Watchdog:
 
     Args:
         seconds: of a stop that is one too long.
+        last_words: last_words(key) gives more to say, and something to keep, of a process that is about to be ended.
 
     Attributes:
+        kept: what `last_words` gave to keep, by key.
         ended: for each process that it ended, by the key that it was given, why: a sentence without a full stop.
     """
 
-    def __init__(self, seconds: float = STOPPED_SECONDS):
-        self._seconds = seconds
+    def __init__(self, seconds: float = STOPPED_SECONDS, last_words: Callable[[Any], tuple[str, Any]] | None = None):
+        self._seconds, self._last_words = seconds, last_words
+        self.kept: dict = {}
         self.ended: dict = {}
         self._node = ray.get_runtime_context().get_node_id()
         self._places: dict[object, Place] = {}
@@ -109,7 +114,7 @@ class Watchdog:
         if ref is None and time.monotonic() - asked >= _FAR_SECONDS:
             with self._lock:
                 pids = [self._places[key].pid for key in keys if key in self._places]
-            self._asked[node] = _on(node, looks, pids), time.monotonic()
+            self._asked[node] = on(node, looks, pids), time.monotonic()
         elif ref is None:
             self._asked[node] = None, asked
 
@@ -124,11 +129,15 @@ class Watchdog:
                     continue
             how = watch.judge(found)
             if how is not None:
-                self.ended[key] = f"its process {place.pid} on {place.host} is {how}"
+                text = f"its process {place.pid} on {place.host} is {how}"
+                if self._last_words is not None:
+                    more, self.kept[key] = self._last_words(key)
+                    text = f"{text}; {more}" if more else text
+                self.ended[key] = text
                 if place.node == self._node:
                     kill(place.pid, found.started)
                 else:
-                    _on(place.node, kill, place.pid, found.started)
+                    on(place.node, kill, place.pid, found.started)
 
 
 def kill(pid: int, started: int) -> None:
@@ -139,6 +148,7 @@ def kill(pid: int, started: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _on(node: str, function, *arguments):
+def on(node: str, function: Callable, *arguments):
+    """The ref of what a function gives on a node."""
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=place).remote(*arguments)

@@ -8,19 +8,21 @@ import json
 import math
 import os
 import posixpath
+import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from pyarrow.fs import FileSelector, FileType
 
 from raytf.errors import ConfigError, first_line
-from raytf.storage import stored_json
+from raytf.storage import scratch, stored_json
 
-# What this raytf reads; format 3 is written within an epoch alone, which others would begin anew.
-VERSION, VERSION_OF_EPOCHS = 3, 2
+# Format 4 has its model in parts; 3 is written within an epoch alone, which others would begin anew.
+VERSION_OF_PARTS, VERSION, VERSION_OF_EPOCHS = 4, 3, 2
 MODEL, STATE, SEEDS, MANIFEST = "model.keras", "state.json", "seeds.npz", "manifest.json"
 CALLBACKS, ARRAYS, BUILD = "callbacks.json", "callbacks.npz", "build.json"
 METRICS, RANDOM = "metrics.npz", "random.npz"
@@ -71,6 +73,11 @@ class State:
     def version(self) -> int:
         """The format that a checkpoint of it has."""
         return VERSION if self.epoch_step else VERSION_OF_EPOCHS
+
+    @property
+    def reported(self) -> dict[str, Any]:
+        """The metrics that Ray lists with it: those of the last epoch."""
+        return {"epoch": self.epoch, **(self.history[-1] if self.history else {})}
 
     def to_json(self) -> str:
         return json.dumps({"version": self.version, **dataclasses.asdict(self)})
@@ -125,9 +132,9 @@ def check_version(version, name: str) -> None:
     """Raises ConfigError for a checkpoint of a newer format."""
     if type(version) is not int or version < 1:
         raise damaged(name, "it has no right version")
-    if version > VERSION:
+    if version > VERSION_OF_PARTS:
         raise ConfigError(
-            f"This raytf reads checkpoints of format {VERSION} and before",
+            f"This raytf reads checkpoints of format {VERSION_OF_PARTS} and before",
             f"{name} of format {version}",
             "Use the raytf that wrote it, or a newer one",
         )
@@ -162,7 +169,31 @@ def read_state_of(checkpoint) -> State:
         DamagedCheckpointError: it has none that can be read.
     """
     name = posixpath.basename(checkpoint.path.rstrip("/"))
-    return State.of(_object(_small(checkpoint.filesystem, checkpoint.path, STATE, name), STATE, name), name)
+    return state_of(_small(checkpoint.filesystem, checkpoint.path, STATE, name), name)
+
+
+def state_of(text: bytes, name: str) -> State:
+    """The `State` of the text of a `state.json`.
+
+    Args:
+        text: of the file.
+        name: of the checkpoint, for errors.
+
+    Raises:
+        DamagedCheckpointError: it is none.
+        ConfigError: a newer raytf wrote it.
+    """
+    return State.of(object_of(text, STATE, name), name)
+
+
+def standing(epoch: int, epoch_step: int) -> str:
+    """Where a training stands, for its user.
+
+    Args:
+        epoch: epochs that are complete.
+        epoch_step: steps of the next one that are made, too.
+    """
+    return f"step {epoch_step} of epoch {epoch + 1}" if epoch_step else f"epoch {epoch}"
 
 
 def look(filesystem, path: str) -> State:
@@ -180,7 +211,7 @@ def look(filesystem, path: str) -> State:
     """
     name = posixpath.basename(path.rstrip("/"))
     text = _small(filesystem, path, STATE, name)
-    found = _object(text, STATE, name)
+    found = object_of(text, STATE, name)
     try:
         manifest = stored_json.fetched(filesystem, posixpath.join(path, MANIFEST))
     except stored_json.UnreadableError as error:
@@ -197,6 +228,39 @@ def look(filesystem, path: str) -> State:
     return State.of(found, name)
 
 
+def finished(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
+    """The names of finished checkpoints in a run's folder: those with a manifest, which is written last.
+
+    What else is wrong with one is seen when it is opened.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        run: path of the run's folder there; it may be missing.
+        wanted: wanted(name of a folder) says whether it is looked at.
+    """
+    infos = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
+    names = [info.base_name for info in infos if info.type == FileType.Directory and wanted(info.base_name)]
+    ends = filesystem.get_file_info([posixpath.join(run, name, MANIFEST) for name in names]) if names else []
+    return [name for name, end in zip(names, ends, strict=True) if end.type == FileType.File]
+
+
+def unlisted(filesystem, run: str, listed: Callable[[], Container[str]]) -> list[tuple[str, State]]:
+    """(name, state) of whole checkpoints of ends of epochs that Ray does not list: their workers ended before.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        run: path of the run's folder there; it may be missing.
+        listed: gives the names that Ray lists; called if there are any checkpoints of raytf's.
+    """
+    stored = finished(filesystem, run, lambda name: name.startswith(AT_ENDS))
+    known, found = listed() if stored else (), []
+    for name in stored:
+        if name not in known:
+            with contextlib.suppress(DamagedCheckpointError):  # Ray was removing it
+                found.append((name, look(filesystem, posixpath.join(run, name))))
+    return found
+
+
 def _small(filesystem, path: str, part: str, name: str) -> bytes:
     try:
         return stored_json.content(filesystem, posixpath.join(path, part))
@@ -204,7 +268,7 @@ def _small(filesystem, path: str, part: str, name: str) -> bytes:
         raise damaged(name, f"{part} {error}") from error
 
 
-def _object(text: bytes, part: str, name: str) -> dict:
+def object_of(text: bytes, part: str, name: str) -> dict:
     try:
         return stored_json.parsed(text)
     except stored_json.UnreadableError as error:
@@ -305,14 +369,54 @@ def check(folder: str, contents: bool = True, name: str | None = None) -> None:
 def _parts(manifest: dict, name: str) -> dict[str, dict[str, int]]:
     """{"bytes", "crc32"} of each part that a manifest names."""
     check_version(manifest.get("version"), name)
-    files = manifest.get("files")
-    if type(files) is not dict or not {MODEL, STATE, SEEDS} <= files.keys():
+    files, model = manifest.get("files"), _joined(manifest, name) or [MODEL]
+    if type(files) is not dict or not {*model, STATE, SEEDS} <= files.keys():
         raise damaged(name, f"{MANIFEST} does not name its parts")
     for part, known in files.items():
         right = type(known) is dict and all(_is_count(known.get(figure)) for figure in ("bytes", "crc32"))
         if not right or os.path.basename(part) != part or part in ("", ".", ".."):
             raise damaged(name, f"{MANIFEST} names a part that is none")
     return files
+
+
+def _joined(manifest: dict, name: str) -> list[str]:
+    """The parts that are `model.keras`, in order; [] where it is one file."""
+    joined = manifest.get("joined", {})
+    found = joined.get(MODEL, []) if type(joined) is dict else None
+    if type(found) is not list or any(type(part) is not str for part in found):
+        raise damaged(name, f"{MANIFEST} does not name the parts of {MODEL}")
+    return found
+
+
+@contextlib.contextmanager
+def whole(folder: str) -> Iterator[str]:
+    """A folder with the files of a checkpoint in which `model.keras` is one file: this one, or one for the moment.
+
+    Args:
+        folder: of a checkpoint that was checked.
+
+    Raises:
+        DamagedCheckpointError: parts of its model are missing.
+    """
+    path = os.path.join(folder, MANIFEST)
+    found = read_json(folder, MANIFEST) if os.path.isfile(path) else {}
+    parts = _joined(found, _name(folder))
+    if not parts:
+        yield folder
+        return
+    _parts(found, _name(folder))
+    with scratch.folder() as made:
+        target = os.path.join(made, _name(folder))
+        os.mkdir(target)
+        for name in os.listdir(folder):
+            if name not in parts:
+                os.symlink(os.path.join(os.path.abspath(folder), name), os.path.join(target, name))
+        with open(os.path.join(target, MODEL), "xb") as file:
+            for part in parts:
+                _check_regular(os.path.join(folder, part), part, _name(folder))
+                with open(os.path.join(folder, part), "rb") as one:
+                    shutil.copyfileobj(one, file, _CHUNK_BYTES)
+        yield target
 
 
 def _check_size(part: str, size: int | None, known: dict[str, int], name: str) -> None:

@@ -6,6 +6,7 @@ Ray Train goes on from what its `checkpoint_manager_snapshot.json` lists; beside
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -169,16 +170,18 @@ class RunFolder:
         return None, refused
 
     def _last_of_epochs(self, finished: Callable[[Last], bool]) -> Last | None:
-        wrong, names = "", []
+        wrong, names, unlisted = "", [], []
         try:
             names = [entry.checkpoint_dir_name for entry in self._by_age(self._listed())]
+            unlisted = self._unlisted(names)
+            names = unlisted + names
         except stored_json.UnreadableError as error:
             wrong, listed = str(error), not error.missing
             names = self._stored()
             if not names and not listed:
                 return None
         found, refused = self._first_whole(names, finished)
-        if found is not None and (wrong or refused):
+        if found is not None and (wrong or refused or unlisted):
             return dataclasses.replace(found, relisted=(tuple(names[len(refused) :]), wrong))
         if found is not None:
             return found
@@ -213,8 +216,7 @@ class RunFolder:
                 state = checkpoint_files.look(self.filesystem, f"{self.path}/{name}")
             except DamagedCheckpointError:
                 continue
-            metrics = known.get(name) or {"epoch": state.epoch, **(state.history[-1] if state.history else {})}
-            found.append(TrainingResultState(checkpoint_dir_name=name, metrics=metrics))
+            found.append(TrainingResultState(checkpoint_dir_name=name, metrics=known.get(name) or state.reported))
         order = {entry.checkpoint_dir_name: i for i, entry in enumerate(found)}
         kept = sorted(found, key=lambda entry: _score(entry.metrics, config))
         snapshot = CheckpointManagerState(
@@ -282,6 +284,16 @@ class RunFolder:
         """What is listed, newest first."""
         pairs = zip(listed.checkpoint_report_indices, listed.checkpoint_results, strict=True)
         return [entry for _, entry in sorted(pairs, key=lambda pair: pair[0], reverse=True)]
+
+    def _unlisted(self, listed: Sequence[str]) -> list[str]:
+        """Whole checkpoints of ends of epochs behind the last that is listed, newest first; their run was killed."""
+        found = checkpoint_files.unlisted(self.filesystem, self.path, lambda: listed)
+        last = -1
+        if found and listed:
+            with contextlib.suppress(DamagedCheckpointError):  # it is named when it is tried
+                last = checkpoint_files.look(self.filesystem, f"{self.path}/{listed[0]}").step
+        steps = sorted(((state.step, name) for name, state in found), reverse=True)
+        return [name for step, name in steps if step > last]
 
     def _stored(self) -> list[str]:
         """The checkpoints that lie in the folder, newest first, by the time in their names, which Ray gives them."""

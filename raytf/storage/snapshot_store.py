@@ -7,6 +7,7 @@ then renamed. Object stores rename nothing: there the manifest comes last, and a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import posixpath
@@ -14,16 +15,19 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, scattered, step_folders, stored_json
-from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, STATE
+from raytf.storage import checkpoint_files, division, scattered, step_folders, stored_json
+from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, MODEL, STATE, VERSION, VERSION_OF_PARTS
 
-_PARTIAL = ".partial_"
+_PARTIAL, _PARTS = ".partial_", ".parts_"
+# Parts of other workers are waited for so long, or so many times as long as this one has written its own.
+_PATIENCE_SECONDS, _PATIENCE = 5.0, 3.0
+_LOOKS_SECONDS = 0.02
 # Of a writer whose other side has gone nothing is left so long after.
 _ABANDONED_SECONDS = 120.0
 _CHUNK_BYTES = 1 << 22
@@ -39,11 +43,33 @@ def check_name(name: str) -> None:
         )
 
 
-def manifest(files: Mapping[str, list]) -> bytes:
-    """What `manifest.json` says of files, given as pieces of memory; its version is that of the state among them."""
+def manifest(files: Mapping[str, list], parts: Sequence[str] = ()) -> bytes:
+    """What `manifest.json` says of files.
+
+    Args:
+        files: as pieces of memory; the version is that of the state among them.
+        parts: those of them that are `model.keras`, one after the other.
+    """
     found = {part: {"bytes": scattered.size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
+    if parts:
+        return json.dumps({"version": VERSION_OF_PARTS, "files": found, "joined": {MODEL: list(parts)}}).encode()
     state = stored_json.parsed(b"".join(files[STATE])) if STATE in files else {}
-    return json.dumps({"version": state.get("version", checkpoint_files.VERSION), "files": found}).encode()
+    return json.dumps({"version": state.get("version", VERSION), "files": found}).encode()
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What became of a snapshot.
+
+    Args:
+        bytes: written by this process.
+        late: workers whose parts did not come in time, so that this process has written them.
+        others: those of them that have written other bytes.
+    """
+
+    bytes: int
+    late: list[int] = dataclasses.field(default_factory=list)
+    others: list[int] = dataclasses.field(default_factory=list)
 
 
 class SnapshotStore:
@@ -62,42 +88,80 @@ class SnapshotStore:
         self._whole: set[str] = set()
         self._last: str | None = None  # the last one that was put
 
-    def put(self, name: str, files: Mapping[str, list]) -> int:
+    def put(self, name: str, files: Mapping[str, list], writers: int = 1) -> Written:
         """Writes a snapshot, in the place of one of the same name; on return it is whole and on its disk.
 
         Args:
             name: of its folder.
             files: the pieces of each file, without the manifest.
-
-        Returns:
-            Bytes written.
+            writers: so many workers write `model.keras` together; this one has what all of them write.
 
         Raises:
             OSError: it could not be written; what was there before still is.
         """
-        last = manifest(files)
+        parts: dict[str, list] = {}
+        if writers > 1:
+            files = dict(files)
+            cut = division.split(files.pop(MODEL), writers)
+            parts = {division.name_of(MODEL, i, pieces): pieces for i, pieces in enumerate(cut)}
+            files |= parts
+        last = manifest(files, list(parts))
+        others = _Others(self._filesystem, self._parts(name), parts)
         if self._is_local:
-            self._put_local(name, {**files, MANIFEST: [last]})
+            self._put_local(name, {**files, MANIFEST: [last]}, others)
         else:
-            self._put_remote(name, files, last)
+            self._put_remote(name, files, last, others)
         self._whole.add(name)
         self._last = name
-        return sum(map(scattered.size, files.values())) + len(last)
+        return Written(others.size_left(files) + len(last), others.late, others.others)
 
-    def _put_local(self, name: str, files: Mapping[str, list]) -> None:
+    def put_part(self, name: str, file: str, index: int, pieces: list) -> int:
+        """Writes a worker's part of a file of a snapshot, which another process makes whole.
+
+        Args:
+            name: of the snapshot.
+            file: of which it is a part.
+            index: of the worker.
+            pieces: of the part.
+
+        Returns:
+            Bytes written.
+        """
+        folder, part = self._parts(name), division.name_of(file, index, pieces)
+        self._filesystem.create_dir(folder)
+        if not self._is_local:
+            self._write_remote(posixpath.join(folder, part), pieces)
+            return scattered.size(pieces)
+        partial = os.path.join(folder, f"{_PARTIAL}{secrets.token_hex(4)}")
+        _write_local(partial, pieces)
+        os.rename(partial, os.path.join(folder, part))
+        return scattered.size(pieces)
+
+    def _parts(self, name: str) -> str:
+        """Where workers put their parts of a snapshot: beside it, where it gets its name when it is whole."""
+        return posixpath.join(self._folder, f"{_PARTS}{name}" if self._is_local else name)
+
+    def _put_local(self, name: str, files: Mapping[str, list], others: _Others) -> None:
         os.makedirs(self._folder, exist_ok=True)
         partial = self._partial(name)
         os.mkdir(partial)
         try:
             for part, pieces in files.items():
-                with open(os.path.join(partial, part), "xb", buffering=0) as file:
-                    _write_all(file, pieces)
-                    os.fsync(file.fileno())
+                if part not in others.awaited:
+                    _write_local(os.path.join(partial, part), pieces)
+            for part, is_there in others.wait():
+                if is_there:
+                    os.rename(os.path.join(others.folder, part), os.path.join(partial, part))
+                else:
+                    _write_local(os.path.join(partial, part), files[part])
             _sync(partial)
             self._rename(partial, os.path.join(self._folder, name))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        if others.awaited:
+            others.look()
+            shutil.rmtree(others.folder, ignore_errors=True)
 
     def _rename(self, partial: str, target: str) -> None:
         """Gives a folder its name, in the place of another one; between the two renames there is none of this name."""
@@ -112,18 +176,30 @@ class SnapshotStore:
             shutil.rmtree(before, ignore_errors=True)
         _sync(self._folder)
 
-    def _put_remote(self, name: str, files: Mapping[str, list], last: bytes) -> None:
+    def _put_remote(self, name: str, files: Mapping[str, list], last: bytes, others: _Others) -> None:
         folder = posixpath.join(self._folder, name)
-        self._remove(name)  # with the manifest first: it would vouch for a mixture
+        if others.awaited:
+            with contextlib.suppress(FileNotFoundError):  # it would vouch for a mixture
+                self._filesystem.delete_file(posixpath.join(folder, MANIFEST))
+        else:
+            self._remove(name)  # with the manifest first
         self._filesystem.create_dir(folder)
-        for part, pieces in [*files.items(), (MANIFEST, [last])]:
-            path = posixpath.join(folder, part)
-            with self._filesystem.open_output_stream(path) as file:
-                for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
-                    file.write(chunk)
-            found = self._filesystem.get_file_info(path).size
-            if found != scattered.size(pieces):
-                raise OSError(f"{path} has {found} bytes after {scattered.size(pieces)} were written")
+        for part, pieces in files.items():
+            if part not in others.awaited:
+                self._write_remote(posixpath.join(folder, part), pieces)
+        for part, is_there in others.wait():
+            if not is_there:
+                self._write_remote(posixpath.join(folder, part), files[part])
+        others.look()
+        self._write_remote(posixpath.join(folder, MANIFEST), [last])
+
+    def _write_remote(self, path: str, pieces: list) -> None:
+        with self._filesystem.open_output_stream(path) as file:
+            for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
+                file.write(chunk)
+        found = self._filesystem.get_file_info(path).size
+        if found != scattered.size(pieces):
+            raise OSError(f"{path} has {found} bytes after {scattered.size(pieces)} were written")
 
     def prune(self, keep: int | None = None) -> list[str]:
         """Removes snapshots that newer ones, or checkpoints of epochs, have made needless; never the newest whole one.
@@ -144,7 +220,7 @@ class SnapshotStore:
         found = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
         names = [info.base_name for info in found if info.type == FileType.Directory]
         for info in found:
-            if info.base_name.startswith(_PARTIAL) and time.time() - info.mtime_ns / 1e9 > _ABANDONED_SECONDS:
+            if info.base_name.startswith((_PARTIAL, _PARTS)) and time.time() - info.mtime_ns / 1e9 > _ABANDONED_SECONDS:
                 shutil.rmtree(info.path, ignore_errors=True)
         epoch = max(
             (self._step_of(name) for name in names if name.startswith(AT_ENDS) and name != self._last), default=-1
@@ -195,6 +271,56 @@ class SnapshotStore:
         return True
 
 
+class _Others:
+    """The parts of a snapshot that other workers write, which are waited for, though not for long.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        folder: where they come to lie.
+        parts: the pieces of all parts by name, in order: the first and the last are this process's own.
+
+    Attributes:
+        awaited: bytes of each part of another worker, by name.
+        late: workers whose parts did not come in time.
+        others: those of them that have written other bytes.
+    """
+
+    def __init__(self, filesystem, folder: str, parts: Mapping[str, list]):
+        self._filesystem, self.folder = filesystem, folder
+        self._index = {name: i for i, name in enumerate(parts)}
+        self.awaited = {name: scattered.size(parts[name]) for name in list(parts)[1:-1]}
+        self.late: list[int] = []
+        self.others: list[int] = []
+        self._began = time.monotonic()
+
+    def wait(self) -> Iterator[tuple[str, bool]]:
+        """(name, whether it has come), when that is known; called when this process has written its own."""
+        until = time.monotonic() + max(_PATIENCE_SECONDS, _PATIENCE * (time.monotonic() - self._began))
+        for name, size in self.awaited.items():
+            path = posixpath.join(self.folder, name)
+            while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < until:
+                time.sleep(_LOOKS_SECONDS)
+            if not is_there:
+                self.late.append(self._index[name])
+            yield name, is_there
+
+    def look(self) -> None:
+        """Removes parts with other bytes, of which `others` tells."""
+        if not self.late:
+            return
+        infos = self._filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
+        for index in self.late:
+            for info in infos:
+                if info.base_name.startswith(division.prefix(MODEL, index)) and info.base_name not in self._index:
+                    self.others.append(index)
+                    self._filesystem.delete_file(info.path)
+
+    def size_left(self, files: Mapping[str, list]) -> int:
+        """Bytes of the files that this process has written."""
+        came = [name for name in self.awaited if self._index[name] not in self.late]
+        return sum(scattered.size(pieces) for name, pieces in files.items() if name not in came)
+
+
 def needless(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: int) -> list[str]:
     """The snapshots that may be removed; pure.
 
@@ -212,6 +338,13 @@ def needless(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: i
     kept = newer[:keep]
     oldest = min((steps[name] for name in kept), default=epoch)
     return sorted(name for name, step in steps.items() if step < max(oldest, epoch) and name not in kept)
+
+
+def _write_local(path: str, pieces: list) -> None:
+    """Writes a file that is not there, to its disk."""
+    with open(path, "xb", buffering=0) as file:
+        _write_all(file, pieces)
+        os.fsync(file.fileno())
 
 
 def _write_all(file, pieces: list) -> None:

@@ -5,12 +5,14 @@ python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, fro
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes; what is to be written lies in one of the buffers, complete when the message comes. So what was
 handed over is written even if the other side is killed in the next moment. When the other side has gone, what is left
-is tried for `ORPHAN_SECONDS`, and then this process ends however far it is.
+is tried for `ORPHAN_SECONDS`, and then this process ends however far it is. What is only held is written if the other
+side goes without a word.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import mmap
 import os
@@ -21,11 +23,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
-from raytf.storage import scattered
-from raytf.storage.snapshot_store import SnapshotStore
+from raytf.storage import finishing, scattered
+from raytf.storage.snapshot_store import SnapshotStore, Written
 
 ORPHAN_SECONDS = 30.0
 # Training goes first on a processor that both want.
@@ -35,7 +38,7 @@ _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
 
 class _Server:
-    """Takes requests and does one after the other, always the newest.
+    """Takes requests and does one after the other, always the newest; before it, unless it failed, one that is pinned.
 
     Args:
         control: the socket to the other side; its end says that the other side has gone.
@@ -46,8 +49,16 @@ class _Server:
     def __init__(self, control: socket.socket, buffers: list[int], store: SnapshotStore):
         self._control, self._buffers, self._store = control, buffers, store
         self._waiting: list[dict] = []
+        self._held: dict | None = None  # to be written only if the other side goes
         self._gone = self._hurried = False
         self._begun = 0  # the id of the request that was claimed last
+        self._pinned = 0  # of the one that no newer one makes needless
+        self._failed = 0  # of the one that was tried last, and failed
+        self._prunes = False  # who writes parts of others' leaves that to them
+
+    def is_behind(self) -> bool:
+        """Whether something is left to be written, now that the other side has gone; asked by another thread."""
+        return bool(self._waiting) or self._held is not None
 
     def run(self) -> None:
         """Works until the other side has gone and nothing is left."""
@@ -57,7 +68,8 @@ class _Server:
             if self._waiting:
                 self._write_newest()
         with contextlib.suppress(Exception):
-            self._store.prune()  # the training may have ended with a checkpoint of an epoch
+            if self._prunes:
+                self._store.prune()  # the training may have ended with a checkpoint of an epoch
 
     def _take(self, seconds: float | None) -> bool:
         """Takes all requests that came, and waits so long for the first; whether one came."""
@@ -73,33 +85,61 @@ class _Server:
                 message = b""
             if not message:
                 self._gone = self._hurried = True
-                break
+                return self._promote() or found
             request = json.loads(message)
-            if "hurry" in request:
-                self._hurried = woken = True
+            if "id" in request:
+                found = self._received(request) or found
+            elif "unpin" in request:
+                found, self._pinned = True, 0
+            elif "release" in request:
+                self._held = None
             else:
-                self._waiting.append(request)
-                found = True
+                self._hurried = woken = True
+                found = ("promote" in request and self._promote()) or found
         return found
 
+    def _received(self, request: dict) -> bool:
+        """Takes a request, which makes one that is held needless; whether it is to be written now."""
+        self._held = request if request.get("held") else None
+        if self._held is None:
+            self._waiting.append(request)
+            self._pinned = request["id"] if request.get("pinned") else self._pinned
+        return self._held is None
+
+    def _promote(self) -> bool:
+        """Has what is held written; whether there is such a one."""
+        held = self._held
+        if held is not None:
+            self._waiting.append(held)  # before it is taken away there: another thread asks `is_behind`
+            self._held = None
+        return held is not None
+
     def _claim(self) -> dict:
-        """The newest request, those before it being dropped.
+        """The request to be tried next; those before the newest are dropped, but for one that is pinned.
 
         It says that it begins, and then looks for a newer one. The other side hands over a newer one, and then looks
         what has begun, before it takes back a buffer. So one of the two sees the other: no buffer is read and filled.
         """
         while True:
             self._take(0.0)
-            for request in self._waiting[:-1]:
+            newest = self._waiting[-1]["id"]
+            needless = [request for request in self._waiting if request["id"] not in (newest, self._pinned)]
+            for request in needless:
                 self._tell({"event": "dropped", "id": request["id"]})
-            del self._waiting[:-1]
-            (request,) = self._waiting
+                self._waiting.remove(request)
+            request = self._next()
             if request["id"] == self._begun:
                 return request
             self._begun = request["id"]
             self._tell({"event": "begun", "id": self._begun})
-            if not self._take(0.0):
+            if not self._take(0.0) or request["id"] == self._pinned:
                 return request
+
+    def _next(self) -> dict:
+        """What is pinned, if it did not just fail; once the other side has gone time may be short: the newest."""
+        if self._gone:
+            return self._waiting[-1]
+        return next((request for request in self._waiting if request["id"] != self._failed), self._waiting[-1])
 
     def _write_newest(self) -> None:
         """Writes the newest request; where that fails again and again, or what is newer then, until one is written."""
@@ -109,15 +149,18 @@ class _Server:
             try:
                 written = self._write(request)
             except Exception as error:  # every kind of file system has its own
-                why = f"{type(error).__name__}: {str(error).strip()[:500]}"
+                why, self._failed = f"{type(error).__name__}: {str(error).strip()[:500]}", request["id"]
                 self._tell({"event": "failed", "id": request["id"], "why": why}, lossy=True)
                 with contextlib.suppress(Exception):
-                    self._store.prune(keep=1)  # the disk may be full
+                    if self._prunes:
+                        self._store.prune(keep=1)  # the disk may be full
                 self._pause(wait)
                 wait = min(_LONGEST_WAIT, 2 * wait)
             else:
                 self._waiting.remove(request)
-                self._hurried = self._gone
+                self._failed = 0
+                self._pinned = 0 if request["id"] == self._pinned else self._pinned
+                self._hurried = self._gone or (self._hurried and bool(self._waiting))
                 self._tell({"event": "written", "id": request["id"], "cpu": time.process_time(), **written})
                 return
 
@@ -135,13 +178,19 @@ class _Server:
         with _mapped(self._buffers[request["buffer"]], request["size"]) as memory:
             head = json.loads(bytes(memory[request["at"] : request["size"]]))
             files = {part["file"]: pieces(part, memory) for part in head["parts"]}
-            written = self._store.put(head["name"], files)
+            if head["index"] is not None:
+                ((file, content),) = files.items()
+                written = Written(self._store.put_part(head["name"], file, head["index"], content))
+            else:
+                written = self._store.put(head["name"], files, head["writers"])
+                self._prunes = True
         try:
-            removed, why = self._store.prune(), None
+            removed, why = self._store.prune() if self._prunes else [], None
         except Exception as error:  # the snapshot is kept all the same, and the next one looks again
             removed, why = [], f"{type(error).__name__}: {str(error).strip()[:500]}"
         seconds = time.monotonic() - began
-        return {"name": head["name"], "bytes": written, "seconds": seconds, "removed": removed, "unremoved": why}
+        told = {"name": head["name"], "seconds": seconds, "removed": removed, "unremoved": why}
+        return {**told, **dataclasses.asdict(written)}
 
     def _tell(self, event: dict, lossy: bool = False) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, *([BlockingIOError] if lossy else [])):
@@ -176,13 +225,14 @@ def _mapped(buffer: int, size: int):
             mapped.close()
 
 
-def _end_with_the_other_side(control: socket.socket) -> None:
-    """Ends this process some time after the other side has gone, whatever it waits for."""
+def _end_with_the_other_side(control: socket.socket, gone: Callable[[], None]) -> None:
+    """Ends this process some time after the other side has gone, whatever it waits for; calls `gone` at once."""
 
     def watch():
         poll = select.poll()
         poll.register(control, select.POLLHUP | select.POLLRDHUP)
         poll.poll()
+        threading.Thread(target=gone, daemon=True).start()
         time.sleep(ORPHAN_SECONDS)
         os._exit(1)
 
@@ -199,11 +249,12 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     control = socket.socket(fileno=int(arguments[0]))
-    _end_with_the_other_side(control)
-    filesystem = pickle.loads(settings["filesystem"])
-    _Server(
-        control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, settings["folder"], settings["keep"])
-    ).run()
+    filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
+    server = _Server(control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, folder, settings["keep"]))
+    note = finishing.Note(filesystem, folder)
+    _end_with_the_other_side(control, lambda: server.is_behind() and note.write())
+    server.run()
+    note.remove()
     os._exit(0)  # threads of a file system are not waited for
 
 

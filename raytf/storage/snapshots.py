@@ -2,18 +2,20 @@
 
     writer = SnapshotWriter(filesystem, "runs/one")
     writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
-    writer.finish(60.0)     # the last one is whole, or NotKeptError says why not
+    writer.write("step_000000000110", parts, held=True)     # written only if this process dies
+    number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one takes its place
+    writer.finish(60.0, number=number)     # it is whole, or NotKeptError says why not
     writer.close()
 
 Snapshots lie in buffers of shared memory, of which no name exists anywhere: one may be written while another is filled,
 and where one waits meanwhile, a third is filled, which then takes its place. So where the storage is slower than the
-snapshots come, the newest is kept, some are left out, and training does not wait.
+snapshots come, the newest is kept, some are left out, and training does not wait. One that is held, and one that is
+pinned, need one more each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import mmap
@@ -25,14 +27,17 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from raytf.errors import ConfigError, RaytfError
-from raytf.storage import snapshot_store
+from raytf.storage import finishing, snapshot_store
+from raytf.storage.images import Archive, Image, Piece
 from raytf.storage.snapshot_store import MANIFEST
 from raytf.storage.snapshot_writer import ORPHAN_SECONDS
 
@@ -43,8 +48,12 @@ _ALIGNED = 64
 _ROOM = 1 << 20
 # So many of the last ones are told.
 _TOLD = 100
-# One that is written, one that waits, one to fill.
-_BUFFERS = 3
+# One that is written, one that waits, one that is held, one that is pinned, one to fill.
+_BUFFERS = 5
+# Who waits looks so often whether all is being closed.
+_LOOKS_SECONDS = 0.2
+# After so many with parts that did not come the chief writes alone.
+_MOST_LATE = 2
 
 
 class NotKeptError(RaytfError, OSError):
@@ -66,35 +75,8 @@ class NotKeptError(RaytfError, OSError):
         return type(self), (self.name, self.why)
 
 
-class Image:
-    """The bytes of a file in which only arrays change, at fixed places: it lies in each buffer, and these are copied.
-
-    Args:
-        content: the file as it was made once.
-        places: where each array lies, as (offset, bytes).
-    """
-
-    def __init__(self, content: bytes, places: Sequence[tuple[int, int]]):
-        self.content, self.places = content, list(places)
-
-
-@dataclasses.dataclass(frozen=True)
-class Archive:
-    """A zip file of members that are not packed.
-
-    Args:
-        members: (name, content) in order; content is bytes, or the `image`.
-        image: the member whose arrays are `values`.
-        values: an array for each of the image's places, of as many bytes.
-    """
-
-    members: Sequence[tuple[str, bytes | Image]]
-    image: Image
-    values: Sequence[np.ndarray]
-
-
-# A file as it is, an `.npz` of arrays by name, or a zip.
-Part = bytes | str | Mapping[str, np.ndarray] | Archive
+# A file as it is, an `.npz` of arrays by name, a zip, or an image.
+Part = bytes | str | Mapping[str, np.ndarray] | Archive | Piece
 
 
 class _Buffer:
@@ -149,7 +131,7 @@ class _Plan:
     """What goes where in a buffer: an image first, then everything else."""
 
     def __init__(self, parts: Mapping[str, Part]):
-        images = [part.image for part in parts.values() if isinstance(part, Archive)]
+        images = [part.image for part in parts.values() if isinstance(part, (Archive, Piece))]
         if len(images) > 1:
             raise ConfigError("A snapshot has one file with an image", f"{len(images)}", "Write the others as bytes")
         self.image = images[0] if images else None
@@ -162,11 +144,13 @@ class _Plan:
         snapshot_store.check_name(file)
         if file == MANIFEST:
             raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave it out")
-        if isinstance(part, Archive):
+        if isinstance(part, (Archive, Piece)):
             sizes = [(at, size) for at, size in part.image.places]
             if [value.nbytes for value in part.values] != [size for _, size in sizes]:
                 raise ValueError(f"the arrays of {file} are not those of its image")
             self.values += [(at, value) for (at, _), value in zip(sizes, part.values, strict=True)]
+            if isinstance(part, Piece):
+                return {"file": file, "at": 0, "size": len(part.image.content)}
             return {"file": file, "members": [[name, *self._member(content)] for name, content in part.members]}
         if isinstance(part, Mapping):
             return {"file": file, "arrays": [self._array(key, np.asarray(value)) for key, value in part.items()]}
@@ -192,9 +176,9 @@ class _Plan:
         self.size = at + size
         return at
 
-    def fill(self, buffer: _Buffer, name: str) -> tuple[int, int]:
+    def fill(self, buffer: _Buffer, **what: Any) -> tuple[int, int]:
         """Copies everything; (where its description begins, where that ends)."""
-        head = json.dumps({"name": name, "parts": self.head}).encode()
+        head = json.dumps({"parts": self.head, **what}).encode()
         at = self._room(len(head))
         buffer.grow(self.size)
         buffer.lay(self.image)
@@ -212,6 +196,8 @@ def _kind(dtype: np.dtype) -> str:
 
 class SnapshotWriter:
     """Hands snapshots to a process of its own, which writes them; for one thread of the chief.
+
+    Other threads may wait in `finish`.
 
     What was handed over is written even when this process is killed. The other one ends when this one closes it or is
     gone, at the latest `snapshot_writer.ORPHAN_SECONDS` later.
@@ -236,7 +222,9 @@ class SnapshotWriter:
         self.pid: int | None = None
         self._folder = folder
         self._names: dict[int, str] = {}
-        self._last, self._begun, self._failed, self._gone = 0, 0, "", False
+        self._count = self._last = self._held = self._pinned = self._begun = 0
+        self._lock, self._closing = threading.RLock(), False
+        self._failed, self._gone, self._late = "", False, 0
         self._said: set[str] = set()
         settings = pickle.dumps({"filesystem": _pickled(filesystem), "folder": folder, "keep": max(1, keep)})
         self._buffers = [_Buffer(number) for number in range(_BUFFERS)]
@@ -266,12 +254,27 @@ class SnapshotWriter:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # its end is told by the first write
             pipe.write(settings)
 
-    def write(self, name: str, parts: Mapping[str, Part]) -> None:
+    def write(
+        self,
+        name: str,
+        parts: Mapping[str, Part],
+        held: bool = False,
+        writers: int = 1,
+        index: int | None = None,
+        pinned: bool = False,
+    ) -> int:
         """Copies a snapshot; the other process writes it. Its manifest comes by itself.
 
         Args:
             name: of its folder in the run's.
             parts: by name of the file.
+            held: it is written only if this process ends before the next one comes, and does not `release` it.
+            writers: so many workers write the archive together, see `division`.
+            index: this one's, for a worker that writes its `Piece` alone.
+            pinned: newer ones do not make it needless, until it is written, or another one is pinned, or `unpin`.
+
+        Returns:
+            Its number, for `finish` and `unpin`.
 
         Raises:
             ConfigError: a name is not one of a folder in the run's.
@@ -279,62 +282,114 @@ class SnapshotWriter:
         """
         snapshot_store.check_name(name)
         plan = _Plan(parts)
-        buffer = self._free(name)
-        if not self._last:  # the first one makes another buffer ready, too
+        with self._lock:
+            return self._write(name, plan, held, writers, index, pinned)
+
+    def _write(self, name: str, plan: _Plan, held: bool, writers: int, index: int | None, pinned: bool) -> int:
+        buffer = self._free(name, held, pinned)
+        if not self._count:  # the first one makes another buffer ready, too
             self._buffers[1].grow(plan.size + _ROOM)
             self._buffers[1].lay(plan.image)
-        at, size = plan.fill(buffer, name)
-        self._last += 1
-        buffer.busy = self._last
+        at, size = plan.fill(buffer, name=name, writers=writers, index=index)
+        self._count += 1
+        buffer.busy, before = self._count, self._held
         busy = {one.busy for one in self._buffers}
-        self._names = {number: its for number, its in self._names.items() if number in busy} | {self._last: name}
-        self._send({"id": self._last, "buffer": buffer.number, "at": at, "size": size})
+        self._names = {number: its for number, its in self._names.items() if number in busy} | {self._count: name}
+        if held:
+            self._held = self._count
+        else:
+            self._last, self._held = self._count, 0
+            self._pinned = self._count if pinned else self._pinned
+        where = {"buffer": buffer.number, "at": at, "size": size}
+        self._send({"id": self._count, **where, "held": held, "pinned": pinned})
+        if before:
+            self._end(before)  # from here on the new one is what the other side writes if this one ends
+        return self._count
 
-    def finish(self, seconds: float, failing: float | None = None) -> None:
-        """Waits until the last snapshot is whole.
+    def release(self) -> None:
+        """Lets go of the one that is held: the training has come to its end."""
+        with self._lock:
+            if self._held:
+                self._send({"release": True})
+                self._end(self._held)
+                self._held = 0
+
+    def promote(self) -> None:
+        """Has the one that is held written now."""
+        with self._lock:
+            if self._held:
+                self._send({"promote": True})
+                self._last, self._held = self._held, 0
+
+    def unpin(self, number: int) -> None:
+        """Lets newer ones take the place of one that is pinned."""
+        with self._lock:
+            if number == self._pinned and self._is_busy(number) and not self._gone and not self._closing:
+                self._pinned = 0
+                self._send({"unpin": True})
+
+    def finish(self, seconds: float, failing: float | None = None, number: int | None = None) -> None:
+        """Waits until a snapshot is whole.
 
         Args:
             seconds: at most so long.
             failing: at most so long where the storage has failed; as for one that is slow unless it is given.
+            number: of one that is pinned; the last one if it is not given.
 
         Raises:
             NotKeptError: it is not.
         """
-        if not self._last:
-            return
-        self._send({"hurry": True})
+        with self._lock:
+            wanted = self._last if number is None else number
+            if not self._is_busy(wanted):
+                return
+            name = self._names[wanted]
+            if not (self._gone or self._closing):
+                self._send({"hurry": True})
         began = time.monotonic()
-        while any(buffer.busy == self._last for buffer in self._buffers):
+        while self._is_busy(wanted):
             longest = failing if failing is not None and self._failed else seconds
             left = began + longest - time.monotonic()
+            if self._closing:
+                raise NotKeptError(name, self._failed or "the training has ended before its storage did")
+            if self._gone:
+                raise NotKeptError(name, self._how_it_ended())
             if left <= 0:
-                why = self._failed or f"its storage did not end within {seconds:.0f} s"
-                raise NotKeptError(self._names[self._last], why)
-            self._drain(left if failing is None else min(left, failing))
+                raise NotKeptError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
+            self._drain(min(left, _LOOKS_SECONDS))
+
+    def _is_busy(self, number: int) -> bool:
+        return any(buffer.busy == number for buffer in self._buffers)
 
     def close(self) -> None:
         """Lets the other process end, once it has written what it has; waits for that some seconds."""
-        if self._control is None:
-            return
-        self._control.shutdown(socket.SHUT_WR)
-        until = time.monotonic() + _END_SECONDS
-        while not self._gone and (left := until - time.monotonic()) > 0:
-            self._drain(left)
-        self._control.close()
-        self._control = None
-        for buffer in self._buffers:
-            buffer.close()
-        os.close(self._errors)
-        self._reap(0.0)
+        with self._lock:
+            if self._control is None:
+                return
+            self._closing = True
+            self._control.shutdown(socket.SHUT_WR)
+            until = time.monotonic() + _END_SECONDS
+            while not self._gone and (left := until - time.monotonic()) > 0:
+                self._drain(left)
+            self._control.close()
+            self._control = None
+            for buffer in self._buffers:
+                buffer.close()
+            os.close(self._errors)
+            self._reap(0.0)
 
-    def _free(self, name: str) -> _Buffer:
+    def _free(self, name: str, held: bool, pinned: bool) -> _Buffer:
         """A buffer to fill: one in which nothing lies, or a snapshot that waits though a newer one does, too."""
         self._drain(0.0)
         if self._gone:
             raise NotKeptError(name, self._how_it_ended())
         free = [buffer for buffer in self._buffers if buffer.busy is None]
+        # one for what is held, and one for what is pinned, would take memory for nothing where there is none
+        spare = (not (held or self._held)) + (not (pinned or self._is_busy(self._pinned)))
+        free = free[: len(free) - spare]
         # what has begun was told before the other side looks for newer ones, see `snapshot_writer`
-        free += [buffer for buffer in self._buffers if buffer.busy not in (None, self._begun, self._last)]
+        kept = (None, self._begun, self._last, self._held, self._pinned)
+        free += [buffer for buffer in self._buffers if buffer.busy not in kept]
         if free[0].busy is not None:
             self._leave_out(free[0].busy)
         return free[0]
@@ -351,23 +406,35 @@ class SnapshotWriter:
             self._control.send(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):
             self._drain(0.0)
-            raise NotKeptError(self._names[self._last], self._how_it_ended()) from None
+            raise NotKeptError(self._names[self._count], self._how_it_ended()) from None
 
     def _drain(self, seconds: float) -> None:
         """Takes what the other side said, and waits so long for the first."""
-        while not self._gone and select.select([self._control], [], [], seconds)[0]:
-            try:
-                text = self._control.recv(_LONGEST_MESSAGE)
-            except ConnectionResetError:
-                text = b""
-            if not text:
-                self._gone = True
-                busy = [buffer.busy for buffer in self._buffers if buffer.busy is not None]
-                if busy:
-                    raise NotKeptError(self._names[max(busy)], self._how_it_ended())
+        control = self._control
+        while not self._gone and control is not None and control.fileno() >= 0:
+            if not select.select([control], [], [], seconds)[0]:
                 return
-            self._hear(json.loads(text))
+            with self._lock:
+                if self._control is None or self._gone or not self._hear_next():
+                    return
             seconds = 0.0
+
+    def _hear_next(self) -> bool:
+        """Takes a message, unless another thread has; whether there may be more."""
+        try:
+            text = self._control.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            text = b""
+        if text:
+            self._hear(json.loads(text))
+            return True
+        self._gone = True
+        busy = [buffer.busy for buffer in self._buffers if buffer.busy is not None]
+        if busy:
+            raise NotKeptError(self._names[max(busy)], self._how_it_ended())
+        return False
 
     def _hear(self, event: dict) -> None:
         kind = event.pop("event")
@@ -388,9 +455,31 @@ class SnapshotWriter:
                 self._leave_out(number)
             else:
                 self._failed = ""
+                self._hear_of_parts(name, event)
                 self.written = [*self.written[1 - _TOLD :], event]
                 if event["unremoved"]:
                     self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
+
+    def _hear_of_parts(self, name: str, event: dict) -> None:
+        late, others = event.get("late", []), event.get("others", [])
+        self._late = self._late + 1 if late else 0
+        if others:
+            self._say(
+                "others",
+                f"Workers {others} have written other weights of {name} than the chief has, which are not used: their "
+                "models are no longer alike",
+            )
+        elif late:
+            self._say(
+                "late",
+                f"Workers {late} had not written their parts of {name} in time, and the chief has: they are slow, or "
+                f"{self._folder!r} is not the same folder for all workers",
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether others' parts did not come, time and again."""
+        return self._late >= _MOST_LATE
 
     def _end(self, number: int) -> None:
         for buffer in self._buffers:
@@ -400,7 +489,7 @@ class SnapshotWriter:
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
     def _how_it_ended(self) -> str:
         self._reap(_END_SECONDS)
@@ -435,14 +524,26 @@ def wait_for_writers(folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> boo
     return True
 
 
+def wait_for_all(filesystem, folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> bool:
+    """`wait_for_writers`, and then for those of other hosts, whose workers have gone.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        folder: of the run there.
+        seconds: at most so long, each.
+    """
+    here = wait_for_writers(folder, seconds)
+    return finishing.wait(filesystem, folder, seconds) and here
+
+
 @contextlib.contextmanager
-def settled(folder: str) -> Iterator[None]:
-    """Waits before and behind for the processes of this host that write snapshots of a run, see `wait_for_writers`."""
-    wait_for_writers(folder)
+def settled(filesystem, folder: str) -> Iterator[None]:
+    """Waits before and behind for the processes that write snapshots of a run, see `wait_for_all`."""
+    wait_for_all(filesystem, folder)
     try:
         yield
     finally:
-        wait_for_writers(folder)
+        wait_for_all(filesystem, folder)
 
 
 def _sign(folder: str) -> socket.socket:

@@ -84,6 +84,22 @@ def every(given: object, config: TensorflowConfig) -> Every:
     return Every() if found.auto and config.sync_every > 1 else found
 
 
+def memory_steps(given: object, strategy: str, num_ps: int) -> int | None:
+    """What `memory_every` stands for.
+
+    Raises:
+        ConfigError: it is nonsense, or means nothing for such a training.
+    """
+    found = checkpoint_every.steps(given)
+    if found is not None and (num_ps or strategy in ("parameter_server", "tpu")):
+        raise ConfigError(
+            "memory_every needs workers each of which holds the whole model",
+            f"memory_every={given!r} with strategy={strategy!r} and num_ps={num_ps}",
+            "Use checkpoint_every",
+        )
+    return found
+
+
 def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, ServerSpec | None]:
     """What Ray Train runs, and the servers beside it: with parameter servers, Ray Train has the coordinator alone."""
     if not num_ps:

@@ -14,6 +14,7 @@ from typing import Any
 import ray.train
 from ray.train.backend import Backend, BackendConfig
 
+from raytf import activity
 from raytf.collectives import ring
 from raytf.compat import autograph, legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
@@ -89,8 +90,20 @@ def _worker_context(setup: WorkerSetup):
         spoken(chief, setup.board),
         once.shown(setup.warned),
         legacy_names.explained(),
+        telling_activity(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def telling_activity():
+    """Within it this thread trains, as `activity` tells."""
+    activity.here.reset()
+    activity.here.train_here()
+    try:
+        yield
+    finally:
+        activity.here.at(activity.END)
 
 
 @contextlib.contextmanager

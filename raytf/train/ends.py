@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
 from raytf.runtime import answers
+from raytf.storage import checkpoint_files
 from raytf.storage.run_folder import RunFolder
 from raytf.worker import ending
 
@@ -31,7 +32,7 @@ _ANSWER_SECONDS = 10.0
 # After this it is asked again: a worker group that replaces another knows nothing of it.
 _AGAIN_SECONDS = 5.0
 # A step has to end, and its checkpoint to be written, which is given 30 s.
-_END_SECONDS = 90.0
+END_SECONDS = 90.0
 
 
 def agree(workers: Sequence, why: str) -> bool:
@@ -87,7 +88,7 @@ class Ending:
         lost = kind is SystemExit and self._raised is not None  # Ray raises it for what is raised while it waits
         error = self._raised if lost else error
         if isinstance(error, StoppedError):  # Python ends with its code, and says nothing
-            self._say(error.where)
+            self.say(error.where)
         if lost:
             raise error from None
 
@@ -109,7 +110,8 @@ class Ending:
         finally:
             self._heard = None
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Tells who reads the log, with the name of the signal."""
         print(f"raytf: {signal.Signals(self.number).name}: {text}", file=sys.stderr, flush=True)
 
     def result_of(self, ref, workers: Callable[[], object]):
@@ -134,8 +136,8 @@ class Ending:
             return future.result()
 
     def _end(self, future, workers: Callable[[], object]) -> None:
-        self._say("ends after this step; a second signal ends it at once")
-        until = time.monotonic() + _END_SECONDS
+        self.say("ends after this step; a second signal ends it at once")
+        until = time.monotonic() + END_SECONDS
         while not future.done():
             try:
                 there = ray.get(workers(), timeout=_ANSWER_SECONDS)
@@ -149,7 +151,7 @@ class Ending:
             if not begun and not future.done():
                 raise StoppedError(self.number, "ended before its workers had begun a step; nothing is lost")
             if time.monotonic() > until:
-                raise TrainingError(None, f"it was to end, and its workers have not within {_END_SECONDS:g} s")
+                raise TrainingError(None, f"it was to end, and its workers have not within {END_SECONDS:g} s")
             concurrent.futures.wait([future], _AGAIN_SECONDS)
 
     def here(self, train: Callable):
@@ -187,7 +189,7 @@ class Ending:
             kept = "none is" if last is None else f"the last that is is that of step {last.step}"
             why += f"it has ended after step {step}, whose checkpoint is not kept; {kept}"
             raise TrainingError(None, f"{name}: {why}")
-        where = f"step {last.epoch_step} of epoch {last.epoch + 1}" if last.epoch_step else f"epoch {last.epoch}"
+        where = checkpoint_files.standing(last.epoch, last.epoch_step)
         raise StoppedError(
             self.number,
             f"{why}the run {folder.name!r} has ended after step {step} ({where}), which is kept; started again with "

@@ -31,7 +31,7 @@ from raytf.runtime import failures, resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
 from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import per_replica_batch
-from raytf.storage import run_folder, snapshots
+from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import arguments, ends, evaluator, ray_config
@@ -97,6 +97,10 @@ class KerasTrainer:
             every 30 s. A run goes on at the next step, with the same rows, masks and metrics, on any number of workers.
             With `sync_every` workers are one model only every few steps, so that "auto" means "epoch" and a time is
             refused; with parameter servers all steps that have begun are waited for; in sweeps there are none.
+        memory_every: hold a copy of the training in memory after so many steps, too ("10 steps"), on the host of the
+            chief and, where workers are on several hosts, on another one; None for none. It is written only when the
+            run breaks: by a host that is left, so that the loss of one costs at most so many steps. It takes a copy of
+            the state in the memory of each of the two, and two while the next one is made.
         resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
             same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
             config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
@@ -136,6 +140,7 @@ class KerasTrainer:
         steps_per_execution: int | str = "auto",
         progress: bool = True,
         checkpoint_every: str = "auto",
+        memory_every: str | None = None,
         resume: str | bool = "auto",
     ):
         self.build_model, self.callbacks = build_model, callbacks
@@ -150,7 +155,7 @@ class KerasTrainer:
         self.steps_per_execution = steps_per_execution
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
-        self.resume, self.checkpoint_every = resume, checkpoint_every
+        self.resume, self.checkpoint_every, self.memory_every = resume, checkpoint_every, memory_every
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -202,6 +207,7 @@ class KerasTrainer:
             raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
         validation.check_seed(self.seed)
         arguments.every(self.checkpoint_every, self.tensorflow_config)
+        arguments.memory_steps(self.memory_every, self.strategy, self.num_ps)
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
         run_folder.check_name(self.run_config.name)
@@ -231,7 +237,7 @@ class KerasTrainer:
         if self.resume is not True:  # then the name is that of a run, whoever gave it
             run_config = run_folder.named(run_config, "keras")
         folder = RunFolder.of(run_config)
-        with RunLock(folder.filesystem, folder.path) as lock, snapshots.settled(folder.path):
+        with RunLock(folder.filesystem, folder.path) as lock, snapshots.settled(folder.filesystem, folder.path):
             last = self._last(folder)
             if last is not None and ended(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
@@ -262,7 +268,7 @@ class KerasTrainer:
             if ended(last, self):
                 return self._ended(folder, last)
             if last.epoch_step:
-                print(f"{folder.name}: goes on after step {last.epoch_step} of epoch {last.epoch + 1}")
+                print(f"{folder.name}: goes on after {checkpoint_files.standing(last.epoch, last.epoch_step)}")
         if self.resume is False and (aside := folder.put_aside()):
             print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
         return self._train(launch, found, told)
@@ -352,6 +358,7 @@ class KerasTrainer:
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
             checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
+            memory_every=arguments.memory_steps(self.memory_every, self.strategy, self.num_ps),
         )
 
     def _shuffle(self, blocks: dict) -> str:

@@ -6,6 +6,7 @@ with workers, or without them. Errors are those of the user's code: no other pro
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,9 @@ from raytf.console.quiet import at_levels
 from raytf.errors import ConfigError, TrainingError
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.entry import import_raytf
+
+# Longer than any storage has for a checkpoint.
+_LATER_SECONDS = 1000.0
 
 
 class Here(WarmPool):
@@ -64,16 +68,20 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
         TrainingError: the run was cancelled.
     """
     with at_levels({"ray.train": context.run_config.logging_config.log_level}):
+        utils = None
         try:
             utils = _Utils(context, datasets, cancelled)
             set_train_fn_utils(utils)
             value = function()
+            utils.settle()
         except Exception as error:
             for callback in context.run_config.callbacks:
                 callback.after_exception(run_context=context, worker_exceptions={0: error})
             raise
         finally:
             set_train_fn_utils(None)
+            if utils is not None:
+                utils.close()
     return utils.result(value)
 
 
@@ -104,6 +112,8 @@ class _Utils(LocalTrainFnUtils):
         self._context = _Context(context.run_config.name, self._storage)
         self._manager = _Manager(context.run_config.checkpoint_config, self._storage)
         self._datasets = {name: d() if callable(d) else d for name, d in datasets.items()}
+        self._later: list[concurrent.futures.Future] = []
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")
 
     def report(
         self,
@@ -115,8 +125,8 @@ class _Utils(LocalTrainFnUtils):
         checkpoint_upload_fn=None,
         validation=False,
     ):
-        if self._cancelled():
-            raise TrainingError(None, "it was cancelled")
+        self._check()
+        self.settle()  # reports are in order
         if validation:
             raise ConfigError(
                 "With num_workers=0 nothing validates checkpoints beside the training",
@@ -128,6 +138,30 @@ class _Utils(LocalTrainFnUtils):
             kept = self._persisted(checkpoint, checkpoint_dir_name, checkpoint_upload_mode, checkpoint_upload_fn)
             if delete_local_checkpoint_after_upload and checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
                 checkpoint.filesystem.delete_dir(checkpoint.path)
+        self._tell(metrics, kept)
+
+    def report_later(self, metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> None:
+        """See `ray_train.report_later`."""
+        self._check()
+        self._last_metrics = metrics
+        self._later.append(self._thread.submit(lambda: self._tell(metrics, kept()[0])))
+
+    def settle(self) -> None:
+        """Waits for the reports that are made later, and raises what one of them raised."""
+        waiting, self._later = self._later, []
+        for report in waiting:
+            report.result(_LATER_SECONDS)
+
+    def close(self) -> None:
+        """Ends the thread of the reports that are made later."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _check(self) -> None:
+        if self._cancelled():
+            raise TrainingError(None, "it was cancelled")
+
+    def _tell(self, metrics: dict[str, Any], kept) -> None:
+        if kept is not None:
             self._manager.register_checkpoint(TrainingReport(checkpoint=kept, metrics=metrics, validation=False))
         for callback in self._run.run_config.callbacks:
             callback.after_report(run_context=self._run, metrics=[metrics], checkpoint=kept)

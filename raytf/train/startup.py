@@ -47,11 +47,14 @@ from raytf.compat.ray_train import (
     time_monotonic,
 )
 from raytf.console import output, quiet
+from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS
 from raytf.runtime import answers, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
 from raytf.runtime.guard import Place
+from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
+from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
@@ -196,7 +199,12 @@ class EarlyStartTrainer(DataParallelTrainer):
         if isinstance(arguments["scaling_policy"], ElasticScalingPolicy):
             arguments["scaling_policy"] = _Elastic(self.scaling_config, self._tasks_beside())
         beginning = controller.begin.remote(
-            get_env_vars_to_propagate(), arguments, self._launch.there, self._reservation, self._beside
+            get_env_vars_to_propagate(),
+            arguments,
+            self._launch.there,
+            self._reservation,
+            self._beside,
+            self.backend_config.config,
         )
         answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
         running = controller.run.remote()
@@ -214,9 +222,11 @@ class _Controller(TrainController):
     def __init__(self):
         get_or_create_autoscaling_coordinator()  # a process that the first run of a cluster waits for
 
-    def begin(self, environment: dict[str, str], arguments: dict, processes: list, held: Reservation, beside) -> None:
+    def begin(
+        self, environment: dict[str, str], arguments: dict, processes: list, held: Reservation, beside, config
+    ) -> None:
         output.say_who("controller")
-        known = {"processes": processes, "held": held, "beside": beside}
+        known = {"processes": processes, "held": held, "beside": beside, "config": config}
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
@@ -298,7 +308,9 @@ class _WorkerGroup(WorkerGroup):
     processes: list
     held: Reservation
     beside: object
+    config: TensorflowConfig
     _watchdog: Watchdog | None = None
+    _hangs: HangWatch | None = None
     _hold_until: float | None = None
 
     @overrides(WorkerGroup)
@@ -324,6 +336,9 @@ class _WorkerGroup(WorkerGroup):
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+        if self._hangs is not None:
+            self._hangs.close()
+            self._hangs = None
 
     @overrides(WorkerGroup)
     def _create_placement_group(self, scaling_config, worker_group_context):
@@ -378,22 +393,42 @@ class _WorkerGroup(WorkerGroup):
         if missing:
             workers += super()._create_workers(len(missing), placement_group, resources_per_worker, missing)
         workers = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
-        self._watchdog = self._watchdog or Watchdog()
+        limit = self.config.hang_timeout_s
+        seconds = STOPPED_SECONDS if limit is None else max(1.0, limit - LOOK_SECONDS)
+        self._watchdog = self._watchdog or Watchdog(seconds, self._last_words)
         for worker in workers:
-            its = worker.metadata
-            self._watchdog.watch(worker.distributed_context.world_rank, Place(its.node_id, its.node_ip, its.pid, None))
+            self._watchdog.watch(worker.distributed_context.world_rank, _place(worker))
         return workers
+
+    def _last_words(self, rank: int) -> tuple[str, str]:
+        hangs = self._hangs
+        return ("", "") if hangs is None else hangs.last_words(rank)
+
+    def _watch_for_hangs(self) -> None:
+        workers = {worker.distributed_context.world_rank: worker for worker in self.get_workers()}
+
+        def execute(rank, function):
+            return workers[rank].actor.execute.remote(function)
+
+        places = {rank: _place(worker) for rank, worker in workers.items()}
+        self._hangs = HangWatch(execute, places, self.config.hang_timeout_s, self.config.first_step_timeout_s)
 
     @overrides(WorkerGroup)
     def _poll_workers_and_collect_errors(self, timeout):
         found = super()._poll_workers_and_collect_errors(timeout)
+        if self._hangs is None and self.config.hang_timeout_s is not None:
+            self._watch_for_hangs()
         for rank, status in enumerate(found):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
                 self._watchdog.heard(rank)
             if isinstance(cause_of(status.error), DrainedError):  # by itself it counts as the loss of a node
                 status.error = cause_of(status.error)
         for rank, how in self._watchdog.ended.items():
-            found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
+            error = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))
+            found[rank] = WorkerStatus(running=False, error=error)
+        for rank, error in self._hangs.ended.items() if self._hangs is not None else ():
+            if rank not in self._watchdog.ended:
+                found[rank] = WorkerStatus(running=False, error=error)
         return self._without_consequences(found)
 
     def _without_consequences(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
@@ -417,6 +452,11 @@ class _WorkerGroup(WorkerGroup):
                 how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
                 found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
         return found
+
+
+def _place(worker: Worker) -> Place:
+    its = worker.metadata
+    return Place(its.node_id, its.node_ip, its.pid, None)
 
 
 class _NoDatasets(WorkerGroupCallback):

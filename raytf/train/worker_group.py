@@ -10,10 +10,11 @@ import contextlib
 import gc
 import os
 import pickle
+import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ import ray
 import ray.cloudpickle
 from ray.util.placement_group import placement_group_table
 
+from raytf import activity
 from raytf.collectives import ring
 from raytf.compat import autograph, legacy_keras, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
@@ -30,13 +32,15 @@ from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import guard, ports
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.guard import FrozenError, Guard, Place
+from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
-from raytf.train import backend
+from raytf.train import backend, ends
 from raytf.train.entry import import_raytf
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
-from raytf.worker.session import TrialSession, TrialStopped, write_files
+from raytf.worker import ending
+from raytf.worker.session import TrialSession, TrialStopped, Within, write_files
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
@@ -52,6 +56,10 @@ _SPARE_SECONDS = 300.0
 _PARTING_SECONDS = 5.0
 # Between two looks at whether a worker group is still there; one that dies in between is seen at the next.
 _LOOKS_SECONDS = 5.0
+# A worker's process listens for its trial so long before it answers other questions.
+_BEAT_SECONDS = 0.5
+# Between two looks at workers that train.
+_LOOK_SECONDS = 1.0
 # In Ray's key-value store, where the spare processes that have become a group's workers are noted.
 _TAKEN = b"raytf_taken"
 
@@ -83,6 +91,7 @@ class TrialRun:
         name: of the trial.
         files: of the checkpoint to go on from, by name, or None.
         around: arguments of the loop's `session_functions.Surroundings`, without the nodes.
+        within: where it keeps checkpoints within its epochs, or None.
     """
 
     train: Callable
@@ -90,6 +99,7 @@ class TrialRun:
     name: str
     files: dict[str, bytes] | None = None
     around: dict[str, Any] = field(default_factory=dict)
+    within: Within | None = None
 
 
 class WorkerGroup:
@@ -105,6 +115,11 @@ class WorkerGroup:
             workers where they are.
         group: the placement group; None takes the current one.
         kind: class of the workers; `GroupWorker` unless it is given.
+
+    Attributes:
+        nodes: of the workers.
+        asked: why the trial was asked to end (`ending.STOP`, `ending.DRAIN`), or None.
+        ended: the steps after which it has, or None.
     """
 
     def __init__(
@@ -126,6 +141,9 @@ class WorkerGroup:
             or placed_actor(kind or GroupWorker, group, i, resources, runtime_env=environment)
             for i in range(first_bundle, first_bundle + workers)
         ]
+        self.nodes: frozenset[str] = frozenset()
+        self.asked: str | None = None
+        self.ended: int | None = None
         self._guard: Guard | None = None
         try:
             self._open(setup, cpus)
@@ -136,42 +154,36 @@ class WorkerGroup:
     def _open(self, setup, cpus: int) -> None:
         found = self._all("reserve_address", setup.config.ports, seconds=_OPEN_SECONDS, what="the start of its process")
         addresses = [address for address, _ in found]
-        self._guard = Guard({f"worker {rank}": place for rank, (_, place) in enumerate(found)})
+        self._config, self._places = setup.config, {rank: place for rank, (_, place) in enumerate(found)}
+        self._guard = Guard({f"worker {rank}": place for rank, place in self._places.items()})
         self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
         token, nodes = ring.new_token(), tuple(place.node for _, place in found)
+        self.nodes = frozenset(nodes)
         arguments = [(setup, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
     def begin(self, job: TrialRun) -> None:
         """Starts a trial; it waits to be told to go on."""
+        self.asked = self.ended = None
         self._all("begin", ray.put(job), what="the begin of a trial")
 
-    def go_on(self) -> dict | None:
+    def go_on(self, why: Callable[[], str | None] | None = None) -> dict | None:
         """`go_on_all` of the chief alone."""
-        reports = self.go_on_all()
+        reports = self.go_on_all(why)
         return None if reports is None else reports[0]
 
-    def go_on_all(self) -> list[dict] | None:
+    def go_on_all(self, why: Callable[[], str | None] | None = None) -> list[dict] | None:
         """Lets the trial run to its next report: the metrics of each worker, or None when the loop has ended.
+
+        Args:
+            why: called again and again: why the trial is to end after a step, or None; see `ended`.
 
         Raises:
             TrialError: the loop failed; the worker group is ready for another trial.
             WorkerGroupLostError: it is not.
         """
-        calls = [worker.go_on.remote() for worker in self.workers]
-        events: dict[int, tuple] = {}
-        failed = None  # when the first did
-
-        def look():
-            self._look()
-            if failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
-                raise self._alone(events)
-
-        self._begin_wait()
-        for rank, ref in as_they_come(calls, None, "the next report", look=look):
-            events[rank] = self._get(f"worker {rank}", ref)
-            if events[rank][0] == "error" and failed is None:
-                failed = time.monotonic()
+        with self._watching() as watch:
+            events = self._events(why, watch)
         kinds = {event[0] for event in events.values()}
         if "error" in kinds:
             rank, error = next((rank, event[1]) for rank, event in sorted(events.items()) if event[0] == "error")
@@ -181,7 +193,65 @@ class WorkerGroup:
             raise WorkerGroupLostError(
                 "the workers of a train loop must report equally often; one ended before another"
             )
-        return [event[1] for _, event in sorted(events.items())] if kinds == {"report"} else None
+        if kinds == {"report"}:
+            return [event[1] for _, event in sorted(events.items())]
+        self.ended = events[0][1]
+        return None
+
+    def _events(self, why: Callable[[], str | None] | None, watch: HangWatch | None) -> dict[int, tuple]:
+        """Lets the trial run until each worker has something to say; between its beats it can be asked what it does."""
+        events: dict[int, tuple] = {}
+        failed = None  # when the first did
+
+        def look():
+            self._look()
+            for rank, error in watch.ended.items() if watch is not None else ():
+                raise WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
+            if failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
+                raise self._alone(events)
+
+        self._begin_wait()
+        pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=_LOOK_SECONDS)
+            for ref in done:
+                rank = pending.pop(ref)
+                event = self._get(f"worker {rank}", ref)
+                if event is None:
+                    pending[self.workers[rank].next_event.remote()] = rank
+                    continue
+                events[rank] = event
+                if event[0] == "error" and failed is None:
+                    failed = time.monotonic()
+            if pending:
+                look()
+                self._ask_to_end(why)
+        return events
+
+    def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
+        """Has all workers end after the same step, once there is a reason."""
+        if why is None or self.asked is not None or (reason := why()) is None:
+            return
+        self.asked = reason
+        try:
+            ends.agree(self.workers, reason)
+        except NoAnswerError as error:
+            raise WorkerGroupLostError(str(error)) from None
+        except ray.exceptions.RayActorError as error:
+            raise _lost("a worker", error) from error
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[HangWatch | None]:
+        """Watches the workers for hangs while they train."""
+        if self._config.hang_timeout_s is None:
+            yield None
+            return
+        limits = self._config.hang_timeout_s, self._config.first_step_timeout_s
+        watch = HangWatch(lambda rank, function: self.workers[rank].execute.remote(function), self._places, *limits)
+        try:
+            yield watch
+        finally:
+            watch.close()
 
     def _alone(self, events: dict[int, tuple]) -> WorkerGroupLostError:
         """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
@@ -306,19 +376,23 @@ class GroupWorker(Process):
         if job.files is not None:
             checkpoint = os.path.join(self._folder, "checkpoint")
             write_files(job.files, checkpoint)
-        self._session = TrialSession(self._rank, self._size, checkpoint, job.name)
+        ending.gate.reset()
+        self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.within)
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
         self._thread.start()
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
         around = Surroundings(nodes=self._nodes, **job.around)
         set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
+        activity.here.reset()
+        activity.here.train_here()
         try:
             import_keras()  # for this thread
             session.park()
             with output.telling(), autograph.in_memory():
-                job.train(session, job.config)
-            session.events.put(("end", None))
+                ended = job.train(session, job.config)
+            activity.here.at(activity.END)
+            session.events.put(("end", ended))
             session.park()
         except TrialStopped:
             pass
@@ -329,9 +403,17 @@ class GroupWorker(Process):
         finally:
             set_train_fn_utils(None)
 
-    def go_on(self) -> tuple:
+    def go_on(self) -> tuple | None:
+        """Lets the trial run; see `next_event`."""
+        activity.here.renew()
         self._session.commands.put("go")
-        return self._session.events.get()
+        return self.next_event()
+
+    def next_event(self) -> tuple | None:
+        """What the trial's thread says next, or None after a moment, so that this process answers other questions."""
+        with contextlib.suppress(queue.Empty):
+            return self._session.events.get(timeout=_BEAT_SECONDS)
+        return None
 
     def save(self) -> dict[str, bytes] | None:
         self._session.commands.put("save")

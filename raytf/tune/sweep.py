@@ -50,12 +50,14 @@ from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, placed
 from raytf.train.tensorflow_trainer import TensorflowTrainer
 from raytf.train.worker_group import GroupWorker
-from raytf.tune import report, space
+from raytf.tune import report, space, trial_steps
 from raytf.tune.learning_rate import Scaling
 from raytf.tune.options import SweepOptions
+from raytf.tune.sweep_end import Asking, SweepEnd
 from raytf.tune.table import Stopper, Table
 from raytf.tune.trial import SweepSpec, Trial
 from raytf.worker import checkpoint
+from raytf.worker.ending import DrainedError
 from raytf.worker.job import TrainJob
 
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
@@ -199,13 +201,22 @@ def sweep(
         lock.on_lost = lambda: setattr(table, "fatal", TrainingError(None, lock.lost))
         if resume is None:
             _remember(dataclasses.replace(options, identity=identity), settled)
-        with table, _quiet_tune() as interrupt, ending.calls(interrupt):
-            grid = tuner.fit()
+        if plan.end is not None:
+            ends.callback(plan.end.clear)
+        with table, _quiet_tune() as tunes:
+            asking = None if plan.end is None else Asking(plan.end, tunes.interrupt, ending.say)
+            table.asking = asking
+            with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.hear()):
+                grid = tuner.fit()
         lock.check()
+        if asking is not None and asking.lost:
+            raise TrainingError(None, f"the sweep was to end after a step: {'; '.join(asking.lost)}")
         if ending.number is not None:
-            raise StoppedError(ending.number, _stands(grid))
+            raise StoppedError(ending.number, _stands(grid, plan.end is not None))
         if table.fatal is not None:
             raise table.fatal
+        if plan.end is not None:
+            trial_steps.remove_all(grid.filesystem, grid.experiment_path)
         table.conclude(grid)
         if isinstance(trainer, KerasTrainer):
             checkpoint.remember(grid.experiment_path, trainer.build_model, trainer.config)
@@ -252,12 +263,13 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> No
         )
 
 
-def _stands(grid) -> str:
+def _stands(grid, after_step: bool) -> str:
     """Where a sweep stands that a signal has ended, as a clause."""
+    where = "at their next steps" if after_step else "from their last checkpoints"
     done = sum(bool((result.metrics or {}).get(DONE)) or result.error is not None for result in grid)
     return (
         f"the sweep has ended with {done} of {len(grid)} begun trials complete; with the same name, or "
-        f"resume={grid.experiment_path!r}, the others go on from their last checkpoints"
+        f"resume={grid.experiment_path!r}, the others go on {where}"
     )
 
 
@@ -266,8 +278,7 @@ def _quiet_tune():
     """Tune's newer output prints a page however quiet it is told to be; the older one says nothing.
 
     Nor is it told that snapshots are frequent, which trials on warm workers are, unless the user has set when.
-    Gives what ends Tune's loop, which then keeps its state, as its own handler of SIGINT would; it is in the place of
-    that, and gives False before the loop.
+    Gives a `_TunesLoop`, which is in the place of Tune's own handler of SIGINT.
     """
     ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0"), _NO_SIGINT: "1"}
     before = {name: os.environ.get(name) for name in ours}
@@ -277,17 +288,8 @@ def _quiet_tune():
     logger.setLevel(max(level, logging.WARNING))
 
     own = signal.getsignal(signal.SIGUSR1)
-
-    def interrupt() -> bool:
-        tunes = signal.getsignal(signal.SIGUSR1)
-        if tunes is own:  # it has not begun
-            return False
-        logger.addFilter(_is_news)
-        tunes(signal.SIGUSR1, None)
-        return True
-
     try:
-        yield interrupt
+        yield _TunesLoop(own, logger)
     finally:
         logger.removeFilter(_is_news)
         if threading.current_thread() is threading.main_thread():
@@ -297,6 +299,29 @@ def _quiet_tune():
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
+
+
+class _TunesLoop:
+    """Tune's loop, which hears of its end by a handler of SIGUSR1.
+
+    Args:
+        own: the handler that was there before it.
+        logger: Tune's, which is silent about its end then.
+    """
+
+    def __init__(self, own, logger: logging.Logger):
+        self._own, self._logger = own, logger
+
+    def has_begun(self) -> bool:
+        return signal.getsignal(signal.SIGUSR1) is not self._own
+
+    def interrupt(self) -> bool:
+        """Ends it, and has it keep its state; False before it has begun."""
+        if not self.has_begun():
+            return False
+        self._logger.addFilter(_is_news)
+        signal.getsignal(signal.SIGUSR1)(signal.SIGUSR1, None)
+        return True
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -317,11 +342,11 @@ def _check(trainer, param_space, report_every_steps, resume) -> None:
             "strategy='parameter_server'" if trainer.num_ps else "evaluator=True",
             "Sweep without it",
         )
-    if isinstance(trainer, KerasTrainer) and trainer.checkpoint_every not in ("auto", "epoch"):
+    if isinstance(trainer, KerasTrainer) and trainer.memory_every is not None:
         raise ConfigError(
-            "A sweep's trials are kept at the ends of their epochs, when Tune asks for it",
-            f"checkpoint_every={trainer.checkpoint_every!r}",
-            "Sweep a trainer without it",
+            "Trials hold no copies in memory, as a host has those of many",
+            f"memory_every={trainer.memory_every!r}",
+            "Leave it out",
         )
     if resume is None:
         space.check(param_space)
@@ -408,6 +433,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         datasets={},
         dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),
+        end=SweepEnd(),
         **common,
     )
     return spec, trainer.identity(found, tried.identity)
@@ -438,8 +464,13 @@ class _KerasLoop:
 
     task: TrainJob
 
-    def __call__(self, session, config) -> None:
-        train(dataclasses.replace(self.task, config=config), session)
+    def __call__(self, session, config) -> int | None:
+        """The steps after which the training was told to end; None where it came to its end."""
+        try:
+            ended = train(dataclasses.replace(self.task, config=config), session)
+        except DrainedError as drained:
+            return drained.step
+        return None if ended is None else ended["step"]
 
     def apart(self) -> _KerasLoop:
         """The same for one worker group: streams of its own, as groups do not stand at the same row."""

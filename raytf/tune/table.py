@@ -17,6 +17,7 @@ from ray.tune.utils import flatten_dict
 from raytf.console import progress
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
+from raytf.tune.sweep_end import Asking
 from raytf.tune.trial import UnknownMetricError
 
 # Names that follow from a trial's config, in the order in which they are shown.
@@ -37,11 +38,13 @@ class Table(tune.Callback):
 
     Attributes:
         fatal: an error of the first trial that ends the sweep, or None.
+        asking: the `sweep_end.Asking` of a sweep that ends after a step, or None.
     """
 
     def __init__(self, metric: str, mode: str, total: int | None, show: bool):
         self._metric, self._mode, self._total, self._show = metric, mode, total, show
         self.fatal: Exception | None = None
+        self.asking: Asking | None = None
         self._live = self._console = None
         self._began: dict[str, float] = {}
         self._spent: list[float] = []
@@ -49,7 +52,8 @@ class Table(tune.Callback):
         self._due: float | None = None
 
     def __getstate__(self):  # Tune writes its callbacks beside the trials
-        return {**vars(self), "_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None}
+        here = {"_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None, "asking": None}
+        return {**vars(self), **here}
 
     def __enter__(self):
         if self._show:
@@ -73,6 +77,8 @@ class Table(tune.Callback):
 
     def on_step_end(self, iteration, trials, **info):
         self._trials = trials
+        if self.asking is not None:
+            self.asking.look(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
         self._tell_what_all_wait_for()
         if self._live is not None:
             self._live.update(self._table())
@@ -168,7 +174,11 @@ class Table(tune.Callback):
             return
         errors = f", {len(grid.errors)} failed" if grid.errors else ""
         self._console.print(f"{len(grid)} trials{errors}; results in {grid.experiment_path}", soft_wrap=True)
-        if all(self._metric not in (result.metrics or {}) for result in grid):
+        found = [result.metrics[self._metric] for result in grid if self._metric in (result.metrics or {})]
+        if not found:
+            return
+        if all(value != value for value in found):  # NaN, of which Tune takes none
+            self._console.print(f"no trial is the best: {self._metric} is NaN in all of them")
             return
         best = grid.get_best_result()
         config = ", ".join(f"{k}={_shown(v)}" for k, v in best.config.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import posixpath
 from collections.abc import Callable, Mapping
@@ -12,14 +13,17 @@ import numpy as np
 import ray
 from pyarrow.fs import FileType
 from ray import tune
-from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
+from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from ray.tune.utils import flatten_dict
 
-from raytf.compat import loggers, ray_configs, ray_tune
+from raytf.compat import loggers, ray_configs, ray_core, ray_tune
 from raytf.errors import ConfigError, RaytfError, first_line
+from raytf.storage import checkpoint_files
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
-from raytf.tune import learning_rate
-from raytf.worker.session import read_files, write_files
+from raytf.tune import learning_rate, trial_steps
+from raytf.tune.sweep_end import SweepEnd
+from raytf.worker.ending import DRAIN, STOP, DrainedError
+from raytf.worker.session import TRIAL, Within, read_files, write_files
 
 # A trial that lasts is saved this often, so that one whose worker dies does not start anew.
 _SAVE_SECONDS = 30.0
@@ -43,6 +47,8 @@ class SweepSpec:
         metric: that every report must hold.
         scaling: of the learning rate.
         spares: (node, `worker_group.GroupWorker`) of each process that started before the trials.
+        end: ends the trials after a step, and has them keep checkpoints within their epochs; None where loops are the
+            user's, whose steps nobody knows.
     """
 
     train: Callable
@@ -56,6 +62,7 @@ class SweepSpec:
     metric: str
     scaling: learning_rate.Scaling
     spares: list[tuple[str, Any]]
+    end: SweepEnd | None = None
 
     def workers(self, config: Mapping[str, Any]) -> int:
         """Number of workers of a trial."""
@@ -83,6 +90,11 @@ class Trial(tune.Trainable):
     def _take(self, config) -> None:
         self._config = self._plan.config | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()}
         self._files: dict[str, bytes] | None = None
+        self._start: dict[str, bytes] | None = None  # what its workers go on from: these, or what was kept behind them
+        self._begun_with = ""  # see `trial_steps`
+        self._within: Within | None = None
+        self._ahead = 0  # reports that Tune's checkpoint does not know of
+        self._saved_step = 0
         self._running = self._reported = False
         self._saved = 0.0
 
@@ -97,6 +109,10 @@ class Trial(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
+        end = self._plan.end
+        if end is not None and not self._running and end.is_asked():
+            end.ended(self.trial_id, None, kept=True)
+            return {}  # Tune has ended
         try:
             metrics = self._next()
         except WorkerGroupLostError as error:
@@ -105,9 +121,11 @@ class Trial(tune.Trainable):
         except TrialError as error:
             self._close()  # Tune ends the actor of a trial that failed
             raise _explained(error, self._config) from None
+        if metrics is None and self._worker_group.ended is not None:
+            return self._ended(self._worker_group.ended, self._worker_group.asked)
         if metrics is None:
-            # one that goes on from the end of another's training has nothing left to do
-            if not self._reported and self._files is None:
+            # one that goes on from the end of a training, its own or another's, has nothing left to do
+            if not self._reported and self._start is None:
                 raise TrialError("The train loop ended without a report: call ray.train.report(metrics) in it")
             return {DONE: True, RESULT_DUPLICATE: True}
         if not self._reported and self._plan.metric not in flatten_dict(metrics):
@@ -115,7 +133,26 @@ class Trial(tune.Trainable):
                 "metric must be one that the trials report", repr(self._plan.metric), f"Choose one of {sorted(metrics)}"
             )
         self._reported = True
-        return {**metrics, **self._derived, **self._maybe_save()}
+        # Tune counts from its own checkpoint; what came between, and its schedulers know, is not reported again. Both
+        # stand where it puts them, as it goes on with a CSV file without a look at its header
+        ahead = {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._ahead} if self._ahead else {}
+        return {**metrics, **self._derived, **self._maybe_save(), **ahead}
+
+    def _ended(self, step: int, why: str | None) -> dict[str, Any]:
+        """What follows when the workers have ended after a step, because they were asked to."""
+        kept = self._saved_step >= step or trial_steps.is_kept(self._within.filesystem, self._within.folder, step)
+        if why == DRAIN:
+            self._close()
+            raise DrainedError(step)  # which Tune takes for no failure, and starts the trial elsewhere
+        self._plan.end.ended(self.trial_id, step, kept)
+        return {}  # Tune has ended
+
+    def _why_end(self) -> str | None:
+        """Why the trial is to end after a step, or None."""
+        if self._plan.end.is_asked():
+            return STOP
+        here = {*self._worker_group.nodes, ray.get_runtime_context().get_node_id()}
+        return None if here.isdisjoint(ray_core.draining()) else DRAIN
 
     def _next(self) -> dict[str, Any] | None:
         plan = self._plan
@@ -130,16 +167,33 @@ class Trial(tune.Trainable):
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
                 self._worker_group = WorkerGroup(plan.setup, each, workers, plan.environment, **places)
+            storage = ray_tune.storage_of(self)
             around = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
-            around |= {
-                "filesystem": ray_tune.storage_of(self).storage_filesystem,
-                "folder": ray_tune.storage_of(self).trial_fs_path,
-            }
-            self._worker_group.begin(
-                TrialRun(train=self._train, config=config, name=self.trial_name, files=self._files, around=around)
+            around |= {"filesystem": storage.storage_filesystem, "folder": storage.trial_fs_path}
+            self._start = self._files if plan.end is None else self._newest(storage)
+            run = TrialRun(
+                train=self._train,
+                config=config,
+                name=self.trial_name,
+                files=self._start,
+                around=around,
+                within=self._within,
             )
+            self._worker_group.begin(run)
             self._running = True
-        return self._worker_group.go_on()
+            if plan.end is not None:
+                plan.end.begun(self.trial_id)
+        return self._worker_group.go_on(None if plan.end is None else self._why_end)
+
+    def _newest(self, storage) -> dict[str, bytes] | None:
+        """The files of the checkpoint to go on from: Tune's, or one that was kept behind it within an epoch."""
+        name = trial_steps.folder_of(self._config, self._begun_with)
+        folder = posixpath.join(storage.trial_fs_path, name)
+        found = trial_steps.newest(storage.storage_filesystem, folder, _step_of(self._files))
+        files, reports = found or (self._files, self.iteration)
+        self._ahead = reports - self.iteration
+        self._within = Within(storage.storage_filesystem, folder, reports)
+        return files
 
     def _maybe_save(self) -> dict[str, Any]:
         due = ray_tune.seconds_of(self) - self._saved >= _SAVE_SECONDS
@@ -150,20 +204,34 @@ class Trial(tune.Trainable):
     def restore(self, checkpoint_path) -> None:
         saved = getattr(checkpoint_path, "checkpoint", checkpoint_path)
         path = posixpath.join(saved.path, ray_tune.DICT_CHECKPOINT)
+        self._from = saved.path
         if saved.filesystem.get_file_info(path).type != FileType.NotFound:
             raise ConfigError(
                 "A trial's checkpoint holds no pickle, which Tune would read and run", path, "Find out who put it there"
             )
         super().restore(checkpoint_path)
+        self._saved = ray_tune.seconds_of(self)
+
+    def save(self, checkpoint_dir=None):
+        """What `Trainable.save` does; what the trial has kept before this within its epochs is needless behind it."""
+        saved = super().save(checkpoint_dir)
+        if self._within is not None:
+            trial_steps.remove(self._within.filesystem, self._within.folder, self._saved_step)
+        return saved
 
     def save_checkpoint(self, folder: str) -> None:
-        files = (self._worker_group.save() if self._running else None) or self._files
+        files = (self._worker_group.save() if self._running else None) or self._start or self._files
+        self._saved_step = _step_of(files) if self._plan.end is not None else 0
         # Tune takes no empty folder
         write_files(files or {"nothing": b""}, folder)
+        if self._plan.end is not None:
+            write_files({TRIAL: json.dumps({"begun_with": self._begun_with}).encode()}, folder)
 
     def load_checkpoint(self, folder: str) -> None:
         files = read_files(folder)
         self._files = None if "nothing" in files else files
+        if self._plan.end is not None:
+            self._begun_with = trial_steps.begun_with(self._from, ray_tune.storage_of(self).trial_fs_path, files)
 
     def cleanup(self) -> None:
         self._close()
@@ -172,6 +240,13 @@ class Trial(tune.Trainable):
         if self._worker_group is not None:
             self._worker_group.close(well)
         self._worker_group, self._running = None, False
+
+
+def _step_of(files: Mapping[str, bytes] | None) -> int:
+    """Steps made in all of a checkpoint by its files; 0 of none."""
+    if files is None or checkpoint_files.STATE not in files:
+        return 0
+    return checkpoint_files.state_of(files[checkpoint_files.STATE], "Tune's checkpoint").step
 
 
 class UnknownMetricError(ConfigError):

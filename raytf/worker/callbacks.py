@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from raytf import activity
 from raytf.collectives import communicator
 from raytf.compat import keras_objects, legacy_keras
 from raytf.errors import ConfigError
@@ -22,6 +24,7 @@ from raytf.storage.snapshots import NotKeptError
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import session
 from raytf.worker.callback_state import CallbackStates
+from raytf.worker.writers import Writers
 
 
 class FeedCallback(keras.callbacks.Callback):
@@ -62,6 +65,7 @@ class FeedCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.step += batch + 1 - self.epoch_step
         self.epoch_step = batch + 1
+        activity.here.step = self.step
 
 
 class ReportCallback(keras.callbacks.Callback):
@@ -77,9 +81,11 @@ class ReportCallback(keras.callbacks.Callback):
         callbacks: the callbacks whose state belongs to the checkpoint, in order; or their
             `callback_state.CallbackStates`.
         history: metrics of the epochs before, when a run goes on.
-        report: report(metrics, write) in the place of Ray's; write(folder) writes the checkpoint.
+        report: report(metrics, write) in the place of Ray's; write(folder) writes the checkpoint. It may give a
+            function that waits for what becomes of it, and says why it is not kept, or None.
         identity: what tells this run from another, kept in each checkpoint.
         steps: steps() gives the steps that were made in all; without it, the steps of an optimizer count.
+        writers: agrees on the workers that write a checkpoint; None: the chief does.
     """
 
     raytf_local_batches = True
@@ -104,16 +110,17 @@ class ReportCallback(keras.callbacks.Callback):
         report: Callable = session.report,
         identity: Mapping[str, Any] | None = None,
         steps: Callable[[], int] | None = None,
+        writers: Writers | None = None,
     ):
         super().__init__()
-        self._steps = steps
+        self._steps, self._writers = steps, writers
         self._identity = dict(identity or {})
         self._to = report
         self._checkpoint, self._seed, self._build = checkpoint, seed, build
         self._states = callbacks if isinstance(callbacks, CallbackStates) else CallbackStates(callbacks)
         self._history = list(history)
         self._reported = None
-        self._kept: bool | NotKeptError | None = None
+        self._kept: Callable[[], NotKeptError | None] | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._states.begin()
@@ -125,17 +132,21 @@ class ReportCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         # EarlyStopping and averaged weights may have put other weights in place after the last epoch
         if self._history and self._reported is not None:
-            if self._fingerprint() != self._reported or not self._is_kept():
+            with activity.here.within(activity.CHECKPOINT):  # the last one may not be whole yet
+                kept = self._fingerprint() == self._reported and self._is_kept()
+            if not kept:
                 self._report(stopped=bool(self.model.stop_training))
-            if isinstance(self._kept, NotKeptError):
-                raise self._kept
+            with activity.here.within(activity.CHECKPOINT):
+                failed = self._kept and self._kept()
+            if failed is not None:
+                raise failed
         self._states.end()
 
     def _is_kept(self) -> bool:
         """Whether the chief's last checkpoint is, as all workers are to report once more if not."""
         if self._kept is None:  # reported to another one, who raises what fails
             return True
-        kept = not isinstance(self._kept, NotKeptError)
+        kept = self._kept() is None
         if not communicator.spans_workers(self.model.distribute_strategy):
             return kept
         (told,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(kept)])
@@ -146,8 +157,16 @@ class ReportCallback(keras.callbacks.Callback):
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
+        with activity.here.within(activity.CHECKPOINT):
+            self._kept = self._to(dict(self._history[-1]), self._moment(stopped) if self._checkpoint else None)
+
+    def _moment(self, stopped: bool) -> checkpoints.Moment:
         moment = checkpoints.Moment(self.model, self._state(stopped), self._states, self._build)
-        self._kept = self._to(dict(self._history[-1]), moment if self._checkpoint else None)
+        writers = 1 if self._writers is None else self._writers.count(self.model)
+        if writers == 1:
+            return moment
+        agreed = functools.partial(self._writers.name, self.model)
+        return dataclasses.replace(moment, writers=writers, agreed=agreed)
 
     def parts(self, variables: Mapping[str, np.ndarray], **within: Any) -> dict[str, Any]:
         """What the files of a checkpoint within an epoch hold, see `checkpoint.parts`.
@@ -176,17 +195,21 @@ class StepReportCallback(keras.callbacks.Callback):
         every: steps.
         report: report(metrics, write); called with None for the checkpoint.
         needed: name of a metric without which there is no report: that of the validation comes with the first epoch.
+        last: metrics of the last epoch, where a training goes on.
     """
 
     raytf_local_batches = True
 
-    def __init__(self, every: int, report, needed: str):
+    def __init__(self, every: int, report, needed: str, last: Mapping[str, Any] | None = None):
         super().__init__()
         self._every, self._to, self._needed = every, report, needed
-        self._last: dict = {}
+        self._last: dict = dict(last or {})
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch, self._next = epoch, self._every
+        self._epoch, self._next = epoch, 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._next = self._next or batch + self._every - batch % self._every  # an epoch may go on within
 
     def on_train_batch_end(self, batch, logs=None):
         done = batch + 1
@@ -267,10 +290,20 @@ class RestoreCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         history, rows, self._history = self.model.history, self._history, ()
-        for row in rows:  # not before: the History begins its epochs anew behind all others
-            history.epoch.append(row["epoch"] - 1)
-            for name in row.keys() - {"epoch"}:
-                history.history.setdefault(name, []).append(row[name])
+        put_back(history, rows)  # not before: the History begins its epochs anew behind all others
+
+
+def put_back(history: keras.callbacks.History, rows: Sequence[Mapping[str, float]]) -> None:
+    """Gives the History of `fit` epochs that were made before.
+
+    Args:
+        history: of the epochs before these.
+        rows: of each its number, "epoch", from 1, and its metrics.
+    """
+    for row in rows:
+        history.epoch.append(row["epoch"] - 1)
+        for name in row.keys() - {"epoch"}:
+            history.history.setdefault(name, []).append(row[name])
 
 
 def continue_logs(callbacks, epoch: int) -> None:

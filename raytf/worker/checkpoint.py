@@ -3,7 +3,8 @@
 A checkpoint is a folder. Nothing in it is unpickled, and nothing in it says which code is run: who can write a file can
 spoil a training, but not start a program.
 
-* `model.keras`: architecture, weights and optimizer state, by Keras.
+* `model.keras`: architecture, weights and optimizer state, by Keras. Of a large model several workers have written it,
+  in parts `model.keras.0000-<crc32>`, ...: one after the other (`cat model.keras.* > model.keras`) they are the file.
 * `state.json`: "version" 2, or 3 within an epoch, and the fields of `State`: epoch, step, seed, stopped, history,
   identity, learning_rate, epoch_step, logs, metrics, order.
 * `optimizers.json`: for which weights each optimizer was built; a GAN has several.
@@ -16,8 +17,9 @@ spoil a training, but not start a program.
 * `build.json`, for models that Keras cannot build from `model.keras` alone: "build_model", the import path of the
   function, to be read and never imported; "config", its plain values; "left_out", the types of the others by name;
   "inputs", shape without the batch and dtype of what the model takes.
-* `manifest.json`: "version" as above, and "files": "bytes" and "crc32" of each of the above. Written last; a folder
-  without it, or that differs from it, is no checkpoint, and the one before it is taken.
+* `manifest.json`: "version" as above, or 4 where there are parts, which "joined" names in order; and "files": "bytes"
+  and "crc32" of each of the above. Written last; a folder without it, or that differs from it, is no checkpoint, and
+  the one before it is taken.
 
 Format 3 is that of checkpoints within an epoch: a raytf that knows format 2 would begin the epoch anew with weights
 that have seen a part of it.
@@ -108,12 +110,16 @@ class Moment:
 
     Args:
         model, state, states, build: see `parts`.
+        writers: so many workers write it together.
+        agreed: agreed(name) is the chief's name on every worker; needed with several.
     """
 
     model: Any
     state: State
     states: CallbackStates | None = None
     build: tuple | None = None
+    writers: int = 1
+    agreed: Callable[[str], str] | None = None
 
     def __call__(self, folder: str) -> None:
         save(folder, self.model, self.state, self.states, self.build)
@@ -255,10 +261,12 @@ def restore(folder: str, model, config: Mapping | None = None) -> None:
     rate = _new_rate(folder, model, config or {})
     check(folder, contents=False)
     model_optimizers.build_as_saved(folder, model)
-    name, file = os.path.basename(os.path.normpath(folder)), os.path.join(folder, MODEL)
-    checkpoint_files.check_archive(file, name)
+    name = os.path.basename(os.path.normpath(folder))
     try:
-        model.load_weights(file)
+        with checkpoint_files.whole(folder) as whole:
+            file = os.path.join(whole, MODEL)
+            checkpoint_files.check_archive(file, name)
+            model.load_weights(file)
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
         for variable, value in zip(seeds_of(model), values, strict=True):
@@ -422,7 +430,8 @@ def load_model(
         _check_single(choice, path)
         if _is_ours(path):
             check(path)
-        return _load(os.path.join(path, MODEL), os.path.abspath(path), *arguments)
+        with checkpoint_files.whole(path) as whole:
+            return _load(os.path.join(whole, MODEL), os.path.abspath(path), *arguments)
     if not path.endswith(".keras"):
         raise ConfigError("A model's file is a .keras file", repr(path), "Load others by Keras itself")
     _check_single(choice, path)
@@ -568,7 +577,8 @@ def _load_whole(candidates, arguments):
             return folder
 
         candidate, folder = first_whole(candidates, opened)
-        return _load(os.path.join(folder, MODEL), candidate.path, *arguments)
+        whole = stack.enter_context(checkpoint_files.whole(folder))
+        return _load(os.path.join(whole, MODEL), candidate.path, *arguments)
 
 
 def _load(file: str, place: str, *arguments):

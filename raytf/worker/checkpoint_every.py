@@ -63,6 +63,25 @@ def parse(given: object) -> Every:
     )
 
 
+def steps(given: object) -> int | None:
+    """What `memory_every` says: "10 steps", or None.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    if given is None:
+        return None
+    try:
+        found = parse(given).steps
+    except ConfigError:
+        found = None
+    if found is None:
+        raise ConfigError(
+            "memory_every must be a number of steps above 0, or None", repr(given), 'Use "10 steps", for example'
+        )
+    return found
+
+
 def crosses(every: int, before: int, after: int) -> bool:
     """Whether a multiple of `every` steps lies in (before, after]."""
     return before // every < after // every

@@ -94,6 +94,7 @@ def get_dataset(
     if name not in setup.datasets:
         known = ", ".join(repr(key) for key in setup.datasets)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
+    validation.check_seed(seed)
     batch = BatchSpec.parsed(features, labels, sample_weights, map)
     dataset = _read_once(name, setup.datasets[name], batch.roles, context)
     batch.check(dataset.columns)
@@ -106,6 +107,12 @@ def get_dataset(
         drop_remainder=drop_remainder,
     )
     feed = Feed(dataset, batch, sampling, Shard(context.get_world_rank(), context.get_world_size()))
+    if feed.rows and not feed.steps:
+        raise ConfigError(
+            "With drop_remainder an epoch needs one whole batch",
+            f"batch_size={batch_size} for the {feed.rows} rows of {name!r}",
+            "Use a smaller batch_size",
+        )
     made = feed.dataset()
     _feeds[made] = feed
     return made

@@ -21,6 +21,8 @@ from raytf.worker import callbacks, checkpoint, context, input_wait, job, steps_
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import DRAIN, DrainedError, Ended
 from raytf.worker.job import TrainJob
+from raytf.worker.session import Holders, RaySession
+from raytf.worker.writers import Writers
 
 
 def train(task: TrainJob, session) -> dict | None:
@@ -70,10 +72,13 @@ def train(task: TrainJob, session) -> dict | None:
         to = session.report
         if task.report_steps is not None:
             to = functools.partial(session.report, keep=True)
-            around.append(callbacks.StepReportCallback(task.report_steps[0], session.report, task.report_steps[1]))
-        report = report_callback(task, datasets["train"], states, state, to, steps=lambda: position.step)
+            (every, needed), last = task.report_steps, state.history[-1] if state and state.history else None
+            around.append(callbacks.StepReportCallback(every, session.report, needed, last))
+        writers = Writers(session) if isinstance(session, RaySession) and session.size > 1 else None
+        steps = lambda: position.step
+        report = report_callback(task, datasets["train"], states, state, to, steps=steps, writers=writers)
         before, after = resumed(folder, state, states, position, feeds["train"].order)
-        kept = within_epochs(task, feeds, position, report, session)
+        kept = within_epochs(task, feeds, position, report, session, writers)
         try:
             model.fit(
                 datasets["train"],
@@ -91,10 +96,22 @@ def train(task: TrainJob, session) -> dict | None:
     return None
 
 
-def within_epochs(task: TrainJob, feeds: dict[str, Feed], position, report, session) -> list:
+def within_epochs(
+    task: TrainJob, feeds: dict[str, Feed], position, report, session, writers: Writers | None = None
+) -> list:
     """The callback that keeps checkpoints within epochs, where the run can have some."""
     if session.keep is None:
         return []
+    if task.memory_every is not None and context.uses_tpu():
+        raise ConfigError(
+            "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
+        )
+    holders = session.holders() if task.memory_every is not None else Holders(mine=False, peer=False)
+    if session.rank == 0 and task.memory_every is not None and not holders.peer:
+        warnings.warn(
+            "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
+            stacklevel=2,
+        )
     kept = within_epoch.StepCheckpointCallback(
         task.checkpoint_every,
         session.keep,
@@ -103,6 +120,11 @@ def within_epochs(task: TrainJob, feeds: dict[str, Feed], position, report, sess
         chief=session.rank == 0,
         order=feeds["train"].order,
         validates="validation" in feeds,
+        memory_every=task.memory_every,
+        hold=session.hold if holders.mine else None,
+        peer=holders.peer,
+        writers=writers,
+        keep_part=None if writers is None else session.keep_part,
     )
     return [kept]
 
@@ -185,7 +207,15 @@ def restored(folder: str | None, state, model, task: TrainJob, states, session) 
     return [callbacks.RestoreCallback(folder, states, session.rank == 0, state.history)]
 
 
-def report_callback(task: TrainJob, dataset, states, state, to: Callable, steps: Callable[[], int] | None = None):
+def report_callback(
+    task: TrainJob,
+    dataset,
+    states,
+    state,
+    to: Callable,
+    steps: Callable[[], int] | None = None,
+    writers: Writers | None = None,
+):
     """The callback that reports each epoch with `to(metrics, write)`; put it last."""
 
     return callbacks.ReportCallback(
@@ -196,6 +226,7 @@ def report_callback(task: TrainJob, dataset, states, state, to: Callable, steps:
         report=to,
         identity=task.identity,
         steps=steps,
+        writers=writers,
     )
 
 

@@ -34,6 +34,7 @@ class TrainJob:
         validate: something is to be called for each checkpoint: the evaluator, or a function of the user's.
         identity: what tells this run from another, by name; JSON values.
         checkpoint_every: when checkpoints within epochs are kept.
+        memory_every: after every so many steps one is held in memory, or None.
     """
 
     build_model: Callable
@@ -51,6 +52,7 @@ class TrainJob:
     validate: bool = False
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     checkpoint_every: Every = Every()  # noqa: RUF009 - it is frozen
+    memory_every: int | None = None
 
     def used(self) -> list[str]:
         """The datasets of the training itself."""

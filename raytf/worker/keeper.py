@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from raytf.storage import checkpoint_files, snapshots, step_folders
+from raytf.storage import checkpoint_files, division, snapshots
+from raytf.storage.division import Cutter
+from raytf.storage.images import Archive, Image
 from raytf.storage.snapshots import NotKeptError, SnapshotWriter
 from raytf.worker.checkpoint import Moment
 
@@ -14,7 +16,7 @@ from raytf.worker.checkpoint import Moment
 _KEPT_STEPS = 2
 # The last of them is waited for so long at the end.
 _LAST_SECONDS = 30.0
-# At the end of an epoch the training waits so long for a slow storage, and for one that fails.
+# For the checkpoint at the end of an epoch a slow storage has so long, and one that fails.
 _EPOCH_SECONDS, _FAILING_SECONDS = 900.0, 15.0
 
 
@@ -30,66 +32,124 @@ class Keeper:
         self._filesystem, self._run = filesystem, run
         self._writer: SnapshotWriter | None = None
         self._file: Any = None  # a `model_file.ModelFile`
+        self._cutter: Cutter | None = None
+        self._layout: tuple[Image, int] | None = None
+        self._alone = False
 
     def wait_for_others(self) -> None:
-        """Waits for what a killed worker of this host had handed over; call before the newest is looked for."""
-        if not snapshots.wait_for_writers(self._run):
+        """Waits for what killed workers had handed over; call before the newest is looked for."""
+        if not snapshots.wait_for_all(self._filesystem, self._run):
             warnings.warn(
-                f"Another process still writes checkpoints of {self._run!r}: its last ones are not seen", stacklevel=2
+                f"Another process still writes checkpoints of {self._run!r}, or its host has gone meanwhile: its last "
+                "ones are not seen",
+                stacklevel=2,
             )
 
-    def keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> bool:
         """See `session.RaySession.keep`.
 
         Raises:
             NotKeptError: the process that writes was killed, and so was another one at once.
         """
+        self._take(name, model, parts, writers=writers)
+        return True
+
+    def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+        """Holds a checkpoint in memory: it is written only if this worker ends, and not well, before the next one."""
+        self._take(name, model, parts, held=True)
+        return True
+
+    def keep_part(self, name: str, model, index: int, writers: int, pinned: bool = False) -> bool:
+        """Keeps one part of a model whose checkpoint several workers write; the chief makes it whole.
+
+        Args:
+            name: of the checkpoint's folder in that of the run.
+            model: a compiled and built `keras.Model`.
+            index: of this worker among those that write, from 1.
+            writers: how many these are, with the chief.
+            pinned: newer ones do not make it needless.
+        """
+        if self._cutter is None or self._cutter.of != (index, writers):
+            self._cutter = Cutter(index, writers)
+        piece = self._cutter.piece(self._content(model))
+        self._write(name, {checkpoint_files.MODEL: piece}, writers=writers, index=index, pinned=pinned)
+        return True
+
+    def layout(self, model) -> int:
+        """A number that workers have alike whose files of a model have the same arrays at the same places."""
+        image = self._content(model).image
+        if self._layout is None or self._layout[0] is not image:
+            self._layout = image, division.layout(image)
+        return self._layout[1]
+
+    def writes_alone(self) -> bool:
+        """Whether parts of others did not come before."""
+        return self._alone or (self._writer is not None and self._writer.alone)
+
+    def _content(self, model) -> Archive:
         from raytf.worker.model_file import ModelFile
 
         if self._file is None:
             self._file = ModelFile(model)
-        found = {checkpoint_files.MODEL: self._file.content(), **parts}
+        return self._file.content()
+
+    def _take(self, name: str, model, parts: Mapping[str, Any], **how: Any) -> int:
+        return self._write(name, {checkpoint_files.MODEL: self._content(model), **parts}, **how)
+
+    def _write(self, name: str, found: Mapping[str, Any], **how: Any) -> int:
+        """Hands it to the process that writes, which is another one where that was killed; its number there."""
         if self._writer is not None:
             try:
-                self._writer.write(name, found)
-                return True
+                return self._writer.write(name, found, **how)
             except NotKeptError as error:  # its process was killed
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
+                self._alone = self._writer.alone
                 self._writer.close()
         self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS)
-        self._writer.write(name, found)
-        return True
+        return self._writer.write(name, found, **how)
 
-    def keep_now(self, name: str, moment: Moment) -> None:
-        """Keeps the checkpoint at the end of an epoch, and waits until it is whole.
-
-        Where that fails for a while, it is handed over once more, as one within epochs: these are looked for when a run
-        goes on, and tried again while the training goes on.
+    def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
+        """Keeps the checkpoint at the end of an epoch: copies it; newer ones do not make it needless.
 
         Args:
             name: of its folder in that of the run.
             moment: of the end of the epoch.
 
-        Raises:
-            NotKeptError: it is not whole so far.
-        """
-        parts = moment.parts()
-        try:
-            self.keep(name, moment.model, parts)
-            self._writer.finish(_EPOCH_SECONDS, _FAILING_SECONDS)
-        except NotKeptError:
-            self.keep(step_folders.name_of(moment.state.step), moment.model, parts)
-            raise
+        Returns:
+            Waits until it is whole, in any thread; raises NotKeptError where it is not in the time that it has. From
+            then on newer ones, which are tried again and again, may take its place.
 
-    def close(self) -> None:
+        Raises:
+            NotKeptError: the process that writes was killed, and so was another one at once.
+        """
+        number = self._take(name, moment.model, moment.parts(), writers=moment.writers, pinned=True)
+        writer = self._writer
+
+        def wait() -> None:
+            try:
+                writer.finish(_EPOCH_SECONDS, _FAILING_SECONDS, number)
+            except NotKeptError:
+                writer.unpin(number)
+                raise
+
+        return wait
+
+    def close(self, well: bool = True) -> None:
         """Waits for the last one, when the training has ended or failed.
 
         What cannot be kept is said: the run has its checkpoints of epochs, and the cause of its end is another one.
+
+        Args:
+            well: the training came to its end, so that what is held is needless; else it is kept.
         """
         writer, self._writer, self._file = self._writer, None, None
         if writer is None:
             return
         try:
+            if well:
+                writer.release()
+            else:
+                writer.promote()
             writer.finish(_LAST_SECONDS)
         except NotKeptError as error:
             warnings.warn(str(error), stacklevel=2)

@@ -25,7 +25,7 @@ from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects
 from raytf.parallel import model_optimizers
 from raytf.storage import scratch
-from raytf.storage.snapshots import Archive, Image
+from raytf.storage.images import Archive, Image
 
 _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
 

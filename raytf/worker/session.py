@@ -8,10 +8,13 @@ so that a train loop written for `ray.train.report` and `ray.train.get_context` 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import os
 import posixpath
 import queue
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,14 +22,78 @@ from typing import Any
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
+from raytf import activity
+from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
+from raytf.storage.checkpoint_files import DamagedCheckpointError
 from raytf.storage.snapshots import NotKeptError
+from raytf.worker import ending
 from raytf.worker.checkpoint import Moment
+from raytf.worker.ending import DrainedError
 from raytf.worker.keeper import Keeper
 
+# Beside the files of a trial's checkpoints: what its sweep needs to know of them.
+TRIAL = "trial.json"
 # The controller knows the reports of a run that goes on before its workers start.
 _LIST_SECONDS = 60.0
+# Whoever waits for a checkpoint says after this long why it is not there; longer than any storage has.
+_SETTLED_SECONDS = 1000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Holders:
+    """Who holds checkpoints in memory.
+
+    Args:
+        mine: whether this worker does.
+        peer: whether one does on another host than the chief's; the same on all workers.
+    """
+
+    mine: bool
+    peer: bool
+
+
+class Pending:
+    """A report that another thread makes, once its checkpoint is whole, or could not be kept.
+
+    Args:
+        wait: returns when the checkpoint is whole; raises NotKeptError.
+        epoch: at whose end it is written.
+    """
+
+    def __init__(self, wait: Callable[[], None], epoch: int):
+        self._wait, self._epoch = wait, epoch
+        self._settled = threading.Event()
+        self._error: NotKeptError | None = None
+
+    def settle(self) -> bool:
+        """Waits for the checkpoint, in that thread; whether it is whole."""
+        try:
+            self._wait()
+        except NotKeptError as error:
+            self._error = error
+            warnings.warn(
+                f"The checkpoint at the end of epoch {self._epoch} is not kept so far, and the training goes on: "
+                f"{error.why}",
+                stacklevel=2,
+            )
+        finally:
+            self._settled.set()
+        return self._error is None
+
+    def __call__(self) -> NotKeptError | None:
+        """Waits, and says why the storage has not kept it; None where it has.
+
+        Raises:
+            TimeoutError: the thread did not come to it.
+        """
+        if not self._settled.wait(_SETTLED_SECONDS):
+            raise TimeoutError(
+                f"The checkpoint at the end of epoch {self._epoch} was to be reported within {_SETTLED_SECONDS:g} s: "
+                "a report before it has not ended"
+            )
+        return self._error
 
 
 class RaySession:
@@ -42,6 +109,7 @@ class RaySession:
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
         self.storage = context.get_storage()
         self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
+        self._pending: Pending | None = None
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
@@ -51,83 +119,141 @@ class RaySession:
             DamagedCheckpointError: there are some, and none is whole.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._keeper.close)
-            name, folder = self._newest(stack) if self.rank == 0 else (None, None)
+            stack.push(self._close)
+            name, folder, unlisted = self._newest(stack) if self.rank == 0 else (None, None, [])
             if self.size > 1:
-                name = broadcast_from_rank_zero(name)
+                with activity.here.meeting(activity.REPORT):
+                    name, unlisted = broadcast_from_rank_zero((name, unlisted))
             if self.rank != 0 and name is not None:
                 folder = _opened(stack, self._at(name), contents=False)
+            for end, metrics in unlisted:
+                kept = (self._at(end), self._validate) if self.rank == 0 else (None, False)
+                ray_train.report_later(metrics, lambda kept=kept: kept)
             yield folder
 
-    def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None]:
-        """(name, folder on this machine) of the last whole checkpoint, of an epoch or within one."""
+    def _close(self, kind: type[BaseException] | None, *_) -> None:
+        """Ends what keeps checkpoints; one that is held is needless where the training ended with one."""
+        self._keeper.close(well=kind is None or issubclass(kind, DrainedError))
+
+    def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None, list[tuple[str, dict]]]:
+        """The last whole checkpoint, of an epoch or within one.
+
+        Returns:
+            Its name, its folder on this machine, and (name, metrics) of those that were whole and no longer reported.
+        """
         self._keeper.wait_for_others()
-        steps = step_folders.listed(self.storage.storage_filesystem, self.storage.experiment_fs_path)
+        filesystem, run = self.storage.storage_filesystem, self.storage.experiment_fs_path
         last = ray.train.get_checkpoint()
+        unlisted = dict(checkpoint_files.unlisted(filesystem, run, _names_reported))
+        steps = step_folders.listed(filesystem, run) + [(state.step, name) for name, state in unlisted.items()]
         if last is None and not steps:
-            return None, None
+            return None, None, []
+        steps.sort(key=lambda found: (found[0], found[1] in unlisted), reverse=True)  # validation is behind an epoch's
         candidates = checkpoint_files.merged(
             _kept(last) if last is not None else iter(()), [(step, self._at(name)) for step, name in steps]
         )
         saved, folder = checkpoint_files.first_whole(candidates, functools.partial(_opened, stack))
-        return posixpath.basename(saved.path.rstrip("/")), folder
+        name = posixpath.basename(saved.path.rstrip("/"))
+        from_here, listed = checkpoint_files.read_state(folder).step, -1
+        if unlisted and last is not None:
+            with contextlib.suppress(DamagedCheckpointError):  # it has been named
+                listed = checkpoint_files.read_state_of(last).step
+        late = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= from_here)
+        return name, folder, [(end, metrics) for _, end, metrics in late]
 
     def _at(self, name: str) -> ray.train.Checkpoint:
         path = posixpath.join(self.storage.experiment_fs_path, name)
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
-    def keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> bool:
         """Keeps a checkpoint within an epoch; called on the chief.
 
         Args:
             name: of its folder in that of the run, see `step_folders.name_of`.
             model: a compiled and built `keras.Model`.
             parts: what `checkpoint.parts` gave.
+            writers: so many workers write it together, each of which calls `keep_part`.
 
         Returns:
             Whether it was taken: the process that writes it may be behind, and says what it could not write.
         """
-        return self._keeper.keep(name, model, parts)
+        return self._keeper.keep(name, model, parts, writers)
 
-    def report(self, metrics: dict, moment: Moment | None) -> bool | NotKeptError:
-        """Reports metrics and, from the chief, a checkpoint, once it is whole; every worker calls it.
+    def keep_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
+        """Keeps this worker's part of a checkpoint; called on all but the chief, see `Keeper.keep_part`."""
+        if self.rank < writers:
+            self._keeper.keep_part(name, model, self.rank, writers, pinned)
 
-        Where the storage fails, the metrics are reported without, and the checkpoint is tried again as one within
-        epochs is, while the training goes on.
+    def layout(self, model) -> int:
+        """See `Keeper.layout`."""
+        return self._keeper.layout(model)
+
+    def writes_alone(self) -> bool:
+        """See `Keeper.writes_alone`."""
+        return self._keeper.writes_alone()
+
+    def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+        """Holds a checkpoint in this host's memory, with the arguments of `keep`; see `Keeper.hold`."""
+        return self._keeper.hold(name, model, parts)
+
+    def holders(self) -> Holders:
+        """Who holds checkpoints in memory: the chief, and the first worker of the second host, if there is one."""
+        context = ray.train.get_context()
+        peer = context.get_node_rank() == 1 and context.get_local_rank() == 0
+        return Holders(self.rank == 0 or peer, context.get_local_world_size() < self.size)
+
+    def report(self, metrics: dict, moment: Moment | None) -> Callable[[], NotKeptError | None]:
+        """Reports metrics and, from the chief, a checkpoint; every worker calls it, and none waits for it.
+
+        The report is made when the checkpoint is whole. It waits for that of the report before: a storage that takes
+        longer than an epoch holds the training up, as every epoch has its own. Where the storage fails, the metrics are
+        reported without; what is kept within epochs, and the next one, are tried while the training goes on.
 
         Returns:
-            True, or why the storage has not kept it.
+            Waits, and says why the storage has not kept it, or None; it is the chief's that knows.
         """
-        if moment is None or self.rank != 0:
-            ray.train.report(metrics)
-            return True
+        if self._pending is not None:
+            self._pending()
         name = self.storage.make_default_checkpoint_dir_name()
+        if moment is not None and moment.agreed is not None:
+            name = moment.agreed(name)
+            if self.rank != 0:
+                self.keep_part(name, moment.model, moment.writers, pinned=True)
+        if moment is None or self.rank != 0:
+            ray_train.report_later(metrics, lambda: (None, False))
+            return lambda: None
+        pending = self._pending = Pending(self._kept_at_end(name, moment), moment.state.epoch)
+        kept = self._at(name), self._validate
+        ray_train.report_later(metrics, lambda: kept if pending.settle() else (None, False))
+        return pending
+
+    def _kept_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
+        """What waits until the checkpoint is whole, see `Keeper.keep_at_end`."""
         try:
-            self._keeper.keep_now(name, moment)
+            return self._keeper.keep_at_end(name, moment)
         except NotKeptError as error:
-            warnings.warn(
-                f"The checkpoint at the end of epoch {moment.state.epoch} is not kept so far, and the training goes "
-                f"on: {error.why}",
-                stacklevel=2,
-            )
-            ray.train.report(metrics)
-            return error
-        ray.train.report(
-            metrics,
-            checkpoint=self._at(name),
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-            validation=self._validate,
-        )
-        return True
+            failed = error
+
+        def raises() -> None:
+            raise failed
+
+        return raises
+
+
+def _names_reported() -> set[str]:
+    return {posixpath.basename(its.checkpoint.path.rstrip("/")) for its in _reported()}
+
+
+def _reported() -> list:
+    return ray.train.get_all_reported_checkpoints(
+        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=_LIST_SECONDS
+    )
 
 
 def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
     """The last checkpoint of the run, and then those before it, which are asked for only if they are needed."""
     yield last
-    reported = ray.train.get_all_reported_checkpoints(
-        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=_LIST_SECONDS
-    )
-    yield from (c for c in checkpoint_files.newest_first(r.checkpoint for r in reported) if c.path != last.path)
+    yield from (c for c in checkpoint_files.newest_first(r.checkpoint for r in _reported()) if c.path != last.path)
 
 
 def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
@@ -140,15 +266,36 @@ def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: 
 def report(metrics: dict, write: Callable[[str], None] | None) -> None:
     """`ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
     if write is None or ray.train.get_context().get_world_rank() != 0:
-        ray.train.report(metrics)
+        _report(metrics)
         return
     with scratch.folder() as folder:
         write(folder)
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+        _report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def _report(metrics: dict, **how: Any) -> None:
+    """`ray.train.report`, in which all workers wait for each other."""
+    with activity.here.meeting(activity.REPORT):
+        ray.train.report(metrics, **how)
 
 
 class TrialStopped(BaseException):
     """Ends a trial's train loop at a report; no `except Exception` of the user's holds it up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """Where a trial keeps checkpoints within its epochs; those of their ends Tune asks for.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        folder: there; the trial's own.
+        reports: that the trial has made before.
+    """
+
+    filesystem: Any
+    folder: str
+    reports: int
 
 
 class TrialSession:
@@ -158,14 +305,20 @@ class TrialSession:
         rank, size: of this worker.
         folder: of the checkpoint to go on from, or None.
         name: of the trial.
+        within: None where the trial keeps none within its epochs.
+
+    Attributes:
+        keep: see `RaySession.keep`, or None.
     """
 
     storage = None
-    keep = None  # Tune says when a trial is saved
 
-    def __init__(self, rank: int, size: int, folder: str | None, name: str):
+    def __init__(self, rank: int, size: int, folder: str | None, name: str, within: Within | None = None):
         self.rank, self.size, self.name = rank, size, name
         self.folder = folder
+        self.keep = None if within is None else self._keep
+        self._keeper = Keeper(within.filesystem, within.folder) if within is not None and rank == 0 else None
+        self._reports = 0 if within is None else within.reports
         self._write: Callable[[str], None] | None = None
         self._mine = rank == 0  # whether this worker has files of its own
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
@@ -176,7 +329,14 @@ class TrialSession:
         """See `RaySession`; Tune names one checkpoint, which is taken or refused."""
         if self.folder is not None:
             checkpoint_files.check(self.folder, contents=self.rank == 0)
-        yield self.folder
+        try:
+            yield self.folder
+        finally:
+            if self._keeper is not None:
+                self._keeper.close()
+
+    def _keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+        return self._keeper.keep(name, model, {**parts, TRIAL: json.dumps({"reports": self._reports})})
 
     def report(
         self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
@@ -189,13 +349,18 @@ class TrialSession:
             keep: write it now, as it will be asked for when this moment is over.
             everyone: what other workers than the chief write belongs to the checkpoint, too.
         """
+        self._reports += 1
+        # a training that is asked to end may end behind this report, and nobody else keeps it then
+        if self._keeper is not None and isinstance(write, Moment) and ending.gate.why is not None:
+            self._keep(step_folders.name_of(write.state.step), write.model, write.parts())
         if write is not None:
             self._write, self._mine = write, everyone or self.rank == 0
             if keep and self.rank == 0:
                 files = self._files()
                 self._write = lambda folder: write_files(files, folder)
         self.events.put(("report", metrics))
-        self.park()
+        with activity.here.meeting(activity.REPORT):
+            self.park()
 
     def park(self) -> None:
         """Does as it is told until that is to go on.
@@ -226,6 +391,17 @@ def read_files(folder: str) -> dict[str, bytes]:
             with open(path, "rb") as file:
                 found[os.path.relpath(path, folder)] = file.read()
     return found
+
+
+def fetched(saved: ray.train.Checkpoint) -> dict[str, bytes]:
+    """The files of a stored checkpoint, by their path in it.
+
+    Raises:
+        DamagedCheckpointError: it is not whole.
+    """
+    with saved.as_directory() as folder:
+        checkpoint_files.check(folder, name=posixpath.basename(saved.path))
+        return read_files(folder)
 
 
 def write_files(files: dict[str, bytes], folder: str) -> None:

@@ -16,15 +16,17 @@ from collections.abc import Callable, Mapping
 import keras
 import numpy as np
 
+from raytf import activity
 from raytf.collectives import communicator
 from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers
 from raytf.storage import step_folders
 from raytf.storage.checkpoint_files import State
 from raytf.worker import checkpoint as checkpoints
-from raytf.worker import checkpoint_every, ending, random_state
+from raytf.worker import checkpoint_every, ending, random_state, snapshot_parts
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.callbacks import FeedCallback, ReportCallback
 from raytf.worker.checkpoint_every import Clock, Every
+from raytf.worker.writers import Writers
 
 
 class StepCheckpointCallback(keras.callbacks.Callback):
@@ -36,6 +38,9 @@ class StepCheckpointCallback(keras.callbacks.Callback):
     (moving statistics) is averaged at them, too, so that a run which goes on has it to the bit. With a time they lie
     anywhere: they change nothing in the training, and a run which goes on has these averages to rounding.
 
+    Those that are held in memory are copied alone, by the chief and by a worker of another host: this one has what all
+    workers have alike, and gets the rest, which only the chief has, from it.
+
     Args:
         every: when; it may say only at the ends of epochs.
         keep: keep(name, model, parts) -> whether it was kept; called on the chief, see `RaySession.keep`.
@@ -44,6 +49,11 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         chief: whether this worker keeps them.
         order: `Feed.order` of the training rows.
         validates: whether something comes between the last step of an epoch and its end that may take long.
+        memory_every: after every so many steps one is held in memory, or None.
+        hold: hold(name, model, parts), on a worker that does; None on others.
+        peer: whether another worker than the chief does.
+        writers: agrees on the workers that write one; None: the chief writes them.
+        keep_part: keep_part(name, model, writers), called on all others where several write.
 
     Attributes:
         stood: seconds for which the training has stood still for a checkpoint before this one is told of its step.
@@ -63,13 +73,20 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         chief: bool,
         order: Mapping,
         validates: bool,
+        memory_every: int | None = None,
+        hold: Callable | None = None,
+        peer: bool = False,
+        writers: Writers | None = None,
+        keep_part: Callable | None = None,
     ):
         super().__init__()
+        self._memory_every, self._hold, self._peer = memory_every, hold, peer
+        self._writers, self._keep_part = writers, keep_part
         self._every, self._keep, self._position, self._report = every, keep, position, report
         self._chief, self._order, self._validates = chief, dict(order), validates
 
     def on_train_begin(self, logs=None):
-        self._waits = False  # one is due as soon as all workers have the same weights
+        self._waits = self._holds = False  # one is due as soon as all workers have the same weights
         self._seen = self._next_look = self._position.step
         self._clock = Clock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
@@ -79,13 +96,21 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         ended = ending.gate.is_last()
         before, self._seen = self._seen, self._position.step
         self._waits = self._waits or self._is_due(before, self._seen)
+        if self._memory_every is not None:
+            self._holds = self._holds or checkpoint_every.crosses(self._memory_every, before, self._seen)
         ends = self._position.epoch_step >= (self.params["steps"] or math.inf) and not self._validates
-        due = ended or (self._waits and not ends)
-        if not due or self.model.stop_training or not self._are_alike():
+        due, held = ended or (self._waits and not ends), self._holds and not ends
+        if not (due or held) or self.model.stop_training or not self._are_alike():
             return
-        self._waits = False
+        if not due:
+            self._holds = False
+            with activity.here.within(activity.CHECKPOINT):
+                self._save(logs, kept=False, held=True)
+            return
+        self._waits = self._holds = False
         began = time.monotonic()
-        self._save(logs)
+        with activity.here.within(activity.CHECKPOINT):
+            self._save(logs, kept=True, held=held)
         self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
             raise ending.Ended(ending.gate.why, self._position.step)
@@ -93,7 +118,7 @@ class StepCheckpointCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if ending.gate.is_over():  # no step was one after which workers had the same weights; the epoch is reported
             raise ending.Ended(ending.gate.why, self._position.step)
-        self._waits = False
+        self._waits = self._holds = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
     def wants(self, step: int) -> bool:
@@ -128,15 +153,29 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         optimizers = model_optimizers.of(self.model).values()
         return self._local_steps == 1 or all(int(one.iterations) % self._local_steps == 0 for one in optimizers)
 
-    def _save(self, logs) -> None:
-        values, averages, logs = metrics.standing(self.model, logs, assign=self._every.steps is not None)
-        if not self._chief:
-            return
-        named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
+    def _save(self, logs, kept: bool, held: bool) -> None:
+        """Keeps a checkpoint, or holds it in memory, or does both; every worker calls it at the same step."""
+        strategy, step = self.model.distribute_strategy, self._position.step
+        values, averages, logs = metrics.standing(self.model, logs, assign=held or self._every.steps is not None)
         with _holding(averages):
-            within = {"logs": logs, "metrics": metrics.described(self.model), "order": self._order}
-            parts = self._report.parts(named, epoch_step=self._position.epoch_step, **within)
-            self._keep(step_folders.name_of(self._position.step), self.model, parts)
+            parts = self._parts(values, logs) if self._chief else {}
+            writers = self._writers.count(self.model) if kept and self._writers is not None else 1
+            if self._chief and kept:
+                self._keep(step_folders.name_of(step), self.model, parts, *([writers] if writers > 1 else []))
+            elif writers > 1:
+                self._keep_part(step_folders.name_of(step), self.model, writers)
+            elif self._chief:
+                self._hold(step_folders.name_of(step), self.model, parts)
+            if held and self._peer:
+                parts = snapshot_parts.from_chief(strategy, parts)
+                if self._hold is not None and not self._chief:
+                    self._hold(step_folders.name_of(step, copy=True), self.model, parts)
+
+    def _parts(self, values: list, logs: Mapping) -> dict:
+        """What belongs to a checkpoint of this step, but for the model."""
+        named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
+        within = {"logs": logs, "metrics": metrics.described(self.model), "order": self._order}
+        return self._report.parts(named, epoch_step=self._position.epoch_step, **within)
 
 
 @contextlib.contextmanager

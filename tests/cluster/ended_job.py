@@ -1,8 +1,9 @@
 """A training that is told to end, and leaves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
 
-NODE is Ray's id of the node that the trainer is to be on; else it is on the head. Each worker notes its node and steps
-in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the last worker stands still until it is
-asked to end, so that others may be one step ahead; it removes that file.
+With the name "trial" it is the trial of a sweep. NODE is Ray's id of the node that the trainer is to be on, or "head";
+else it is on any node of this host. Each worker notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name
+an epoch and a batch, behind which the last worker stands still until it is asked to end, so that others may be one
+step ahead; it removes that file.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def main(folder: str, name: str, workers: int, node: str | None = None) -> None:
     if node is None:
         train(folder, name, workers)
     else:
+        if node == "head":
+            (node,) = (one["NodeID"] for one in ray.nodes() if "node:__internal_head__" in one["Resources"])
         there = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(stopped)
         code, said = ray.get(there.remote(folder, name, workers))
         print(said, file=sys.stderr)
@@ -78,11 +81,11 @@ def stopped(*arguments) -> tuple[int, str]:
 
 
 def train(folder: str, name: str, workers: int) -> None:
-    import ray
+    import ray.tune
 
     import raytf
 
-    raytf.KerasTrainer(
+    trainer = raytf.KerasTrainer(
         models.mlp,
         config={"batch_size": 7, "epochs": 3, "dropout": 0.2, "place": f"{folder}/{name}", "workers": workers},
         datasets={"train": models.dataset(), "validation": models.dataset(41, 1)},
@@ -92,7 +95,11 @@ def train(folder: str, name: str, workers: int) -> None:
         scaling_config=ray.train.ScalingConfig(num_workers=workers),
         run_config=ray.train.RunConfig(name=name, storage_path=folder),
         progress=False,
-    ).fit()
+    )
+    if name == "trial":
+        raytf.sweep(trainer, {"dropout": ray.tune.grid_search([0.2])}, metric="loss", progress=False)
+    else:
+        trainer.fit()
 
 
 if __name__ == "__main__":

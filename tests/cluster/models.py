@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import signal
+import time
 
 import numpy as np
 
@@ -58,8 +60,11 @@ def rank():
     return ray.train.get_context().get_world_rank()
 
 
-def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL):
-    """A callback that kills worker `rank_` in the middle of an epoch, the first time that it gets there."""
+def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
+    """A callback that kills worker `rank_` in the middle of an epoch, the first time that it gets there.
+
+    Not before a file is there that matches the pattern `behind`.
+    """
     import keras
 
     class Kill(keras.callbacks.Callback):
@@ -68,6 +73,9 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL):
 
         def on_train_batch_begin(self, b, logs=None):
             if rank() == rank_ and (self.epoch, b) == (epoch, batch) and not os.path.exists(marker):
+                until = time.monotonic() + 60.0
+                while behind is not None and not glob.glob(behind) and time.monotonic() < until:
+                    time.sleep(0.01)
                 with open(marker, "w") as file:
                     file.write(str(os.getpid()))
                 os.kill(os.getpid(), sig)
@@ -93,7 +101,7 @@ def mlp_killed_writing(config):
 
 
 def full_disk(path):
-    """A callback that fills a disk with a file at the end of the first epoch, until a step of the second; on rank 0."""
+    """A callback that fills a disk with a file at the end of the first epoch, until a step of the third; on rank 0."""
     import keras
 
     class Fill(keras.callbacks.Callback):
@@ -103,8 +111,11 @@ def full_disk(path):
                     while True:
                         file.write(bytes(4096))
 
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
         def on_train_batch_end(self, batch, logs=None):
-            if rank() == 0 and os.path.exists(path):
+            if rank() == 0 and self.epoch == 2 and os.path.exists(path):
                 os.remove(path)
 
     return Fill()

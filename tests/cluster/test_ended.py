@@ -27,8 +27,13 @@ pytestmark = pytest.mark.slow
 
 
 def started(tmp_path, name, workers, environment=None, node=()):
+    return driver_of("-m", "tests.cluster.ended_job", tmp_path, name, workers, *node, environment=environment)
+
+
+def driver_of(*arguments, environment=None):
+    """Starts Python with these arguments; on the common cluster, unless the environment names another."""
     environment = environment or os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-m", "tests.cluster.ended_job", str(tmp_path), name, str(workers), *node]
+    command = [sys.executable, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -140,42 +145,47 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path):
     finished(started(tmp_path, "run", 2))  # it goes on
 
 
-@pytest.fixture(scope="module")
-def two_hosts():
-    """A head that takes no workers, as heads of large clusters do, and two nodes with room for two each."""
-    nodes = [["--num-cpus=0"], ["--node-name=one"], ["--node-name=two"]]
-    with local.local_cluster(nodes=3, cpus=2, options=nodes) as cluster:
+@pytest.fixture
+def three_hosts(warm_starts):
+    """A head that takes no workers, as heads of large clusters do, and three nodes with room for two each; made anew
+    for each try of a test, as a node that was drained takes nothing any more."""
+    nodes = [["--num-cpus=0"], ["--node-name=one"], ["--node-name=two"], ["--node-name=three"]]
+    with warm_starts(), local.local_cluster(nodes=4, cpus=2, options=nodes) as cluster:
         yield cluster
 
 
 @pytest.mark.timeout(900)
-def test_a_node_that_is_drained_costs_no_step(tmp_path, two_hosts):
+def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts):
     """Both workers are on the node that is drained, behind step 19 and in step 20. They end after it, and start again
-    on the other node; FailureConfig allows no failure, as this is none. Then that is drained, too, with the driver on
-    it: its run ends as by SIGTERM."""
-    environment = os.environ | two_hosts.environment | {"RAY_ADDRESS": two_hosts.address}
+    on another node; FailureConfig allows no failure, as this is none. So do those of a trial. Then the last node is
+    drained, too, with the driver on it: its run ends as by SIGTERM."""
+    environment = os.environ | three_hosts.environment | {"RAY_ADDRESS": three_hosts.address}
 
-    def drained_in_step_20(name, node=()):
+    def drained_in_step_20(name, node="head"):
         (tmp_path / f"{name}_hold").write_text("1 4")
-        driver = started(tmp_path, name, 2, environment, node)
+        driver = started(tmp_path, name, 2, environment, [node])
         until(lambda: steps(tmp_path, name, 1)[-1:] == [(1, 4)], driver)
         (there,) = nodes(tmp_path, name)
-        drain = [pathlib.Path(sys.executable).with_name("ray"), "drain-node", "--address", two_hosts.address]
+        drain = [pathlib.Path(sys.executable).with_name("ray"), "drain-node", "--address", three_hosts.address]
         drain += ["--node-id", there, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
         subprocess.run([*drain, "--deadline-remaining-seconds", "120"], env=environment, check=True, timeout=60)
         return driver, there
 
     quiet = started(tmp_path, "quiet", 2, environment)
     finished(quiet)
-    driver, first = drained_in_step_20("run")
-    finished(driver)
-    (second,) = nodes(tmp_path, "run") - {first}
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
-    assert steps(tmp_path, "run", 0) == steps(tmp_path, "run", 1) == everything
-    for mine, its in zip(weights(tmp_path, "run"), weights(tmp_path, "quiet"), strict=True):
-        np.testing.assert_array_equal(mine, its)
-    driver, there = drained_in_step_20("own", [second])
-    assert there == second
+    for name in ("trial", "run"):
+        driver, left = drained_in_step_20(name)
+        finished(driver)
+        (last,) = nodes(tmp_path, name) - {left}
+        assert steps(tmp_path, name, 0) == steps(tmp_path, name, 1) == everything
+        for mine, its in zip(weights(tmp_path, name), weights(tmp_path, "quiet"), strict=True):
+            np.testing.assert_array_equal(mine, its)
+    driver, there = drained_in_step_20("own", last)
+    look = "import ray, time; ray.init(log_to_driver=False); print(ray._private.state.state.get_draining_nodes(), time.time()); print([(n['NodeID'][:8], n['Alive'], n['Resources'].get('CPU'), n['NodeName']) for n in ray.nodes()])"
+    shown = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True, timeout=60)
+    pathlib.Path("/tmp/drlook.txt").open("a").write(repr((there[:8], last[:8], shown.stdout, noted(tmp_path, "own", 1)[-1])) + "\n")
+    assert there == last, (there[:8], last[:8], shown.stdout, noted(tmp_path, "own", 1)[-1])
     said = finished(driver, 143)
     told = r"a node that it cannot leave is drained; the run 'own' has ended after step (\d+)"
     (step,) = map(int, re.findall(told, said))

@@ -14,6 +14,7 @@ import pytest
 import raytf
 from raytf.errors import ConfigError, TrainingError
 from raytf.fitting import warm
+from tests.cluster.test_ended import driver_of, finished, steps, until, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS, BATCH = 37, 10
@@ -214,14 +215,69 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
 
     threading.Thread(target=interrupt).start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as stopped:
             raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2, str(tmp_path))], num_workers=2, **ARGUMENTS)
     finally:
         signal.signal(signal.SIGINT, before)
+    assert isinstance(stopped.value, raytf.StoppedError) and stopped.value.code == 130
     processes = [psutil.Process(int(pid)) for pid in os.listdir(tmp_path) if psutil.pid_exists(int(pid))]
     _, alive = psutil.wait_procs(processes, timeout=max(0.1, 30 - (time.monotonic() - at[0])))
     assert not alive
     assert_same(model, two)
+
+
+KEPT = """
+import sys
+
+import keras
+import numpy as np
+import ray
+
+import raytf
+from tests.cluster import ended_job, models
+
+folder, name = sys.argv[1:]
+ray.init(log_to_driver=False)
+keras.utils.set_random_seed(3)
+model = models.mlp({"dropout": 0.2})
+rows = models.rows()
+x = np.stack([rows[column] for column in models.FEATURES], 1)
+place = f"{folder}/{name}"
+kill = models.kill_once(f"{place}_killed", 1, 1, 9, behind=f"{place}/fit/step_*20/manifest.json")
+callbacks = [*ended_job.noting({"place": place, "workers": 2}), kill]
+history = raytf.fit(
+    model, x, rows["label"], batch_size=7, epochs=3, verbose=0, callbacks=callbacks, num_workers=2,
+    name=name, storage=folder, checkpoint_every="4 steps",
+)
+assert history.epoch == [0, 1, 2] and len(history.history["loss"]) == 3
+np.savez(f"{place}.npz", *model.get_weights())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
+    """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call goes
+    on behind it, until worker 1 is killed in step 24; the next one goes on behind step 20."""
+
+    def started(name):
+        return driver_of("-c", KEPT, tmp_path, name)
+
+    (tmp_path / "quiet_killed").touch()
+    quiet = started("quiet")
+    finished(quiet)
+    (tmp_path / "run_hold").write_text("1 4")
+    driver = started("run")
+    until(lambda: all(steps(tmp_path, "run", rank)[-1:] == [(1, 4)] for rank in (0, 1)), driver)
+    driver.send_signal(signal.SIGTERM)
+    assert "the same call with name='run' goes on" in finished(driver, 143)
+    assert "Error" in finished(started("run"), 1)
+    finished(started("run"))
+    everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    assert steps(tmp_path, "run", 1) == everything[:23] + everything[20:]
+    for mine, its in zip(*(weights(tmp_path, name) for name in ("run", "quiet")), strict=True):
+        np.testing.assert_array_equal(mine, its)
+    assert not list(tmp_path.glob("*/fit"))
 
 
 def test_idle_workers_give_way(trained):

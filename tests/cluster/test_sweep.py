@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pathlib
@@ -17,6 +18,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
 from tests.cluster import models
+from tests.cluster.test_ended import driver_of, finished, steps, until
+from tests.cluster.test_ended import weights as noted_weights
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
@@ -123,7 +126,7 @@ def test_population_based_training_hands_weights_and_optimizer_on(tmp_path):
         synch=True,
     )
     grid = sweep(
-        trainer(tmp_path, workers=1, config={"epochs": 6}),
+        trainer(tmp_path, workers=1, config={"epochs": 6}, checkpoint_every="1 step"),
         {"learning_rate": tune.grid_search([1e-9, 0.03])},
         scheduler=pbt,
     )
@@ -310,6 +313,80 @@ def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
     made = (tmp_path / "epochs").read_text().split("\n")
     assert made.count("0.0 0") == made.count("0.0 1") == 1, "a trial that had ended is not run again"
     assert made.count("0.2 1") == 1
+
+
+ENDED = """
+import sys
+
+import ray
+from ray import tune
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+import raytf
+from tests.cluster import ended_job, models
+
+folder, name = sys.argv[1:]
+
+
+def callbacks(config):
+    place = f"{folder}/{name}_{config['dropout']}"
+    made = ended_job.noting({"place": place, "workers": 2})
+    kept = f"{folder}/{name}/*dropout=0.2*/steps_*/step_*20/manifest.json"
+    return [*made, models.kill_once(f"{place}_killed", 1, 1, 9, behind=kept)] if config["dropout"] == 0.2 else made
+
+
+ray.init(log_to_driver=False)
+trainer = raytf.KerasTrainer(
+    models.mlp,
+    config={"batch_size": 7, "epochs": 3},
+    datasets={"train": models.dataset()},
+    features=models.FEATURES,
+    labels="label",
+    callbacks=callbacks,
+    scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(storage_path=folder, name=name, failure_config=FailureConfig(max_failures=1)),
+    checkpoint_every="4 steps",
+)
+raytf.sweep(trainer, {"dropout": tune.grid_search([0.1, 0.2])}, metric="loss", progress=False)
+"""
+
+
+@pytest.mark.timeout(900)
+def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
+    """14 steps an epoch, two trials at a time. SIGTERM comes when both are in step 20, for which worker 0 waits for
+    worker 1; the same command goes on behind it; there worker 1 of one trial is killed in step 24, and that trial goes
+    on behind step 20. Weights are those of an undisturbed sweep, to the bit."""
+
+    def started(name):
+        return driver_of("-c", ENDED, tmp_path, name)
+
+    (tmp_path / "quiet_0.2_killed").touch()
+    quiet = started("quiet")
+    finished(quiet)
+    trials = ["run_0.1", "run_0.2"]
+    for trial in trials:
+        (tmp_path / f"{trial}_hold").write_text("1 4")
+    driver = started("run")
+    until(lambda: all(steps(tmp_path, trial, rank)[-1:] == [(1, 4)] for trial in trials for rank in (0, 1)), driver)
+    driver.send_signal(signal.SIGTERM)
+    said = finished(driver, 143)
+    assert "the trials end after this step" in said and "the sweep has ended with 0 of 2 begun trials complete" in said
+    kept = [int(path.parent.name.removeprefix("step_")) for path in tmp_path.glob("run/*/steps_*/step_*/manifest.json")]
+    made = [len(steps(tmp_path, trial, 0)) for trial in trials]
+    assert set(made) <= set(kept) and set(made) <= {19, 20}
+    finished(started("run"))
+    everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    assert steps(tmp_path, "run_0.1", 0) == steps(tmp_path, "run_0.1", 1) == everything
+    killed = steps(tmp_path, "run_0.2", 1)
+    assert killed == everything[:23] + everything[20:], killed
+    for trial in ("0.1", "0.2"):
+        for mine, its in zip(*(noted_weights(tmp_path, f"{name}_{trial}") for name in ("run", "quiet")), strict=True):
+            np.testing.assert_array_equal(mine, its)
+    for path in tmp_path.glob("run/*/progress.csv"):
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["epoch"], row["training_iteration"]) for row in rows] == [(str(i), str(i)) for i in (1, 2, 3)]
+    assert not list(tmp_path.glob("*/*/steps_*"))
 
 
 def test_rates_that_follow_the_batch(tmp_path):

@@ -142,10 +142,13 @@ def loop_with_raytf(config):
         keras.utils.set_random_seed(1)
         model = models.mlp({})
     model.fit(data, epochs=2, verbose=0, callbacks=[raytf.ReportCallback()])
-    try:
-        raytf.get_dataset("trian", batch_size=4, features="x")
-    except raytf.ConfigError as error:
-        refused = str(error)
+    refused = []
+    wrong = {"name": "trian"}, {"seed": -1}, {"batch_size": 98, "drop_remainder": True}
+    for one in wrong:
+        try:
+            raytf.get_dataset(**{"name": "train", "batch_size": 4, "features": "x0", **one})
+        except raytf.ConfigError as error:
+            refused.append(str(error))
     threads = [os.environ[f"TF_NUM_{name}_THREADS"] for name in ("INTRAOP", "INTEROP")]
     everyone = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
     return {"seen": seen, "threads": threads, "workers": everyone, "refused": refused}
@@ -171,7 +174,10 @@ def test_the_part_of_a_worker(tmp_path):
     assert returned["threads"] == ["1", "2"]
     ports = [int(address.rsplit(":", 1)[1]) for address in returned["workers"]]
     assert len(set(ports)) == 2 and all(20_000 <= port < 32_000 for port in ports)
-    assert "one that the trainer was given ('train'); received: 'trian'" in returned["refused"]
+    name, seed, batch = returned["refused"]
+    assert "one that the trainer was given ('train'); received: 'trian'" in name
+    assert "seed must be an integer from 0 to 2**63 - 1; received: -1" in seed
+    assert "With drop_remainder an epoch needs one whole batch; received: batch_size=98 for the 97 rows" in batch
 
 
 def test_wrong_calls_are_refused_with_the_reason():

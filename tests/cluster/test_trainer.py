@@ -30,6 +30,7 @@ def trainer(tmp_path, workers=2, *, name="run", build=models.mlp, failures=0, ca
         run_config=RunConfig(
             name=name,
             storage_path=str(tmp_path),
+            storage_filesystem=kwargs.pop("storage_filesystem", None),
             failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(num_to_keep=keep),
         ),
@@ -102,7 +103,8 @@ def test_kills_and_a_new_start_change_nothing(undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_of_an_epoch_holds_nothing_up(undisturbed, tmp_path):
-    """The chief's callback fills the disk before the first epoch's checkpoint, and makes room in the second epoch."""
+    """The chief's callback fills the disk before the first epoch's checkpoint, and makes room in the third epoch: that
+    of the first is given up when the second ends, whose own is written then."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "raytf_test", disk], capture_output=True)

@@ -48,6 +48,14 @@ def batches(notes, rank):
     return list(found.values())
 
 
+def divided(config):
+    """A model that counts as large: both workers write its checkpoints, each a part."""
+    from raytf.worker import writers
+
+    writers.LEAST_BYTES = 1
+    return models.accumulating(config)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
@@ -64,7 +72,7 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
             name=name,
             config=told | config,
             callbacks=noted,
-            build=models.accumulating,
+            build=divided,
             failures=1,
             steps_per_execution=3,
             materialize={"train": False, "validation": True},
@@ -86,7 +94,9 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
     assert first[-1] == (1, 3), "it was inside this execution"
     assert second[0] == (1, 3), "which is made again, and nothing before it"
     assert second[-1] == (2, 9)
-    os.truncate(tmp_path / "broken" / steps[-1] / "model.keras", 1000)
+    parts = sorted(path.name for path in (tmp_path / "broken" / steps[-1]).glob("model.keras*"))
+    assert [name[:16] for name in parts] == [f"model.keras.{i:04d}" for i in range(3)], "of two workers, and the end"
+    os.truncate(tmp_path / "broken" / steps[-1] / parts[1], 1000)
     again, _ = run("broken")
     with pytest.warns(UserWarning, match=f"Damaged: {steps[-1]}.*In its place {steps[-2]} is taken"):
         result = again.fit()

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -65,8 +66,9 @@ class Leader:
 
     def train(self, loop) -> tuple[dict | None, str]:
         self._group.begin(TrialRun(train=loop, config={}, name="trial"))
-        metrics = self._group.go_on()
+        metrics = None
         try:
+            metrics = self._group.go_on()
             self._group.go_on()
         except WorkerGroupLostError as error:
             return metrics, str(error)
@@ -96,6 +98,29 @@ def test_a_stopped_worker_is_named_and_one_that_is_busy_is_not(leader):
     metrics, said = ray.get(leader.train.remote(takes_its_time), timeout=120)
     assert metrics == {"loss": 1.0}
     assert re.fullmatch(r"worker 1 on \S+ is frozen: its process \d+ is stopped by a signal .*, for \d+ s", said)
+
+
+def one_does_not_come(session, config):
+    """Worker 0 waits in an exchange for worker 1, which waits for itself."""
+    import numpy as np
+
+    from raytf.collectives import communicator
+
+    if session.rank == 1:
+        threading.Event().wait()
+    communicator.sum_over_workers(raytf.get_strategy(), [np.ones(1)])
+
+
+def test_a_worker_that_does_not_come_to_an_exchange_is_named_with_its_stack(leader):
+    config = raytf.TensorflowConfig(hang_timeout_s=2, first_step_timeout_s=2)
+    assert ray.get(leader.open.remote(WorkerSetup(config=config)), timeout=120) == ""
+    _, said = ray.get(leader.train.remote(one_does_not_come), timeout=120)
+    assert re.match(
+        r"worker 1 hangs: its process \d+ on \S+ does not come to the exchange that others are in since \d+ s; "
+        r"worker 0 waits for it since step 1\n",
+        said,
+    )
+    assert "threading.Event().wait()" in said
 
 
 class Sleeper:

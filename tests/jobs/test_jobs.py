@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -42,21 +43,23 @@ TRAINING = "--data data --validation data --features a,b --labels y --sample-wei
 TRAINING += " --gpus-per-worker 0 --cpus-per-worker 0.5 --batch-size 10 --epochs 2 --learning-rate 1e-4 --set units=3"
 TRAINING += " --strategy multi_worker_mirrored --num-ps 0 --seed 3 --storage runs --max-failures 1"
 COMMANDS = {
-    "train": f"train mymodels:build_model {TRAINING} --name first --resume auto --checkpoint-every 30s",
+    "train": f"train mymodels:build_model {TRAINING} --name first --resume auto --checkpoint-every 30s "
+    "--memory-every 2steps",
     "plan": f"plan mymodels:build_model {TRAINING}",
     "sweep": "sweep mymodels:build_model batch_size=choice([10,20]) --data data --validation data --features a,b"
     " --labels y --sample-weights w --num-workers 1 --gpus-per-worker 0 --cpus-per-worker 1 --batch-size 10 --epochs 2"
     " --learning-rate 1e-4 --set depth=1 --strategy auto --num-ps 0 --seed 3 --storage runs --max-failures 0"
     " --space space.yaml --num-samples 2 --metric val_loss --mode min --scheduler median --search optuna"
     " --max-concurrent-trials 2 --cold --scale-learning-rate linear --base-batch-size 10 --warmup-steps 2"
-    " --name search",
+    " --name search --checkpoint-every 30s",
     "resume": "sweep mymodels:build_model --resume runs/search --data data --features a,b --labels y --storage runs",
     "report": "report runs/search -o page.html",
     "export": "export runs/first --output served --format saved_model --which best --metric val_loss --mode min"
     " --model mymodels:build_model",
     "mean": "export runs/first -o mean.keras --format keras --average 2",
     "run": "run --num-workers 2 --num-ps 0 --chief --evaluator --cpus-per-worker 1 --gpus-per-worker 0 --max-restarts 0"
-    " --ports 20000-31999 --frozen-after 10 --env COLOR=green --quiet look.py --epochs 3",
+    " --ports 20000-31999 --frozen-after 10 --hang-timeout 10 --env COLOR=green --quiet look.py --epochs 3",
+    "doctor": "doctor --address local --storage data --ports 20000-31999 --seconds 120 --no-training --json",
 }
 
 
@@ -115,6 +118,12 @@ def test_the_command_run(folder):
     )
     out, _ = command("run", folder)
     assert out == "[chief 0]     {'type': 'chief', 'index': 0} green ['--epochs', '3']\n"
+
+
+def test_the_command_doctor(folder):
+    out, _ = command("doctor", folder)
+    report = json.loads(out)
+    assert report["findings"] == [] and report["left_out"] == [] and len(report["nodes"]) == 1
 
 
 def test_more_processes_than_cores_share_them(tmp_path):

@@ -18,14 +18,28 @@ from raytf.launch import launcher
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
+_started: list[subprocess.Popen] = []
 
 
 def start(*arguments, cwd=SCRIPTS):
     """Starts `raytf run` on the test session's cluster."""
     command = [sys.executable, "-m", "raytf.cli", "run", "--address", ray.get_runtime_context().gcs_address]
-    return subprocess.Popen(
-        [*command, *map(str, arguments)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    _started.append(
+        subprocess.Popen(
+            [*command, *map(str, arguments)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     )
+    return _started[-1]
+
+
+@pytest.fixture(autouse=True)
+def none_stays(gives_back):
+    """Ends what a test that failed has started: the next one would see its processes, and wait for its CPUs."""
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
 
 
 def run(*arguments, code=0, cwd=SCRIPTS):
@@ -128,6 +142,36 @@ def test_a_worker_that_ends_while_others_wait(tmp_path):
     out, err = run("--num-workers", 2, "early.py", code=1, cwd=tmp_path)
     assert "[worker 1] enough" in out and "done" not in out
     assert "worker 1 ended while others went on; every worker must make the same number of steps" in err
+
+
+DEADLOCK = """
+import json, os, threading
+import keras, numpy as np, tensorflow as tf
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+class Mine(keras.callbacks.Callback):
+    raytf_local_batches = True
+
+    def on_train_batch_end(self, batch, logs=None):
+        if rank == 1 and batch == 5:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((160, 1)), np.ones((160, 1)), batch_size=16, callbacks=[Mine()], verbose=0)
+"""
+
+
+def test_a_script_that_hangs_is_named_with_its_stack(tmp_path):
+    (tmp_path / "deadlock.py").write_text(DEADLOCK)
+    _, err = run("--num-workers", 2, "--hang-timeout", 2, "deadlock.py", code=128 + signal.SIGKILL, cwd=tmp_path)
+    named = r"its process \d+ on \S+ is in Mine.on_train_batch_end after step 6 since \d+ s; the run waits for it since"
+    assert re.search(rf"raytf run: worker 1 is waited for: {named} step 7", err)
+    assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,8 +1,14 @@
-"""One process of a ring over several hosts: `ring_host ADDRESS RANK HOST_GONE`, then follows the lines of its input."""
+"""One process of a ring over several hosts: `ring_host ADDRESS RANK HOST_GONE`, then follows the lines of its input.
+
+"fork" leaves a forked process behind, whose number it prints, "fork and exit" waits for the end of one, and a number is
+that of float32 to sum.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -17,8 +23,12 @@ def main(host: str, rank: str, host_gone: str) -> None:
     print(listener.port, flush=True)
     ring = listener.join(int(rank), json.loads(input()), bytes(TOKEN_BYTES), 20.0, None, int(host_gone))
     print("joined", flush=True)
-    while True:  # each line: so many float32 to sum
-        array = np.ones(ring.padded(int(input())), np.float32)
+    while True:
+        line = input()
+        if line.startswith("fork"):
+            _fork(ends=line == "fork and exit")
+            continue
+        array = np.ones(ring.padded(int(line)), np.float32)
         began = time.monotonic()
         try:
             ring.add(array)
@@ -26,6 +36,17 @@ def main(host: str, rank: str, host_gone: str) -> None:
             print(f"{time.monotonic() - began:.1f} {error}", flush=True)
             return
         print(array.max(), flush=True)
+
+
+def _fork(ends: bool) -> None:
+    child = os.fork()
+    if not child:
+        if not ends:
+            signal.pause()
+        sys.exit()  # as a script ends, with all that Python does then
+    if ends:
+        os.waitpid(child, 0)
+    print(child, flush=True)
 
 
 if __name__ == "__main__":

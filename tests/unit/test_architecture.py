@@ -8,17 +8,38 @@ import raytf
 
 # A room imports those to its left; what is within one room has no circle.
 ORDER = (
-    *("errors", "validation", "liveness", "compat", "console", "storage", "runtime", "collectives", "data", "parallel"),
-    *("identity", "worker", "parameter_server", "train", "fitting", "launch", "tune", "cli_options", "cli"),
+    *(
+        "errors",
+        "validation",
+        "liveness",
+        "activity",
+        "compat",
+        "console",
+        "storage",
+        "runtime",
+        "collectives",
+        "data",
+        "parallel",
+    ),
+    *("identity", "worker", "parameter_server", "train", "fitting", "launch", "doctor", "tune", "testing"),
+    *("cli_options", "cli"),
 )
 # Left of each other, and strangers all the same.
-STRANGERS = [("fitting", "launch"), ("fitting", "tune"), ("launch", "tune"), ("runtime", "parallel")]
+STRANGERS = [
+    ("fitting", "launch"),
+    ("fitting", "tune"),
+    ("launch", "tune"),
+    ("doctor", "tune"),
+    ("fitting", "doctor"),
+    ("runtime", "parallel"),
+]
 # Of data, Keras under several replicas knows whose rows a dataset holds.
 KNOWN_TO_PARALLEL = {"raytf.data.worker_part"}
 # Rooms whose files may import TensorFlow or Keras as they are imported; of the others nobody waits for it.
 WITH_TENSORFLOW = {"collectives", "data", "parallel", "worker", "parameter_server", "fitting"}
 # Of these rooms, what drivers and processes without TensorFlow import.
 WITHOUT = {
+    "raytf.collectives.lookout",
     "raytf.collectives.ring",
     "raytf.collectives.scaled_float16",
     "raytf.data.columns",

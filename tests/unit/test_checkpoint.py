@@ -230,11 +230,11 @@ def test_a_state_of_wrong_types_is_refused(tmp_path, state):
 
 
 def test_a_newer_format_is_refused_and_no_older_checkpoint_taken_in_its_place(tmp_path):
-    newer = folder_of(tmp_path / "checkpoint_8", version=4)
+    newer = folder_of(tmp_path / "checkpoint_8", version=5)
     manifest = json.loads((newer / "manifest.json").read_text())
-    (newer / "manifest.json").write_text(json.dumps(manifest | {"version": 4}))
+    (newer / "manifest.json").write_text(json.dumps(manifest | {"version": 5}))
     older = folder_of(tmp_path / "checkpoint_7")
-    with pytest.raises(ConfigError, match="checkpoint_8 of format 4. Use the raytf that wrote it") as caught:
+    with pytest.raises(ConfigError, match="checkpoint_8 of format 5. Use the raytf that wrote it") as caught:
         checkpoint_files.first_whole([Stored(newer), Stored(older)], lambda c: checkpoint_files.check(c.path))
     assert not isinstance(caught.value, DamagedCheckpointError)
 

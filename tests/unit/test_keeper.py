@@ -1,5 +1,6 @@
 """Checkpoints within epochs are what Keras would have written, whatever happens to the process that writes. No Ray."""
 
+import concurrent.futures
 import contextlib
 import os
 import select
@@ -17,6 +18,7 @@ from raytf.storage.step_folders import name_of
 from raytf.worker import checkpoint
 from raytf.worker.callbacks import ReportCallback
 from raytf.worker.keeper import Keeper
+from raytf.worker.session import Pending
 from tests.unit.test_checkpoint import functional, subclassed, trained
 from tests.unit.test_snapshots import is_gone, wait_for
 
@@ -92,28 +94,50 @@ def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, monkeypatch):
     assert pid is None or wait_for(lambda: is_gone(pid)) is None
 
 
-def test_an_epochs_checkpoint_is_whole_when_it_is_registered_or_is_tried_again_meanwhile(tmp_path, keeper, monkeypatch):
+def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_once_it_failed(
+    tmp_path, keeper, monkeypatch
+):
     monkeypatch.setattr("raytf.worker.keeper._FAILING_SECONDS", 0.5)
     model, _ = trained(functional)
     moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
-    keeper.keep_now("checkpoint_one", moment)
+    one = keeper.keep_at_end("checkpoint_one", moment)
+    keep(keeper, model, 5)
+    one()
     checkpoint_files.check(str(tmp_path / "run" / "checkpoint_one"))
     os.rename(tmp_path / "run", tmp_path / "aside")
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(NotKeptError, match="checkpoint_two could not be kept"), pytest.warns(UserWarning):
-        keeper.keep_now("checkpoint_two", moment)
+        keeper.keep_at_end("checkpoint_two", moment)()
+    keep(keeper, model, 6)
     (tmp_path / "run").unlink()
     keeper._writer.finish(60.0)
-    assert name_of(4) in os.listdir(tmp_path / "run")
-    assert checkpoint.read_state(str(tmp_path / "run" / name_of(4))) == moment.state
+    assert os.listdir(tmp_path / "run") == [name_of(6)]
+
+
+def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ended(tmp_path, keeper, monkeypatch):
+    monkeypatch.setattr("raytf.worker.keeper._LAST_SECONDS", 0.5)
+    (tmp_path / "run").write_text("in the way")
+    model, _ = trained(functional)
+    moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
+    pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        settled = thread.submit(pending.settle)
+        with pytest.warns(UserWarning, match="could not be kept"):
+            keeper.close()
+            assert not settled.result(30)
+    assert isinstance(pending(), NotKeptError) and "checkpoint_one could not be kept: " in str(pending())
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_last_checkpoint_that_is_not_kept_is_tried_once_more_and_then_an_error(kept):
     model, x = trained(functional)
     failed = NotKeptError("checkpoint_two", "No space left on device")
-    answers = [True, failed, True if kept else failed]
-    report = ReportCallback(report=lambda metrics, moment: answers.pop(0))
+    answers = [None, failed, None if kept else failed]
+
+    def report(metrics, moment):
+        answer = answers.pop(0)
+        return lambda: answer
+
     with contextlib.nullcontext() if kept else pytest.raises(NotKeptError, match="two could not be kept: No space"):
-        model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[report])
+        model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[ReportCallback(report=report)])
     assert not answers

@@ -128,6 +128,30 @@ def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):
         places[0].add(arrays[0])
 
 
+def test_a_member_that_left_after_the_last_sum_ends_no_sum_of_others(ring_of):
+    """All leave one after the other; none takes that for a death, and who sums again is told who left."""
+    places = ring_of(4)
+    arrays = [np.ones(4) for _ in places]
+    assert together(lambda place: place.add(arrays[place.rank]), places) == [None] * 4
+    for place in places[:3]:
+        place.close()
+    with pytest.raises(PeerLostError, match="worker . left the ring") as told:
+        places[3].add(arrays[3])
+    assert told.value.lost in (0, 1, 2)
+
+
+def test_a_member_that_fails_is_named_to_all(ring_of):
+    """Also to those that are far from it, behind one that does not sum at all."""
+    places = ring_of(5)
+    told = together(lambda place: place.add(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)])
+    assert all(isinstance(error, RaytfError) for error in told)
+    failed = [error for error in told if not isinstance(error, PeerLostError)]
+    assert failed
+    for error in told:
+        if isinstance(error, PeerLostError):
+            assert error.lost in (1, 2) and "failed: RaytfError: All workers must sum" in str(error)
+
+
 def test_a_silent_neighbour_is_waited_for_as_long_as_was_said(ring_of):
     places = ring_of(2, timeout=0.2)
     with pytest.raises(PeerLostError, match=r"worker 0 lost a neighbour .*nothing for 0.2 s"):
@@ -149,12 +173,12 @@ def test_a_neighbour_that_does_not_read_is_waited_for_longer_than_its_host(ring_
 
 
 def hello_of(rank, purpose=0):
-    return b"raytf/ring/2" + rank.to_bytes(4, "little") + purpose.to_bytes(4, "little") + bytes(TOKEN_BYTES)
+    return b"raytf/ring/3" + b"".join(i.to_bytes(4, "little") for i in (rank, purpose, 0)) + bytes(TOKEN_BYTES)
 
 
 def test_many_strangers_are_turned_away_at_once(ring_of):
     """Each of them would cost five seconds if they were asked one after the other: a thousand in all."""
-    hellos = [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(48), hello_of(0)[:9], hello_of(0), hello_of(7)]
+    hellos = [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(56), hello_of(0)[:9], hello_of(0), hello_of(7)]
     hellos += [hello_of(0) + bytes(32), hello_of(0, 1) + bytes(31), hello_of(0, 9)]
     strangers = []
 
@@ -228,6 +252,21 @@ def test_a_conversation_that_was_heard_is_of_no_use_again():
             again.join(1, [silent.getsockname(), (again.host, again.port)], TOKEN, 0.5, None)
 
 
+def test_bytes_of_another_generation_are_refused(ring_of):
+    places = ring_of(2, generation=4)
+    places[0].generation = 3  # as one that has not learnt of the new group
+    told = together(lambda place: place.add(np.ones(2)), places)
+    assert "worker 1 is of generation 4, received: bytes of generation 3 from worker 0" in str(told[1])
+
+
+def test_a_member_of_another_generation_does_not_join():
+    listeners = [Listener("127.0.0.1") for _ in range(2)]
+    addresses = [(one.host, one.port) for one in listeners]
+    told = together(lambda i: listeners[i].join(i, addresses, TOKEN, 1.0, None, generation=7 + i), list(range(2)))
+    assert all(isinstance(error, PeerLostError) for error in told)
+    assert "worker 0 came with generation 7 of the ring and was refused, as this is generation 8" in str(told[1])
+
+
 def test_a_neighbour_that_never_comes():
     listener = Listener("127.0.0.1")
     other = Listener("127.0.0.1")
@@ -237,5 +276,6 @@ def test_a_neighbour_that_never_comes():
 
 
 def test_the_error_crosses_processes():
-    error = pickle.loads(pickle.dumps(PeerLostError(3, "it closed its connection")))
+    error = pickle.loads(pickle.dumps(PeerLostError(3, "it closed its connection", 1)))
+    assert error.lost == 1
     assert str(error) == "worker 3 lost a neighbour in the ring of workers: it closed its connection"

@@ -35,6 +35,10 @@ WRONG = {
 }
 
 
+# What ends the command afterwards, as Ray is not there.
+BEHIND = "run look.py --num-workers 2 --ports=1-2 --epochs 3"
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A user's folder, in which an import of Ray, or of the user's own modules, ends the process in another way."""
@@ -69,3 +73,12 @@ def test_what_is_right_is_taken(folder, monkeypatch):
     assert LaunchSpec(script="package.inner", module=True, num_workers=2, cpus_per_worker=0.5).bundle(
         LaunchSpec(script="look.py").tasks()[0]
     ) == {"CPU": 0.5}
+
+
+def test_options_of_raytf_behind_the_script_are_the_scripts_and_that_is_said(folder):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-m", "raytf.cli", *BEHIND.split()]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("raytf: --num-workers, --ports behind the script: given to it") and "epochs" not in first
+    assert rest == ["ray was imported"]

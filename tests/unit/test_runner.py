@@ -13,6 +13,7 @@ from raytf.collectives import ring
 from raytf.launch import runner as runner_module
 from raytf.launch.runner import Place, TaskRunner
 from raytf.runtime import settings
+from tests.unit.test_snapshots import wait_for
 
 LEAVES = """
 import subprocess, sys
@@ -114,3 +115,30 @@ def test_a_script_that_goes_on_in_time_is_left_alone(runner, tmp_path):
 def test_a_script_that_closes_its_pipes_is_followed_to_its_end(runner, tmp_path):
     number = start(runner, tmp_path, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(1)\nos._exit(4)")
     assert follow(runner, number)[2].code == 4
+
+
+STANDS = """
+import threading
+
+def stands_here():
+    print("ready", flush=True)
+    threading.Event().wait(60)
+
+stands_here()
+"""
+
+
+def test_a_script_tells_what_it_does_beside_what_it_does(runner, tmp_path):
+    """A stopped one gives no answer; when it goes on, its late one is not taken for that to the next question."""
+    number = start(runner, tmp_path, STANDS)
+    while ("stdout", "ready") not in runner.follow(number):
+        pass
+    script = runner._script
+    script._asks.settimeout(20.0)
+    assert runner.told()["phase"] == "begin" and "in stands_here" in runner.stack()
+    os.kill(script.pid, signal.SIGSTOP)
+    script._asks.settimeout(0.5)
+    wait_for(lambda: runner.told() is None)  # its threads stop one after the other
+    os.kill(script.pid, signal.SIGCONT)
+    script._asks.settimeout(20.0)
+    assert "in stands_here" in runner.stack() and runner.told()["step"] == 0

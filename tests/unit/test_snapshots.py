@@ -154,6 +154,40 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
     check(tmp_path / "run" / name_of(7), 7)
 
 
+@pytest.mark.parametrize("pinned", [3, 5])
+def test_one_that_is_pinned_is_written_whatever_comes_behind_it(writer, tmp_path, pinned):
+    writer.write(name_of(1), parts_of(1))
+    writer.finish(60.0)
+    stop(writer.pid)
+    try:
+        with pytest.warns(UserWarning, match="longer than snapshots come"):
+            steps = range(2, 9)
+            pin = {s: writer.write(name_of(s), parts_of(s), pinned=s == pinned) for s in steps}[pinned]
+        with pytest.raises(NotKeptError, match=f"{name_of(pinned)} could not be kept"):
+            writer.finish(0.01, number=pin)
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    writer.finish(60.0, number=pin)
+    writer.finish(60.0)
+    written = [its["name"] for its in writer.written]
+    assert written[-2:] == [name_of(pinned), name_of(8)] and writer.left_out == 8 - len(written)
+    check(tmp_path / "run" / name_of(pinned), pinned)
+    check(tmp_path / "run" / name_of(8), 8)
+
+
+def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path):
+    (tmp_path / "run").write_text("in the way")
+    pin = writer.write(name_of(1), parts_of(1), pinned=True)
+    with pytest.raises(NotKeptError), pytest.warns(UserWarning, match="tried again"):
+        writer.finish(60.0, 0.2, number=pin)
+    writer.unpin(pin)
+    writer.write(name_of(2), parts_of(2))
+    wait_for(lambda: writer._drain(0.01) or writer.left_out)
+    (tmp_path / "run").unlink()
+    writer.finish(60.0)
+    assert os.listdir(tmp_path / "run") == [name_of(2)]
+
+
 def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_path):
     """The one who fills takes buffers back while the other one begins with them."""
     writer.write(name_of(0), parts_of(0))
@@ -161,7 +195,7 @@ def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(1, 400):
-            writer.write(name_of(step), parts_of(step, 30_000))
+            writer.write(name_of(step), parts_of(step, 30_000), pinned=step % 30 == 7)
             if step % 20 == 10:
                 with contextlib.suppress(NotKeptError):
                     writer.finish(0.0)

@@ -184,6 +184,27 @@ def test_the_live_table():
     assert rows[0][4].strip() == "0.25 *" and "(16 a replica)" in rows[1][2]
 
 
+def test_a_sweep_whose_trials_all_diverged_names_none_as_the_best():
+    import io
+    from types import SimpleNamespace
+
+    from ray.tune import ResultGrid
+    from rich.console import Console
+
+    from raytf.tune.table import Table
+
+    class Grid(list):
+        errors, experiment_path = [], "runs/one"
+        get_best_result = ResultGrid.get_best_result
+
+    table = Table("loss", "min", 2, show=False)
+    for values, said in (([float("nan")] * 2, "no trial is the best: loss is NaN in all of them"), ([], "")):
+        table._console = Console(width=120, file=io.StringIO())
+        table.conclude(Grid(SimpleNamespace(metrics={"loss": value}) for value in values))
+        shown = table._console.file.getvalue()
+        assert said in shown and f"{len(values)} trials" in shown
+
+
 def test_a_sweep_of_a_name_goes_on_as_it_was_only():
     def options(rate, **more):
         return SweepOptions(num_samples=3, space=space.described({"learning_rate": rate, "units": 8}), **more)

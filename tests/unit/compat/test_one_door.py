@@ -8,7 +8,7 @@ from raytf.compat import names
 
 FOLDER = pathlib.Path(raytf.__file__).parent
 # Private by their names, and part of Python's own API.
-OF_PYTHON = {"_exit", "_getframe", "_replace"}
+OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_replace"}
 # What subclasses ask of their bases beside what they override: it cannot lie behind a function.
 OF_BASES = {
     "parallel/epoch_iterator.py": {"_get_iterator"},

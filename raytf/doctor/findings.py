@@ -1,0 +1,266 @@
+"""Findings from what was measured on a cluster; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+# Below, or above, what is a finding.
+MIN_FILES = 4096
+MIN_SHM = 256 * 2**20
+MIN_DISK = 2 * 2**30
+# Ray takes no more objects above this share.
+MAX_DISK_SHARE = 0.95
+MAX_SKEW_SECONDS = 1.0
+MAX_RTT_SECONDS = 0.02
+MAX_LOSS = 0.02
+MIN_LARGE = 0.5
+MIN_BYTES_A_SECOND = 100e6 / 8
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What is wrong with a cluster.
+
+    Args:
+        check: a word for what was looked at.
+        problem: what is wrong, as a clause.
+        nodes: where.
+        measured: what was seen.
+        fix: what to do about it, as a clause.
+    """
+
+    check: str
+    problem: str
+    nodes: tuple[str, ...]
+    measured: str
+    fix: str
+
+    def line(self) -> str:
+        """The finding in a line."""
+        text = f"{self.check}: {self.problem}; on {', '.join(self.nodes)}; measured: {self.measured}. {self.fix}."
+        return " ".join(text.split())
+
+
+@dataclasses.dataclass(kw_only=True)
+class Measurements:
+    """What was measured.
+
+    Args:
+        nodes: names of all living nodes.
+        silent: what a node was waited for in vain.
+        facts: of `Probe.facts`, by node.
+        skew: by node, the least number of seconds by which its clock differs from the driver's.
+        links: of `Probe.reach` and `Probe.bandwidth` together, by (from, to).
+        storage: errors of the shared storage by (writer, reader); one that could not write is both.
+        training: error of the two steps, by node; None where they were not tried.
+        tested: minor versions that raytf is tested with, by package.
+        ports: the first and the last by which nodes are to reach each other.
+    """
+
+    nodes: list[str]
+    silent: dict[str, str] = dataclasses.field(default_factory=dict)
+    facts: dict[str, dict] = dataclasses.field(default_factory=dict)
+    skew: dict[str, float] = dataclasses.field(default_factory=dict)
+    links: dict[tuple[str, str], dict] = dataclasses.field(default_factory=dict)
+    storage: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
+    training: dict[str, str] | None = None
+    tested: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    ports: tuple[int, int] = (20000, 31999)
+
+
+def examine(found: Measurements) -> list[Finding]:
+    """All that is wrong, in the order in which it should be put right."""
+    judges = (_silent, _versions, _limits, _space, _names, _tokens, _clocks, _links, _storage, _training)
+    return [finding for judge in judges for finding in judge(found)]
+
+
+def hinders_training(findings: list[Finding]) -> bool:
+    """Whether two steps over all nodes cannot be made, so that trying would tell nothing new."""
+    return any(finding.check in ("answer", "versions", "ports") for finding in findings)
+
+
+def _silent(found: Measurements) -> Iterator[Finding]:
+    for what, nodes in _by(found.silent).items():
+        fix = "Look at Ray's logs there (raylet.out), and whether the host hangs; start the node anew"
+        yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=what, fix=fix)
+
+
+def _versions(found: Measurements) -> Iterator[Finding]:
+    names = {name for facts in found.facts.values() for name in facts["versions"]}
+    for name in sorted(names):
+        by = _by({node: facts["versions"].get(name) for node, facts in found.facts.items()})
+        nodes = tuple(node for node in found.facts if by.get(None) is None or node not in by[None])
+        if missing := by.pop(None, ()):
+            yield Finding(
+                check="versions",
+                problem=f"{name} is missing",
+                nodes=missing,
+                measured="not installed in the Python that Ray runs there",
+                fix="Install it there, as on the other nodes",
+            )
+        if len(by) > 1:
+            usual = max(by.values(), key=len)
+            yield Finding(
+                check="versions",
+                problem=f"{name} is not the same everywhere",
+                nodes=tuple(node for node in nodes if node not in usual),
+                measured="; ".join(f"{version} on {', '.join(where)}" for version, where in by.items()),
+                fix="Install one version on all nodes (constraints.txt of raytf names one that is tested)",
+            )
+        for version, where in by.items():
+            tested = found.tested.get(name)
+            if tested and ".".join(version.split(".")[:2]) not in tested:
+                yield Finding(
+                    check="versions",
+                    problem=f"raytf is not tested with this {name}",
+                    nodes=where,
+                    measured=f"{name} {version}",
+                    fix=f"Install one of {', '.join(tested)}",
+                )
+
+
+def _limits(found: Measurements) -> Iterator[Finding]:
+    few = {n: facts["files"] for n, facts in found.facts.items() if 0 <= facts["files"] < MIN_FILES}
+    for limit, nodes in _by(few).items():
+        yield Finding(
+            check="files",
+            problem="a process may open too few files",
+            nodes=nodes,
+            measured=f"at most {limit}, wanted {MIN_FILES}",
+            fix="Run `ulimit -n 65536` before `ray start` there, or raise it in /etc/security/limits.conf",
+        )
+
+
+def _space(found: Measurements) -> Iterator[Finding]:
+    for node, facts in found.facts.items():
+        if facts["shm"] is not None and facts["shm"][0] < MIN_SHM:
+            yield Finding(
+                check="shm",
+                problem="/dev/shm is too small for Ray's objects",
+                nodes=(node,),
+                measured=f"{facts['shm'][0] / _MIB:.0f} MiB free of {facts['shm'][1] / _MIB:.0f}",
+                fix="Give the container --shm-size=4g, or free what lies there",
+            )
+        for path, space in facts["disks"].items():
+            if space is not None and (space[0] < MIN_DISK or 1 - space[0] / space[1] > MAX_DISK_SHARE):
+                yield Finding(
+                    check="disk",
+                    problem=f"the disk of {path} is nearly full",
+                    nodes=(node,),
+                    measured=f"{space[0] / _GIB:.2f} GiB free of {space[1] / _GIB:.2f}",
+                    fix="Free some, or start Ray with --temp-dir on another disk",
+                )
+
+
+def _names(found: Measurements) -> Iterator[Finding]:
+    several = len({node.split("#")[0] for node in found.nodes}) > 1
+    for node, facts in found.facts.items() if several else ():
+        host, addresses = facts["name"]["host"], facts["name"]["found"]
+        if isinstance(addresses, str):
+            problem, measured = "the host's own name does not resolve", f"{host}: {addresses}"
+        elif looped := [a for a in addresses if ipaddress.ip_address(a.partition("%")[0]).is_loopback]:
+            problem, measured = "the host's own name is a loopback address", f"{host} is {', '.join(looped)}"
+        else:
+            continue
+        fix = f"Write `{node.split('#')[0]} {host}` into /etc/hosts there, in the place of a line with 127.0.1.1"
+        yield Finding(check="name", problem=problem, nodes=(node,), measured=measured, fix=fix)
+
+
+def _tokens(found: Measurements) -> Iterator[Finding]:
+    modes = _by({node: facts["token"]["mode"] == "token" for node, facts in found.facts.items()})
+    if len(modes) > 1:
+        yield Finding(
+            check="token",
+            problem="only some nodes were started with RAY_AUTH_MODE=token",
+            nodes=modes[False],
+            measured=f"it is set on {', '.join(modes[True])}",
+            fix="Set RAY_AUTH_MODE=token before `ray start` on all nodes",
+        )
+    for node, facts in found.facts.items():
+        bits = facts["token"]["bits"]
+        if bits is not None and bits & 0o004:
+            yield Finding(
+                check="token",
+                problem="others of the host may read Ray's token",
+                nodes=(node,),
+                measured=f"{facts['token']['path']} has mode {bits:o}",
+                fix=f"chmod 600 {facts['token']['path']}",
+            )
+
+
+def _clocks(found: Measurements) -> Iterator[Finding]:
+    for node, skew in found.skew.items():
+        if abs(skew) > MAX_SKEW_SECONDS:
+            yield Finding(
+                check="clock",
+                problem="the clock differs from that of the driver's host",
+                nodes=(node,),
+                measured=f"{abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}",
+                fix="Start chrony or systemd-timesyncd on both",
+            )
+
+
+def _links(found: Measurements) -> Iterator[Finding]:
+    """One finding for each problem and node that is an end of most of its links; else for each link."""
+    rules = (
+        (
+            "ports",
+            "does not reach",
+            "Open TCP ports {} to {} between the nodes in both directions, in the firewall".format(*found.ports),
+        ),
+        ("latency", "is far away from", "Put the nodes into one zone or switch"),
+        ("loss", "loses packets to", "Look at cable, switch port and the host's drops (`ip -s link`)"),
+        ("mtu", "loses large packets to", "Set one MTU on all hosts and switches, `ip link set dev eth0 mtu 1400`"),
+        ("bandwidth", "sends slowly to", "Look at the link's speed (`ethtool`), and at other traffic"),
+    )
+    for check, verb, fix in rules:
+        bad = {link: text for link, seen in found.links.items() if (text := _judged(check, seen))}
+        for (one, other), text in bad.items():
+            yield Finding(check=check, problem=f"{one} {verb} {other}", nodes=(one, other), measured=text, fix=fix)
+
+
+def _judged(check: str, seen: Mapping) -> str | None:
+    """What was measured where that is wrong."""
+    if check == "ports":
+        return seen.get("error")
+    if check == "latency" and seen.get("rtt", 0) > MAX_RTT_SECONDS:
+        return f"a round trip takes {seen['rtt'] * 1000:.1f} ms, wanted {MAX_RTT_SECONDS * 1000:.0f}"
+    if check == "loss" and seen.get("loss", 0) > MAX_LOSS:
+        return f"{seen['loss']:.0%} of small datagrams are lost"
+    if check == "mtu" and seen.get("loss", 1) < MIN_LARGE and seen.get("large", 1) < MIN_LARGE:
+        return f"{1 - seen['large']:.0%} of packets of {seen['mtu']} bytes are lost, {seen['loss']:.0%} of small ones"
+    if check == "bandwidth" and seen.get("stalled"):
+        return seen["stalled"]
+    if check == "bandwidth" and seen.get("rate", MIN_BYTES_A_SECOND) < MIN_BYTES_A_SECOND:
+        return f"{seen['rate'] * 8 / 1e6:.1f} Mbit/s, wanted {MIN_BYTES_A_SECOND * 8 / 1e6:.0f}"
+    return None
+
+
+def _storage(found: Measurements) -> Iterator[Finding]:
+    for (writer, reader), error in found.storage.items():
+        if reader == found.nodes[0] != writer and (reader, writer) in found.storage:
+            continue  # neither sees the other's files, which has been said of the other
+        if writer == reader:
+            problem, nodes = "a node cannot write to the storage", (writer,)
+        else:
+            problem, nodes = f"what {writer} writes to the storage is not seen by others", (reader,)
+        fix = "Mount one storage at the same path on all nodes, writable for Ray's user, or give a URI"
+        yield Finding(check="storage", problem=problem, nodes=nodes, measured=error, fix=fix)
+
+
+def _training(found: Measurements) -> Iterator[Finding]:
+    for error, nodes in _by(found.training or {}).items():
+        fix = "Put the other findings right first; else try `raytf run` with a script of two lines there"
+        yield Finding(check="training", problem="two steps over all nodes fail", nodes=nodes, measured=error, fix=fix)
+
+
+def _by(values: Mapping[str, object]) -> dict:
+    """Nodes by value."""
+    found = defaultdict(list)
+    for node, value in values.items():
+        found[value].append(node)
+    return {value: tuple(nodes) for value, nodes in found.items()}

@@ -1,0 +1,214 @@
+"""Watches the workers of a run: says who waits for whom, with its stack, ends what does not go on, and names slow ones.
+
+A thread asks every worker's process about twice a second what it does (`activity.told`). It is answered by another
+thread than the one that trains, so that a worker in a step, a callback or a lock of its own answers all the same; one
+that does not is looked at by another process of its host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from raytf import activity, liveness
+from raytf.console import output
+from raytf.runtime import stacks, watchdog
+from raytf.runtime.failures import WorkerFrozenError
+from raytf.runtime.guard import Place
+from raytf.runtime.hangs import Hang, Judge
+from raytf.runtime.stragglers import Stragglers
+
+_LOOK_SECONDS = 0.5
+# A question that is not answered for so long is one to which no answer comes soon.
+_SILENT_SECONDS = 2.0
+# As far as a pause between two looks counts: a process that was itself stopped meanwhile must not blame others.
+_COUNTED_SECONDS = 2.0
+_STACK_SECONDS = 3.0
+_FAR_STACK_SECONDS = 15.0
+# What is said comes within the limit, with the looks that lead to it.
+_LEAD_SECONDS = 1.5
+# Ticks of a processor between two looks that a process does not use by asking and answering alone.
+_WORKING_TICKS = 20
+
+
+class HangWatch:
+    """Watches workers until `close`.
+
+    Args:
+        execute: execute(rank, function) has a worker's process call it, `activity.told` or `activity.stack`, and gives
+            the ref of what it gives; None is no answer.
+        places: of the workers' processes, by rank.
+        limit: seconds, see `hangs`.
+        first: seconds until all workers have made a step.
+        say: say(text) tells the driver.
+        names: of the workers, by rank; "worker 0" and so on without.
+        through_others: each question goes through another process, whose own silence says nothing of a worker.
+
+    Attributes:
+        ended: for each worker that the run is to end by, what is to be said of it.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[int, Callable], Any],
+        places: Mapping[int, Place],
+        limit: float,
+        first: float,
+        say: Callable[[str], None] | None = None,
+        names: Mapping[int, str] | None = None,
+        through_others: bool = False,
+    ):
+        self._execute, self._places, self._say = execute, dict(places), say or output.say
+        lead = min(_LEAD_SECONDS, limit / 4)
+        self._limit = limit - lead
+        self._names = dict(names or {rank: f"worker {rank}" for rank in places})
+        self._judge = Judge(self._limit, first, self._names)
+        self._over: dict[int, float] = {}
+        self._through_others = through_others
+        self.ended: dict[int, WorkerFrozenError] = {}
+        self._told: dict[int, Mapping[str, Any]] = {}
+        self._asked: dict[int, Any] = {}
+        self._silent: dict[int, float] = {}
+        self._ticks: dict[int, tuple[float, int]] = {}  # of silent ones, when silence and processor time were noted
+        self._last = time.monotonic()
+        self._said: Hang | None = None
+        self._stragglers = Stragglers()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_hang_watch")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watches nothing any more."""
+        self._closed.set()
+        self._thread.join()
+
+    def over(self, rank: int) -> None:
+        """Says that a worker's process has ended well."""
+        with self._lock:
+            self._over.setdefault(rank, time.monotonic())
+
+    def last_words(self, rank: int) -> tuple[str, str]:
+        """(who waits for a worker, as a clause; its stack), for one that another one is about to end."""
+        with self._lock:
+            told = dict(self._told)
+        return (self._judge.waiting_for(rank, told) if told else ""), self._stack_from_outside(self._places[rank])
+
+    def _follow(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            try:
+                self._look()
+            except Exception:  # what failed once may not fail again, and without this thread nobody looks
+                logging.getLogger(__name__).exception("raytf could not look at what workers do")
+
+    def _look(self) -> None:
+        self._ask()
+        with self._lock:
+            told = dict(self._told) | {rank: self._ended_well(rank) for rank in self._over if rank in self._told}
+        if self.ended or len(told) < len(self._places):
+            return
+        silent, stopped = self._idle_silent()
+        hang = self._judge.look(told, silent, stopped)
+        said = self._said
+        if said is not None and (hang is None or (hang.rank, hang.part) != (said.rank, said.part)):
+            self._judge.went_on(said)
+            self._say(f"{self._names[said.rank]} goes on")
+            self._said = said = None
+        if hang is None:
+            self._look_for_slow(told)
+            return
+        if said is None or hang.ends:
+            place = self._places[hang.rank]
+            stack = self._stack(hang.rank)
+            text = f"its process {place.pid} on {place.host} {hang}"
+            if said is None:
+                self._say(f"{self._names[hang.rank]} is waited for: {text}\n{stack}")
+            if hang.ends:
+                self.ended[hang.rank] = WorkerFrozenError(text, stack)
+        self._said = hang
+
+    def _look_for_slow(self, told: Mapping[int, Mapping[str, Any]]) -> None:
+        slow = None if self._over else self._stragglers.look(told)
+        if slow is not None:
+            self._say(f"{self._names[slow.rank]} on {self._places[slow.rank].host} is {slow}")
+
+    def _ended_well(self, rank: int) -> Mapping[str, Any]:
+        seconds, last = time.monotonic() - self._over[rank], self._told[rank]
+        clock = last["clock"] + seconds
+        return {**last, "phase": activity.END, "meeting": None, "seconds": seconds, "clock": clock}
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        passed, self._last = min(now - self._last, _COUNTED_SECONDS), now
+        done = set(
+            ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[0] if self._asked else ()
+        )
+        for rank in self._places.keys() - self._over.keys():
+            ref = self._asked.get(rank)
+            told = self._answer(ref) if ref in done else None
+            if ref in done:
+                self._asked.pop(rank)
+            if told is not None:
+                with self._lock:
+                    self._told |= {rank: told} if told else {}
+                self._silent.pop(rank, None)
+                self._ticks.pop(rank, None)
+            elif ref is not None and (ref in done or not self._through_others):
+                self._silent[rank] = self._silent.get(rank, 0.0) + passed
+            if rank not in self._asked:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    self._asked[rank] = self._execute(rank, activity.told)
+
+    @staticmethod
+    def _answer(ref) -> Mapping[str, Any] | None:
+        """What a worker told, None where it could not be asked; empty if it has ended, which is Ray's to tell."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            return ray.get(ref)
+        return {}
+
+    def _idle_silent(self) -> tuple[dict[int, float], dict[int, str]]:
+        """(seconds of no answer, and no processor used, by rank; how the kernel holds some of these)."""
+        found, stopped = {}, {}
+        for rank, seconds in self._silent.items():
+            if seconds < _SILENT_SECONDS:
+                continue
+            seen = self._seen(self._places[rank]) if seconds >= self._limit / 2 else None
+            if seen is not None:
+                since, ticks = self._ticks.setdefault(rank, (seconds, seen.ticks))
+                if seen.ticks - ticks >= _WORKING_TICKS:
+                    since, _ = self._ticks[rank] = seconds, seen.ticks
+                found[rank] = min(seconds, seconds - since + self._limit / 2)
+                if (how := liveness.held(seen.state)) is not None:
+                    stopped[rank] = how
+            else:
+                found[rank] = _SILENT_SECONDS  # gone with its host, perhaps, which Ray notices
+        return found, stopped
+
+    def _seen(self, place: Place) -> liveness.Look | None:
+        return self._there(place, liveness.look, _STACK_SECONDS)
+
+    def _stack(self, rank: int) -> str:
+        """Told by the worker itself, or taken from outside."""
+        if rank not in self._silent:
+            with contextlib.suppress(ray.exceptions.RayError):
+                told = ray.get(self._execute(rank, activity.stack), timeout=_STACK_SECONDS)
+                if told is not None:
+                    return told
+        return self._stack_from_outside(self._places[rank])
+
+    def _stack_from_outside(self, place: Place) -> str:
+        found = self._there(place, stacks.of, _FAR_STACK_SECONDS)
+        return found if found is not None else "its stack is not known: its host does not answer"
+
+    def _there(self, place: Place, function: Callable, seconds: float):
+        """What a function of a process gives on its host; None where that does not answer."""
+        if place.node == ray.get_runtime_context().get_node_id():
+            return function(place.pid)
+        with contextlib.suppress(ray.exceptions.RayError):
+            return ray.get(watchdog.on(place.node, function, place.pid), timeout=seconds)
+        return None

@@ -1,0 +1,56 @@
+"""The parts of a checkpoint that the chief alone has, such as what its callbacks hold, given to the other workers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from raytf.collectives import communicator
+from raytf.storage import stored_json
+
+_NUMBER = np.dtype(np.int64)
+
+
+def from_chief(strategy, parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> dict:
+    """The chief's parts on every worker; every worker calls it at once.
+
+    Args:
+        strategy: one for which `communicator.spans_workers` holds.
+        parts: what `checkpoint.parts` gave on the chief; what others give is not looked at.
+    """
+    packed = pack(parts) if communicator.is_chief(strategy) else np.empty(0, _NUMBER)
+    (size,) = communicator.from_chief(strategy, [np.int64(packed.size)])
+    if packed.size != size:
+        packed = np.empty(int(size), _NUMBER)
+    (found,) = communicator.from_chief(strategy, [packed])
+    return unpack(found)
+
+
+def pack(parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> np.ndarray:
+    """Texts, and arrays by name, as one array of int64."""
+    texts = {name: part for name, part in parts.items() if isinstance(part, str)}
+    keys = [(name, key) for name, part in parts.items() if not isinstance(part, str) for key in part]
+    names = [name for name in parts if name not in texts]
+    file = io.BytesIO()
+    head = json.dumps([texts, names, keys]).encode()
+    arrays = {str(i): np.asarray(parts[name][key]) for i, (name, key) in enumerate(keys)}
+    np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)
+    content = file.getvalue()
+    packed = np.zeros(1 - (-len(content) // _NUMBER.itemsize), _NUMBER)
+    packed[0] = len(content)
+    packed[1:].view(np.uint8)[: len(content)] = np.frombuffer(content, np.uint8)
+    return packed
+
+
+def unpack(packed: np.ndarray) -> dict:
+    """What `pack` made an array of; a dtype that is not NumPy's is one of as many bytes."""
+    content = packed[1:].view(np.uint8)[: int(packed[0])].tobytes()
+    with np.load(io.BytesIO(content), allow_pickle=False) as found:
+        texts, names, keys = stored_json.value(found["head"].tobytes())
+        parts: dict = {**texts, **{name: {} for name in names}}
+        for i, (name, key) in enumerate(keys):
+            parts[name][key] = found[str(i)]
+    return parts

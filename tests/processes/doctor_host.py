@@ -1,0 +1,19 @@
+"""A probe of `raytf doctor` without Ray: `doctor_host ADDRESS`, then a line of its input for each call, in JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from raytf.doctor.probe import Probe
+
+
+def main(address: str) -> None:
+    probe = Probe(b"t" * 32, address, (20000, 31999))
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        print(json.dumps(getattr(probe, method)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

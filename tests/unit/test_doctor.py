@@ -1,0 +1,220 @@
+"""What `raytf doctor` makes of measurements, fault by fault; and its sockets, against strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from raytf import cli
+from raytf.doctor import examination, probe
+from raytf.doctor.findings import Finding, Measurements, examine, hinders_training
+
+A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+VERSIONS = {"python": "3.11.9", "ray": "2.60.0", "tensorflow": "2.21.0", "keras": "3.15.1", "raytf": "0.1.0"}
+GIB = 2**30
+
+
+def healthy() -> Measurements:
+    facts = {
+        node: {
+            "versions": dict(VERSIONS),
+            "files": 65536,
+            "shm": (8 * GIB, 8 * GIB),
+            "disks": {"/tmp": (50 * GIB, 100 * GIB)},
+            "name": {"host": f"host{node[-1]}", "found": [node]},
+            "token": {"mode": "token", "path": "/root/.ray/auth_token", "bits": 0o600},
+        }
+        for node in (A, B, C)
+    }
+    link = {"error": None, "rtt": 2e-4, "loss": 0.0, "large": 1.0, "mtu": 1500, "rate": 1e9}
+    return Measurements(
+        nodes=[A, B, C],
+        facts=facts,
+        skew=dict.fromkeys((A, B, C), 0.01),
+        links={(one, other): dict(link) for one in (A, B, C) for other in (A, B, C) if one != other},
+        training={},
+        tested={"keras": ("3.14", "3.15")},
+    )
+
+
+def change(*path, to):
+    """A fault: a measured value is another."""
+
+    def plant(found: Measurements) -> None:
+        values = getattr(found, path[0])
+        for key in path[1:-1]:
+            values = values[key]
+        values[path[-1]] = to
+
+    return plant
+
+
+FAULTS = [
+    (change("silent", C, to="no answer within 20 s"), "answer", (C,), "no answer within 20 s"),
+    (change("facts", B, "versions", "ray", to="2.59.0"), "versions", (B,), "2.59.0 on 10.0.0.2"),
+    (change("facts", B, "versions", "python", to="3.12.1"), "versions", (B,), "3.12.1"),
+    (change("facts", B, "versions", "raytf", to=None), "versions", (B,), "not installed"),
+    (change("facts", C, "files", to=1024), "files", (C,), "at most 1024"),
+    (change("facts", B, "shm", to=(60 * 2**20, 64 * 2**20)), "shm", (B,), "60 MiB free of 64"),
+    (change("facts", A, "disks", "/tmp", to=(GIB, 100 * GIB)), "disk", (A,), "1.00 GiB free"),
+    (change("facts", A, "disks", "/tmp", to=(4 * GIB, 100 * GIB)), "disk", (A,), "4.00 GiB free of 100.00"),
+    (change("facts", B, "name", to={"host": "b", "found": ["127.0.1.1"]}), "name", (B,), "b is 127.0.1.1"),
+    (change("facts", B, "name", to={"host": "b", "found": "not known"}), "name", (B,), "b: not known"),
+    (change("facts", B, "token", "mode", to=None), "token", (B,), "set on 10.0.0.1, 10.0.0.3"),
+    (change("facts", C, "token", "bits", to=0o644), "token", (C,), "mode 644"),
+    (change("skew", B, to=-7.25), "clock", (B,), "7.2 s behind"),
+    (change("skew", B, to=3.0), "clock", (B,), "3.0 s ahead"),
+    (change("links", (A, C), to={"error": "TimeoutError: timed out"}), "ports", (A, C), "timed out"),
+    (change("links", (A, C), "rtt", to=0.08), "latency", (A, C), "80.0 ms"),
+    (change("links", (C, A), "loss", to=0.1), "loss", (C, A), "10% of small"),
+    (change("links", (C, B), "large", to=0.0), "mtu", (C, B), "100% of packets of 1500 bytes"),
+    (change("links", (A, B), "rate", to=1e6), "bandwidth", (A, B), "8.0 Mbit/s"),
+    (change("links", (A, B), "stalled", to="TimeoutError: timed out"), "bandwidth", (A, B), "timed out"),
+    (change("storage", (A, A), to="PermissionError: no"), "storage", (A,), "PermissionError"),
+    (change("storage", (A, C), to="FileNotFoundError: x"), "storage", (C,), "FileNotFoundError"),
+    (change("training", B, to="ended by signal 9"), "training", (B,), "ended by signal 9"),
+]
+
+
+def test_nothing_is_found_where_all_is_right():
+    assert examine(healthy()) == []
+
+
+@pytest.mark.parametrize(("plant", "check", "nodes", "measured"), FAULTS, ids=[f"{f[1]}-{f[3]}" for f in FAULTS])
+def test_a_fault_is_one_finding_with_its_node_and_fix(plant, check, nodes, measured):
+    found = healthy()
+    plant(found)
+    (finding,) = examine(found)
+    assert (finding.check, finding.nodes) == (check, nodes) and measured in finding.measured
+    line = finding.line()
+    assert "\n" not in line and line.endswith(".") and finding.fix in line and all(node in line for node in nodes)
+    assert hinders_training([finding]) == (check in ("answer", "versions", "ports"))
+
+
+def test_a_storage_of_a_nodes_own_is_one_finding_of_that_node():
+    found = healthy()
+    found.storage = {(A, C): "FileNotFoundError: x", (C, A): "FileNotFoundError: y"}
+    assert [(finding.check, finding.nodes) for finding in examine(found)] == [("storage", (C,))]
+
+
+def test_the_fix_of_closed_ports_names_those_that_were_asked_for():
+    found = healthy()
+    found.ports, found.links[A, C] = (40000, 40100), {"error": "timed out"}
+    (finding,) = examine(found)
+    assert "40000 to 40100" in finding.fix
+
+
+def test_a_version_that_no_test_has_seen_is_a_finding_where_it_is_the_same_everywhere():
+    found = healthy()
+    for facts in found.facts.values():
+        facts["versions"]["keras"] = "3.9.2"
+    (finding,) = examine(found)
+    assert finding.nodes == (A, B, C) and "3.14, 3.15" in finding.fix
+
+
+def test_one_host_may_call_itself_by_a_loopback_address_and_filtered_datagrams_are_right():
+    found = healthy()
+    found.nodes, found.links = [A], {(A, B): {"error": None, "rtt": 1e-4, "rate": 1e9}}
+    found.facts = {A: copy.deepcopy(found.facts[A])}
+    found.facts[A]["name"]["found"] = ["127.0.0.1"]
+    assert examine(found) == []
+
+
+# ------------------------------------------------------------------------------------------------------- sockets
+
+PORTS = (32000, 60000)
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def probes():
+    """Two probes with one token, and one with another."""
+    made = [probe.Probe(token, HERE, PORTS) for token in (b"a" * 32, b"a" * 32, b"b" * 32)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_a_probe_reaches_another_and_measures(probes):
+    at = probes[0].listen()
+    seen = probes[1].reach(HERE, at)
+    assert seen["error"] is None and seen["rtt"] < 1 and seen["large"] > 0.5 and seen["loss"] < 0.5
+    assert probes[1].bandwidth(HERE, at[0])["rate"] > 1e6
+
+
+def test_who_has_another_token_is_told_nothing(probes):
+    at = probes[0].listen()
+    assert "closed the connection" in probes[2].reach(HERE, at)["error"]
+    assert probes[2]._datagrams(HERE, at[1]) == {}
+
+
+def test_strangers_who_say_nothing_or_nonsense_hold_nobody_up(probes):
+    at = probes[0].listen()
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection((HERE, at[0]), 5))
+        loud = stack.enter_context(socket.create_connection((HERE, at[0]), 5))
+        loud.sendall(b"GET / HTTP/1.1\r\n" * 100)
+        began = time.monotonic()
+        assert probes[1].reach(HERE, at)["error"] is None
+        assert time.monotonic() - began < probe.LINK_SECONDS
+
+
+def test_a_program_that_accepts_and_says_nothing_is_an_error_in_time(probes):
+    with socket.create_server((HERE, 0)) as mute:
+        began = time.monotonic()
+        assert "timed out" in probes[0].reach(HERE, (mute.getsockname()[1], 9))["error"]
+        assert time.monotonic() - began < 2 * probe.STEP_SECONDS
+
+
+def test_a_storage_that_is_not_there_is_an_error_and_not_made(tmp_path, probes):
+    folder = str(tmp_path / "none" / "raytf-doctor-1")
+    assert "FileNotFoundError" in probes[0].write(folder, "0", "x")
+    there = str(tmp_path / "raytf-doctor-1")
+    assert probes[0].write(there, "0", "x") is None and probes[1].read(there, "0", "x") is None
+    assert probes[1].read(there, "0", "y") == "the file has another content"
+    probes[0].remove(there)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ports", "some"], "--ports takes FIRST-LAST"),
+        (["--seconds", "1"], "at least 30 seconds"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments, sentence):
+    done = CliRunner().invoke(cli.main, ["doctor", *arguments])
+    assert done.exit_code == 2 and sentence in " ".join(done.output.split()), done.output
+
+
+def test_no_cluster_exits_with_2():
+    """In a process of its own: one that has a connection keeps it."""
+    command = [sys.executable, "-m", "raytf.cli", "doctor", "--address", "127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "needs a Ray cluster that answers" in " ".join(done.stderr.split()), done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_findings_are_lines_or_json_and_the_exit_code_tells(healthy, monkeypatch):
+    finding = Finding(check="disk", problem="it is full", nodes=(A,), measured="0 GiB", fix="Free some")
+    report = examination.Report(nodes=[A], findings=[] if healthy else [finding], left_out=[], seconds=1.0)
+    monkeypatch.setattr(examination, "run", lambda *args, **options: report)
+    done = CliRunner().invoke(cli.main, ["doctor"])
+    assert done.exit_code == (0 if healthy else 1)
+    assert ("healthy" in done.output) == healthy and ("Free some." in done.output) != healthy
+    done = CliRunner().invoke(cli.main, ["doctor", "--json"])
+    assert len(json.loads(done.output)["findings"]) == (0 if healthy else 1)

@@ -1,0 +1,228 @@
+"""Who waits for whom is judged from what workers tell: no false alarm, the right one, in the limit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import raytf
+from raytf import activity
+from raytf.activity import Activity
+from raytf.runtime import stacks
+from raytf.runtime.hangs import Judge
+
+
+class Worker:
+    """What a worker tells, second by second."""
+
+    def __init__(self, **told):
+        self.told = {
+            "phase": activity.STEP,
+            "seconds": 0.0,
+            "hook": None,
+            "meeting": None,
+            "numbers": {activity.SUM: 17, activity.COLLECTIVE: 3, activity.REPORT: 0},
+            "step": 17,
+            "usual": 0.1,
+            "spent": {},
+            "processor": 0.0,
+            "switches": 5,
+            "clock": 0.0,
+        } | told
+        self.works = self.moves = False
+
+    def second(self):
+        self.told = dict(self.told, seconds=self.told["seconds"] + 1, clock=self.told["clock"] + 1)
+        if self.told["meeting"] is not None:
+            kind, number, seconds = self.told["meeting"]
+            self.told["meeting"] = kind, number, seconds + 1
+        self.told["processor"] += 0.9 if self.works else 0.02
+        self.told["switches"] += self.moves
+
+
+def waits(**told):
+    return Worker(meeting=(activity.SUM, 18, 0.0), **told)
+
+
+def seconds_until(judge, workers, most=1000, ends=False):
+    """After how many seconds a hang is found, and it."""
+    for second in range(1, most):
+        for worker in workers:
+            worker.second()
+        hang = judge.look({rank: worker.told for rank, worker in enumerate(workers)}, {})
+        if hang is not None and (hang.ends or not ends):
+            return second, hang
+    return most, None
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"phase": activity.INPUT}, "waits for rows of its input in step 18"),
+        ({"phase": activity.CALLBACKS, "hook": "Mine.on_epoch_end"}, "is in Mine.on_epoch_end after step 17"),
+        ({"phase": activity.CHECKPOINT}, "writes a checkpoint after step 17"),
+        ({"phase": activity.STEP}, "is in step 18 and does not use its processors"),
+        ({"phase": activity.END}, "has left the training after step 17"),
+    ],
+)
+def test_the_one_that_does_not_come_is_named_and_ended_later(told, words):
+    workers = [waits(), Worker(**told), waits()]
+    second, hang = seconds_until(Judge(10, 60), workers)
+    assert 10 <= second <= 11 and hang.rank == 1 and words in str(hang) and not hang.ends
+    assert "worker 0 and worker 2 wait for it since step 18" in str(hang)
+    second, _ = seconds_until(Judge(10, 60), workers, ends=True)
+    slow = told["phase"] in (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT)
+    assert 30 < second <= 300 if slow else second <= 30
+
+
+def test_another_number_of_steps_is_that_of_the_one_that_is_behind():
+    behind = Worker(meeting=(activity.COLLECTIVE, 4, 0.0))
+    ahead = waits(numbers={activity.SUM: 18, activity.COLLECTIVE: 3, activity.REPORT: 0})
+    _, hang = seconds_until(Judge(10, 60), [ahead, behind])
+    assert hang.rank == 1 and "another number of steps" in str(hang) and "worker 0 waits" in str(hang)
+
+
+def test_one_that_computes_is_not_named():
+    computes = Worker()
+    computes.works = True
+    assert seconds_until(Judge(10, 60), [waits(), computes]) == (1000, None)
+
+
+def test_one_that_still_moves_ends_the_run_later_only():
+    moves = Worker(phase=activity.CALLBACKS)
+    moves.moves = True
+    assert seconds_until(Judge(10, 60), [waits(), moves], ends=True)[0] == 300
+
+
+def test_a_slow_step_of_all_is_no_hang():
+    assert seconds_until(Judge(10, 60), [Worker(), Worker(), Worker()])[1] is None
+    assert seconds_until(Judge(10, 60), [Worker(phase=activity.VALIDATION), Worker()])[1] is None
+
+
+def test_the_first_step_has_a_limit_of_its_own():
+    numbers = {activity.SUM: 0, activity.COLLECTIVE: 3, activity.REPORT: 0}
+    workers = [waits(step=0, numbers=numbers), Worker(step=0, numbers=numbers)]
+    assert 60 <= seconds_until(Judge(10, 60), workers)[0] <= 61
+
+
+def test_an_input_that_gives_nothing_to_anybody_is_told_and_ends_late():
+    workers = [Worker(phase=activity.INPUT), Worker(phase=activity.INPUT)]
+    second, hang = seconds_until(Judge(10, 60), workers)
+    assert 10 <= second <= 11 and "waits for rows" in str(hang) and "the run waits for it" in str(hang)
+    assert seconds_until(Judge(10, 60), workers, ends=True)[0] >= 250
+
+
+def test_what_took_long_once_may_take_twice_as_long():
+    judge = Judge(10, 60)
+    _, hang = seconds_until(judge, [waits(), Worker(phase=activity.CALLBACKS)])
+    judge.went_on(hang)
+    assert 20 <= seconds_until(judge, [waits(), Worker(phase=activity.CALLBACKS)])[0] <= 22
+
+
+def test_no_false_alarm_in_steps_that_take_20_times_as_long():
+    """An hour of steps of each length; one worker, drawn anew each time, sleeps meanwhile, and the others wait."""
+    source = random.Random(5)
+    for usual in (0.05, 0.45, 2.0):
+        judge, clock = Judge(8.5, 60), 0.0
+        workers = [Worker(usual=usual) for _ in range(3)]
+        while clock < 3600:
+            slow = source.randrange(3)
+            took = usual * (20 if source.random() < 0.3 else 1)
+            for now in range(1, int(took) + 1):
+                for rank, worker in enumerate(workers):
+                    met = None if rank == slow else (activity.SUM, 18, float(now))
+                    phase = activity.CALLBACKS if rank == slow else activity.STEP
+                    worker.told = dict(worker.told, phase=phase, meeting=met, seconds=float(now), clock=clock + now)
+                told = {rank: worker.told for rank, worker in enumerate(workers)}
+                assert judge.look(told, {}) is None, (usual, clock, now)
+            clock += took
+
+
+def test_a_silent_one_is_named():
+    told = {0: waits().told, 1: Worker().told}
+    assert Judge(10, 60).look(told, {1: 9.0}) is None
+    hang = Judge(10, 60).look(told, {1: 10.0})
+    assert hang.rank == 1 and not hang.ends and Judge(10, 60).look(told, {1: 30.0}).ends
+    assert "holds Python's lock" in str(hang)
+    hang = Judge(10, 60).look(told, {1: 10.0}, {1: "stopped by a signal (SIGSTOP?)"})
+    assert (
+        not hang.ends and "is stopped by a signal" in str(hang) and "worker 0 waits for it since step 18" in str(hang)
+    )
+
+
+def test_activity_tells_where_the_training_is_and_what_its_callback_is():
+    here, inside, go_on = Activity(), threading.Event(), threading.Event()
+
+    class Mine:
+        def on_epoch_end(self):
+            inside.set()
+            go_on.wait(60)
+
+    def train():
+        here.train_here()
+        here.at(activity.STEP)
+        with here.meeting(activity.SUM):
+            pass
+        here.executed(4)
+        Mine().on_epoch_end()
+        here.at(activity.END)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    inside.wait(60)
+    here._now = here._now[0], here._now[1] - 3
+    told = here.told()
+    assert (told["phase"], told["hook"], told["step"], told["meeting"]) == ("callbacks", "Mine.on_epoch_end", 4, None)
+    assert told["seconds"] >= 3 and told["numbers"]["sum"] == 1
+    assert "go_on.wait(60)" in here.stack() and told["switches"] >= 0
+    go_on.set()
+    thread.join()
+    assert here.told()["phase"] == "end"
+
+
+def test_a_stopped_process_shows_its_stack():
+    program = "import time\ndef stands_here():\n    print(flush=True)\n    time.sleep(600)\nstands_here()"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGSTOP)
+        assert "stands_here" in stacks.of(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert "its stack is not known: py-spy may not look at it" in stacks.of(process.pid)
+
+
+def test_the_cost_of_a_step():
+    """Its part of a step of a millisecond, measured against a loop of this machine's own."""
+    here = Activity()
+
+    def told():
+        here.at(activity.STEP)
+        here.enter(activity.SUM)
+        here.leave()
+        here.executed(1)
+
+    def per_call(function):
+        began = time.perf_counter()
+        for _ in range(2000):
+            function()
+        return (time.perf_counter() - began) / 2000
+
+    # a function that does nothing takes 0.03 to 0.1 us
+    assert min(per_call(told) for _ in range(5)) < 150 * min(per_call(lambda: None) for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    "options", [{"hang_timeout_s": 1}, {"hang_timeout_s": 0}, {"first_step_timeout_s": 5}, {"hang_timeout_s": 400}]
+)
+def test_limits_out_of_range_are_refused(options):
+    with pytest.raises(raytf.ConfigError, match="hang_timeout_s"):
+        raytf.TensorflowConfig(**options)

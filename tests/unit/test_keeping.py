@@ -1,0 +1,79 @@
+"""What tells one training of `raytf.fit` from another, and which checkpoint a call by name goes on from. No Ray."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from raytf.errors import ConfigError
+from raytf.fitting import arrays
+from raytf.fitting.keeping import Keeping, identity
+from raytf.storage import checkpoint_files
+from raytf.storage.checkpoint_files import State
+from raytf.storage.step_folders import name_of
+
+X = np.arange(12.0).reshape(6, 2)
+
+
+def told(x=X, units=3, batch=2, **more):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    parts = {"train": arrays.of(x, x[:, :1], None, None, None, None)}
+    return identity(model, parts, {}, batch, {"initial_epoch": 0, "shuffle": "full"} | more)
+
+
+def keep(folder, step, state_of):
+    path = folder / name_of(step)
+    path.mkdir(parents=True)
+    for part in (checkpoint_files.MODEL, checkpoint_files.SEEDS):
+        (path / part).write_bytes(b"x")
+    state = State(1, step, 7, False, [{"epoch": 1}], identity=state_of, epoch_step=2)
+    (path / checkpoint_files.STATE).write_text(state.to_json())
+    checkpoint_files.write_manifest(str(path))
+
+
+def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
+    keeping = Keeping.of("digits", tmp_path, "4 steps", "auto")
+    assert keeping.newest(told()) == (None, None) and keeping.last() == 0
+    with pytest.raises(ConfigError, match="goes on from a checkpoint"):
+        Keeping.of("digits", tmp_path, "auto", True).newest(told())
+    keep(tmp_path / "digits" / "fit", 4, told())
+    keep(tmp_path / "digits" / "fit", 6, json.loads(json.dumps(told())))
+    files, state = keeping.newest(told())
+    assert state.step == keeping.last() == 6 and checkpoint_files.STATE in files
+    assert "digits: goes on after step 6 (step 2 of epoch 2)" in capsys.readouterr().out
+    for other, message in [
+        (told(units=4), "units"),
+        (told(x=X + 1), "other contents of datasets"),
+        (told(x=X[:5]), "5 rows, was 6"),
+        (told(batch=3), "batch_size 3, was 2"),
+        (told(shuffle="none"), "shuffle"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            keeping.newest(other)
+    with pytest.warns(UserWarning, match="goes on with batch_size 3, was 2"):
+        assert Keeping.of("digits", tmp_path, "auto", True).newest(told(batch=3))[1].step == 6
+    assert Keeping.of("digits", tmp_path, "auto", False).newest(told(batch=3)) == (None, None)
+    assert not (tmp_path / "digits" / "fit").exists()
+    keeping.forget()  # of nothing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, "/runs", "auto", "auto"), "under a name.*storage"),
+        ((None, None, "4 steps", "auto"), "under a name.*checkpoint_every"),
+        ((None, None, "auto", False), "under a name.*resume"),
+        (("a", None, "4 apples", "auto"), "checkpoint_every must be"),
+        (("a", None, "auto", "yes"), "resume must be"),
+        (("../a", None, "auto", "auto"), "below its storage path"),
+    ],
+)
+def test_what_means_nothing_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Keeping.of(*arguments)
+    assert Keeping.of(None, None, "auto", "auto") is None

@@ -1,0 +1,136 @@
+"""Which checkpoint a trial goes on from, and how a sweep's end is agreed on. No Ray, no TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pyarrow.fs
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from raytf.storage import checkpoint_files
+from raytf.storage.checkpoint_files import State
+from raytf.storage.step_folders import name_of
+from raytf.tune import sweep_end, trial_steps
+from raytf.tune.sweep_end import Asking, SweepEnd
+from raytf.worker.ending import DrainedError
+from raytf.worker.session import TRIAL
+
+HERE = pyarrow.fs.LocalFileSystem()
+NOTE = {TRIAL: json.dumps({"begun_with": "other/checkpoint_000003"}).encode()}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "files", "found"),
+    [
+        ("sweep/mine/checkpoint_000001", NOTE, "other/checkpoint_000003"),
+        ("sweep/mine/checkpoint_000001", {}, "mine/checkpoint_000001"),  # of an older raytf
+        ("sweep/other/checkpoint_000004", NOTE, "other/checkpoint_000004"),  # what it had begun with is its own
+    ],
+)
+def test_what_a_trial_has_begun_with(checkpoint, files, found):
+    assert trial_steps.begun_with(checkpoint, "sweep/mine/", files) == found
+
+
+def test_folders_are_told_apart_by_config_and_by_what_a_trial_has_begun_with():
+    config = {"learning_rate": 0.1, "units": 3}
+    names = [
+        trial_steps.folder_of(config, ""),
+        trial_steps.folder_of({**config, "learning_rate": 0.12}, ""),
+        trial_steps.folder_of(config, "other/checkpoint_000003"),
+        trial_steps.folder_of(config, "other/checkpoint_000004"),
+    ]
+    assert len(set(names)) == 4 and trial_steps.folder_of(dict(reversed(config.items())), "") == names[0]
+
+
+def keep(folder, step, reports):
+    """A checkpoint within an epoch, of which the model is none."""
+    path = folder / name_of(step)
+    path.mkdir(parents=True)
+    for part in (checkpoint_files.MODEL, checkpoint_files.SEEDS):
+        (path / part).write_bytes(b"x" * 100)
+    (path / checkpoint_files.STATE).write_text(State(1, step, 7, False, [{"epoch": 1}], epoch_step=2).to_json())
+    (path / TRIAL).write_text(json.dumps({"reports": reports}))
+    checkpoint_files.write_manifest(str(path))
+    return path
+
+
+def test_the_newest_whole_one_behind_tunes_checkpoint(tmp_path):
+    folder = tmp_path / "trial" / "steps_a"
+    newest = lambda after: trial_steps.newest(HERE, str(folder), after)
+    assert newest(0) is None, "there is no folder"
+    first, second = keep(folder, 4, 1), keep(folder, 6, 2)
+    files, reports = newest(5)
+    assert reports == 2 and files[checkpoint_files.STATE] == (second / checkpoint_files.STATE).read_bytes()
+    assert newest(6) is None, "Tune's own holds as much"
+    os.truncate(second / checkpoint_files.MODEL, 10)
+    with pytest.warns(UserWarning, match=f"Damaged: {second.name}.* In its place {first.name} is taken"):
+        assert newest(0)[1] == 1
+    with pytest.warns(UserWarning, match=r"Damaged: .* The trial goes on from step 4, that of Tune's checkpoint"):
+        assert newest(4) is None
+    (first / TRIAL).write_text(json.dumps({"reports": "1"}))
+    (first / checkpoint_files.MANIFEST).unlink()
+    checkpoint_files.write_manifest(str(first))
+    with pytest.warns(UserWarning, match="does not say how many reports there were"):
+        assert newest(0) is None
+
+
+def test_what_nobody_will_read_is_removed(tmp_path):
+    trials = [tmp_path / "one", tmp_path / "two"]
+    for trial in trials:
+        for step in (4, 6, 8):
+            keep(trial / "steps_a", step, 1)
+    (trials[0] / "checkpoint_000000").mkdir()
+    trial_steps.remove(HERE, str(trials[0] / "steps_a"), 6)
+    assert [path.name for path in (trials[0] / "steps_a").iterdir()] == [name_of(8)]
+    assert trial_steps.is_kept(HERE, str(trials[0] / "steps_a"), 8)
+    assert not trial_steps.is_kept(HERE, str(trials[0] / "steps_a"), 6)
+    trial_steps.remove_all(HERE, str(tmp_path))
+    assert [path.name for path in trials[0].iterdir()] == ["checkpoint_000000"] and not list(trials[1].iterdir())
+
+
+class Entries(dict):
+    """In the place of Ray's key-value store."""
+
+    put = dict.__setitem__
+
+
+def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(monkeypatch):
+    end, said, ends = SweepEnd(Entries()), [], []
+    asking = Asking(end, lambda: ends.append(True), said.append)
+    running = lambda: ["one", "two", "three"]
+    end.begun("one")
+    end.begun("two")
+    asking.look(running)
+    assert not end.is_asked(), "no signal came"
+    asking.hear()
+    for _ in range(2):
+        asking.look(running)
+    assert end.is_asked() and len(said) == 1 and not ends
+    monkeypatch.setattr(sweep_end, "_RELEASE_SECONDS", -1.0)
+    with pytest.raises(sweep_end.NotReleasedError, match="its driver has not"):
+        end.ended("one", 7, kept=True)
+    asking.look(running)
+    assert not ends
+    asking.look(lambda: ["one", "three"])  # the other one has come to its own end meanwhile
+    asking.look(running)
+    assert ends == [True] and asking.lost == []
+    end.ended("three", None, kept=True)  # at once, as it is released
+
+
+def test_to_tune_a_drained_node_is_no_failure():
+    """It counts errors of an actor that are not `preempted`."""
+    error = RayTaskError("step", "", DrainedError(7)).as_instanceof_cause()
+    assert isinstance(error, RayActorError) and error.preempted and error.step == 7
+
+
+def test_what_is_not_kept_is_named(monkeypatch):
+    end = SweepEnd(Entries(over=True))
+    asking = Asking(end, lambda: None, lambda text: None)
+    monkeypatch.setattr(sweep_end, "_END_SECONDS", 0.0)
+    end.ended("one", 7, kept=False)
+    end.begun("two")
+    asking.hear()
+    asking.look(lambda: ["one", "two", "three"])
+    assert asking.lost == ["trial two has not ended", "trial one has ended after step 7, which is not kept"]
