@@ -120,7 +120,10 @@ class Activity:
 
     @contextlib.contextmanager
     def meeting(self, kind: str) -> Iterator[None]:
-        """`enter` and `leave` around a block."""
+        """`enter` and `leave` around a block; what lies within another meeting is a part of that one."""
+        if self._meeting is not None:
+            yield
+            return
         self.enter(kind)
         try:
             yield

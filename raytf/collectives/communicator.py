@@ -1,4 +1,7 @@
-"""Sums over the workers of a MultiWorkerMirroredStrategy, packed into as few collectives as there are dtypes."""
+"""Sums over the workers of a MultiWorkerMirroredStrategy, packed into as few collectives as there are dtypes.
+
+Where workers have raytf's ring, all of them go over it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from raytf import activity
+from raytf.collectives import exchange
 from raytf.compat.tensorflow import in_multi_worker_mode
 from raytf.compat.tensorflow import is_chief as strategy_is_chief
-
-SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64, tf.int32})
 
 
 def spans_workers(strategy) -> bool:
@@ -79,6 +80,10 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
     Returns:
         The sums in the same order, equal on every worker to the bit.
     """
+    ring = exchange.of(strategy)
+    if ring is not None:
+        with exchange.meeting():
+            return ring.add_arrays([np.asarray(v) for v in values])
     tensors = [tf.convert_to_tensor(v) for v in values]
     known = _sums.setdefault(strategy, {})
     signature = tuple((t.dtype, tuple(t.shape)) for t in tensors)
@@ -86,7 +91,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
         if len(known) >= _KEPT:
             known.clear()
         known[signature] = _sum_function(strategy)
-    with activity.here.meeting(activity.COLLECTIVE):
+    with exchange.meeting():
         return [v.numpy() for v in known[signature](*tensors)]
 
 
@@ -115,11 +120,15 @@ def _sum_function(strategy):
 def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The chief's values on every worker; the others' are only read for their shapes and dtypes.
 
-    They travel in pieces of `PIECE_BYTES`, each of which TensorFlow holds about seven times: however many there are, a
-    worker needs room for the values that come, and 30 MiB.
+    Through TensorFlow's collectives they travel in pieces of `PIECE_BYTES`, each of which TensorFlow holds about seven
+    times: however many there are, a worker needs room for the values that come, and 30 MiB.
     """
-    chief = is_chief(strategy)
     values = [np.asarray(v) for v in values]
+    ring = exchange.of(strategy)
+    if ring is not None:
+        with exchange.meeting():
+            return ring.chiefs_arrays(values)
+    chief = is_chief(strategy)
     found = [np.empty(v.shape, v.dtype) for v in values]
     for dtype in dict.fromkeys(v.dtype for v in values):
         given = [v.reshape(-1) for v in values if v.dtype == dtype]

@@ -8,6 +8,7 @@ float16 has scales of its own, as the sum of gradients may be larger than it can
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 import warnings
@@ -17,52 +18,74 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from raytf.collectives import ring, scaled_float16
-from raytf.collectives.communicator import local_replicas, spans_workers, sum_over_workers
+from raytf import activity
+from raytf.collectives import exchange, ring, scaled_float16
+from raytf.collectives.exchange import Exchange, empty
 from raytf.collectives.ring import Listener, Ring
-from raytf.compat.tensorflow import rank as strategy_rank
 from raytf.errors import ConfigError
-from raytf.runtime.ports import bound
+from raytf.runtime import ports
 
 # Large enough that the sockets work at their rate, small enough that the backward pass still has something to compute.
 PACK_BYTES = 4 << 20
 # TensorFlow takes an array of NumPy's without a copy where it begins at such an address.
 _ALIGNED = 64
-_JOIN_TIMEOUT = 120.0
 # That stay in a core's cache.
 _BLOCKS_AT_ONCE = 32
 
-_rings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-
-class GradientRing:
-    """Sums gradients over the workers of a strategy.
+class GradientRing(Exchange):
+    """Sums gradients over the workers of a strategy, and exchanges what else they have.
 
     Args:
         ring: connected.
         pack_bytes: packs are closed at this size.
         wire_dtype: floating type of 16 bits in which wider gradients travel, or None for their own.
+
+    Attributes:
+        seconds: spent in sums since the start, waiting for others included.
+        completed: sums of gradients that are whole on this worker, of all packs and what else belongs to an update;
+            counted from 0 for each ring. No part of a sum is used before.
     """
 
     def __init__(self, ring: Ring, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
-        self.ring, self._pack_bytes = ring, pack_bytes
+        super().__init__(ring)
+        self._pack_bytes = pack_bytes
         self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
-        self.seconds = 0.0  # spent in sums since the start, waiting for others included
-        # TensorFlow keeps the order of what uses one variable, also into conditions and loops, but not that of two sums
-        # that need nothing of each other: workers would make them in different orders
-        with tf.init_scope():
-            self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="ring_turn")
+        self.seconds, self.completed = 0.0, 0
+
+    def replace(self, ring: Ring) -> None:
+        """See `Exchange.replace`; `completed` begins anew."""
+        super().replace(ring)
+        self.completed = 0
+
+    def commit(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """The same gradients, none of which can be used before all are there; closes a `sum` that was not `last`."""
+        parts = [part for g in gradients for part in ([g.values] if isinstance(g, tf.IndexedSlices) else [g])]
+        if tf.executing_eagerly():
+            self._complete()
+            return list(gradients)
+        with tf.control_dependencies(parts):
+            done = tf.numpy_function(self._complete, [], [tf.bool])
+        with tf.control_dependencies(done):
+            return [_same(g) for g in gradients]
+
+    def _complete(self) -> list[np.bool_]:
+        self.completed += 1
+        return [np.True_]
 
     def sum(
-        self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None, exact: bool = False
+        self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None, exact: bool = False, last: bool = True
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Sums of dense gradients over the workers, or their means over the rows of all; in a replica context.
+
+        None of the results is there before all packs have been summed: an update is made as a whole, or not.
 
         Args:
             gradients: floating tensors, the same shapes on each worker and at each call from the same place.
             rows: int32 scalar, the rows over which this worker's gradients are means (with none, they count as zeros
                 whatever they hold); None sums the gradients as they are.
             exact: let them travel as they are, too.
+            last: nothing else belongs to the update; else `commit` follows.
 
         Returns:
             (the results in the same order, float64 scalar with the rows of all workers, at least 1, or None).
@@ -71,8 +94,10 @@ class GradientRing:
         with tf.control_dependencies([self._turn.read_value()]):
             mine = tf.identity(tf.cast(-1 if rows is None else rows, tf.float64))
         result: list[tf.Tensor | None] = [None] * len(gradients)
-        sum_pack = functools.partial(self._sum_pack, exact or self._wire_dtype is None, _place())
-        for places in self._packs(gradients):
+        place, packs = _place(), self._packs(gradients)
+        for number, places in enumerate(packs):
+            closes = last and number == len(packs) - 1
+            sum_pack = functools.partial(self._sum_pack, exact or self._wire_dtype is None, place, closes)
             pack = [gradients[i] for i in places]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
             total, *summed = tf.numpy_function(sum_pack, [mine, total, *pack], dtypes)
@@ -80,8 +105,10 @@ class GradientRing:
             for i, value in zip(places, summed, strict=True):
                 value.set_shape(gradients[i].shape)
                 result[i] = value
-        with tf.control_dependencies([total]):
+        with tf.control_dependencies([total]):  # each pack has waited for the one before
             self._turn.assign_add(1)
+            if len(packs) > 1:
+                result = [tf.identity(value) for value in result]
         return result, None if rows is None else total
 
     def _packs(self, gradients: Sequence[tf.Tensor]) -> list[list[int]]:
@@ -98,7 +125,7 @@ class GradientRing:
         return packs
 
     def _sum_pack(
-        self, exact: bool, place: int, rows: np.float64, total: np.float64, *pack: np.ndarray
+        self, exact: bool, place: int, closes: bool, rows: np.float64, total: np.float64, *pack: np.ndarray
     ) -> list[np.ndarray]:
         began = time.perf_counter()
         weight = 1.0
@@ -116,7 +143,7 @@ class GradientRing:
         blocks = self.ring.padded(scaled_float16.blocks(items)) if wire == np.float16 else 0
         wire = np.dtype(np.float32) if blocks else wire
         scaled = 0 < blocks * scaled_float16.BLOCK.itemsize < items * wire.itemsize  # few numbers fill no blocks
-        buffer = _empty(blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items), wire)
+        buffer = empty(blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items), wire)
         for gradient, start, following in zip(pack, starts, [*starts[1:-1], buffer.size], strict=False):
             _put(gradient.reshape(-1), weight, buffer[start : start + gradient.size])
             buffer[start + gradient.size : following] = 0
@@ -126,6 +153,7 @@ class GradientRing:
             self.ring.add(buffer, place)
         summed = buffer if buffer.dtype == dtype else _converted(buffer, dtype)
         self.seconds += time.perf_counter() - began
+        self.completed += closes
         return [
             np.float64(total),
             *(summed[s : s + g.size].reshape(g.shape) for g, s in zip(pack, starts, strict=False)),
@@ -141,6 +169,12 @@ class GradientRing:
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.decode(coded[part], numbers[part])
+
+
+def _same(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.identity(gradient.values), gradient.indices, gradient.dense_shape)
+    return tf.identity(gradient)
 
 
 _places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -179,77 +213,85 @@ def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
             target[i : i + piece.size] = weighted
 
 
-def _empty(items: int, dtype: np.dtype) -> np.ndarray:
-    memory = np.empty(items * dtype.itemsize + _ALIGNED, np.uint8)
-    start = -memory.ctypes.data % _ALIGNED
-    return memory[start : start + items * dtype.itemsize].view(dtype)
-
-
 @np.errstate(over="ignore", invalid="ignore")
 def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    made = _empty(values.size, dtype)
+    made = empty(values.size, dtype)
     made[...] = values
     return made
 
 
-def attach(
-    strategy,
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """The workers of a strategy, as each of them knows them.
+
+    Args:
+        addresses: "host:port" of each, by rank; the ring listens there, as TensorFlow's server would.
+        rank: this worker's.
+    """
+
+    addresses: tuple[str, ...]
+    rank: int
+
+
+def members(resolver) -> Members | None:
+    """The workers of a cluster where a ring helps: several, with one CPU device each; else None.
+
+    Args:
+        resolver: a `tf.distribute.cluster_resolver.ClusterResolver`, or None for that of TF_CONFIG.
+    """
+    resolver = resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    jobs = [one for one in ("chief", "worker") if one in spec.jobs]
+    addresses = [address for one in jobs for address in spec.job_tasks(one)]
+    if len(addresses) < 2 or job not in jobs or index is None or tf.config.get_visible_devices("GPU"):
+        return None
+    before = spec.num_tasks("chief") if job == "worker" and "chief" in jobs else 0
+    return Members(tuple(addresses), before + index)
+
+
+def join(
+    group: Members,
     *,
+    join_timeout_s: float,
     timeout_s: float | None,
     pack_bytes: int,
     wire_dtype: str | None,
-    ports: tuple[int, int],
-) -> None:
-    """Gives `strategy` a ring where one helps: several workers with one CPU device each. All workers call it at once.
+) -> GradientRing:
+    """A ring of the workers; all of them call it at once, before their strategies are built.
 
-    The ring's token is the one that `ring.keep_token` was given, on all workers or on none. Without one, as in a script
-    with a hand-set TF_CONFIG, there is no ring.
+    The ring's token is the one that `ring.keep_token` was given, the same on all workers.
 
     Args:
-        strategy: just built.
+        group: from `members`.
+        join_timeout_s: seconds within which all workers must come.
         timeout_s: seconds that a sum waits for a neighbour that lives; None waits for ever.
         pack_bytes: bytes of a pack; 0 takes `PACK_BYTES`.
         wire_dtype: "bfloat16", "float16" or None.
-        ports: the first and the last on which it may listen.
 
     Raises:
-        ConfigError: without a token `wire_dtype` would mean nothing, or some workers have a token and others none.
-        PeerLostError: a worker did not join within two minutes.
+        ConfigError: something else listens at this worker's address.
+        PeerLostError: a worker did not join in time, or is none of this ring.
     """
-    if not spans_workers(strategy) or local_replicas(strategy) > 1:
-        return
-    if any("GPU" in device for device in strategy.extended.worker_devices):
-        return
-    cluster = strategy.cluster_resolver.cluster_spec().as_dict()
-    hosts = [a.rpartition(":")[0].strip("[]") for job in ("chief", "worker") for a in cluster.get(job, [])]
-    rank = strategy_rank(strategy)
-    token = ring.token()
-    listener = None if token is None else Listener(hosts[rank], bound(hosts[rank], ports))
-    found = np.zeros(len(hosts), np.int64)
-    found[rank] = 0 if listener is None else listener.port
-    try:
-        (found,) = sum_over_workers(strategy, [found])
-        if not found.all():
-            _check_without(found, wire_dtype)
-            return
-        addresses = [(host, int(port)) for host, port in zip(hosts, found, strict=True)]
-        joined = listener.join(rank, addresses, token, _JOIN_TIMEOUT, timeout_s)
-    finally:
-        if listener is not None:
-            listener.close()
-    wire = None if wire_dtype is None else tf.as_dtype(wire_dtype)
-    _rings[strategy.extended] = GradientRing(joined, pack_bytes or PACK_BYTES, wire)
-    weakref.finalize(strategy.extended, joined.close)
+    joined = connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
+    return GradientRing(joined, pack_bytes or PACK_BYTES, None if wire_dtype is None else tf.as_dtype(wire_dtype))
 
 
-def _check_without(found: np.ndarray, wire_dtype: str | None) -> None:
-    """What is told where workers have no token, by the ports of those that have."""
-    if found.any():
-        raise ConfigError(
-            "All workers of a ring have its token, or none has",
-            f"none on workers {np.flatnonzero(found == 0).tolist()}",
-            "Start all of them in the same way",
-        )
+def connect(group: Members, token: bytes, generation: int, join_timeout_s: float, timeout_s: float | None) -> Ring:
+    """A ring of one generation; all its members call it at once. See `join`."""
+    addresses = [ports.split(address) for address in group.addresses]
+    listener = Listener(addresses[group.rank][0], ports.own(group.addresses[group.rank]))
+    with activity.here.meeting(activity.COLLECTIVE):
+        joined = listener.join(group.rank, addresses, token, join_timeout_s, timeout_s, generation=generation)
+    ring.was_joined(generation)
+    return joined
+
+
+def check_without(wire_dtype: str | None) -> None:
+    """Says what it means that this worker has no token, where a ring would help.
+
+    Raises:
+        ConfigError: `wire_dtype` would mean nothing.
+    """
     if wire_dtype is not None:
         raise ConfigError(
             "gradient_dtype needs raytf's ring, and that a token which whoever starts the processes gives to all",
@@ -265,5 +307,5 @@ def _check_without(found: np.ndarray, wire_dtype: str | None) -> None:
 
 
 def of(strategy) -> GradientRing | None:
-    """The ring that `attach` gave to `strategy`, or None."""
-    return _rings.get(strategy.extended)
+    """The ring of a strategy's workers, or None where they meet in TensorFlow's collectives, or there is one."""
+    return exchange.of(strategy)

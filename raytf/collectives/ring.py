@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -33,9 +33,11 @@ from raytf.errors import PeerLostError, RaytfError
 # Bytes that are received before they are added: small enough for a core's cache.
 _CHUNK = 1 << 18
 _SENT_AT_ONCE = 1 << 20
-# Which group, which of its sums, of which place in a step, and how long: workers that disagree must not add what does
-# not belong together.
-_HEADER = struct.Struct("<QQQQ")
+# Which group, which of its exchanges, what is done, at which place in a step, and how long: workers that disagree must
+# not add what does not belong together.
+_HEADER = struct.Struct("<QQQQQ")
+_ADD, _GATHER, _BROADCAST = 0, 1, 2
+_NAMES = ("a sum", "a gathering", "a broadcast")
 # Seconds without an answer from the other host's kernel after which it counts as gone.
 HOST_GONE = 35
 # That what a lost member sent before may still take to arrive, and the first cause after a connection broke.
@@ -98,21 +100,55 @@ class Ring:
                 ring is of no use afterwards.
             RaytfError: the neighbour sums something else, or is of another generation.
         """
+        sent = 2 * (self.size - 1) * array.nbytes // self.size
+        self._exchange(_ADD, array.nbytes, place, sent, lambda: self._sum(array))
+
+    def gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+        """Fills `array` with the parts of all processes; each calls it with the same bounds and in the same order.
+
+        Args:
+            array: contiguous bytes, in which this process's part stands already.
+            bounds: the begin of each rank's part, and the end of the last.
+
+        Raises:
+            PeerLostError, RaytfError: as `add`.
+        """
+        size, rank = self.size, self.rank
+        parts = [slice(*bounds[i : i + 2]) for i in range(size)]
+        sends = [parts[(rank - i) % size] for i in range(size - 1)]
+        receives = [parts[(rank - 1 - i) % size] for i in range(size - 1)]
+        own = bounds[rank + 1] - bounds[rank]
+        sent = sum(part.stop - part.start for part in sends)
+        self._exchange(_GATHER, array.nbytes, 0, sent, lambda: self._pass_on(array, sends, receives, own))
+
+    def broadcast(self, array: np.ndarray) -> None:
+        """Gives all processes what rank 0 has in `array`; each calls it with the same size and in the same order.
+
+        Args:
+            array: contiguous bytes.
+
+        Raises:
+            PeerLostError, RaytfError: as `add`.
+        """
+        whole, first, last = [slice(0, array.size)], self.rank == 0, self.rank == self.size - 1
+        sends, receives = [] if last else whole, [] if first else whole
+        own, sent = array.size if first else 0, 0 if last else array.nbytes
+        self._exchange(_BROADCAST, array.nbytes, 0, sent, lambda: self._pass_on(array, sends, receives, own))
+
+    def _exchange(self, what: int, size: int, place: int, sent: int, work: Callable[[], None]) -> None:
         with self._lock:
             if self._next.fileno() < 0:
                 cause = self._lookout.cause()
                 raise PeerLostError(
                     self.rank, f"the ring broke at an earlier sum: {cause}", None if cause is None else cause.lost
                 )
-            activity.here.enter(activity.SUM)
             try:
-                self._agree(array.nbytes, place)
-                self._sum(array)
-                activity.here.leave()
+                with activity.here.meeting(activity.SUM):
+                    self._agree(what, size, place)
+                    work()
                 self._sums += 1
-                self.sent += _HEADER.size + 2 * (self.size - 1) * array.nbytes // self.size
+                self.sent += _HEADER.size + sent
             except _LostError as error:
-                activity.here.leave()
                 heard = self._lookout.cause(_GRACE_SECONDS)  # a neighbour may have hung up for another's sake
                 why = heard.why if heard is not None else f"is lost: {said(error.error)}"
                 lost = heard.lost if heard is not None else error.lost
@@ -120,7 +156,6 @@ class Ring:
                 self.close()
                 raise PeerLostError(self.rank, str(cause), cause.lost) from error.error
             except BaseException as error:
-                activity.here.leave()
                 self._lookout.tell(Cause(self.rank, self.rank, f"failed: {type(error).__name__}: {error}"))
                 self.close()
                 if isinstance(error, OSError):
@@ -140,8 +175,8 @@ class Ring:
         for link in self._links:
             link.close()
 
-    def _agree(self, size: int, place: int) -> None:
-        mine = _HEADER.pack(self.generation, self._sums, place, size)
+    def _agree(self, what: int, size: int, place: int) -> None:
+        mine = _HEADER.pack(self.generation, self._sums, what, place, size)
         unsent = mine
         while unsent:  # the end of an earlier sum may still fill the socket
             try:
@@ -155,7 +190,7 @@ class Ring:
             except BlockingIOError:
                 self._wait(sending=False, receiving=True)
         if theirs != mine:
-            generation, number, other, length = _HEADER.unpack(theirs)
+            generation, number, its, other, length = _HEADER.unpack(theirs)
             if generation != self.generation:
                 raise RaytfError(
                     f"All workers of a ring must be of one generation; worker {self.rank} is of generation "
@@ -163,11 +198,11 @@ class Ring:
                     f"{(self.rank - 1) % self.size}. They are refused: let all members join the newest ring."
                 )
             raise RaytfError(
-                f"All workers must sum gradients of the same sizes in the same order; worker {self.rank} is at sum "
-                f"{self._sums} with {size} bytes (optimizer call {place} of its step), received: worker "
-                f"{(self.rank - 1) % self.size} at sum {number} with {length} bytes (call {other}). Build the same "
-                "model on all workers, let each make the same steps, and where an optimizer stands in a condition, "
-                "decide it by what all workers know alike, such as a count of steps."
+                f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
+                f"{self._sums}, {_NAMES[what]} of {size} bytes (optimizer call {place} of its step), received: worker "
+                f"{(self.rank - 1) % self.size} at exchange {number}, {_named(its)} of {length} bytes (call {other}). "
+                "Build the same model on all workers, let each make the same steps, and where an optimizer stands in a "
+                "condition, decide it by what all workers know alike, such as a count of steps."
             )
 
     def _give(self, some: bytes | memoryview) -> int:
@@ -229,6 +264,24 @@ class Ring:
             if not moved:
                 self._wait(sending=sent < may_send, receiving=received < total)
 
+    def _pass_on(self, array: np.ndarray, sends: list[slice], receives: list[slice], own: int) -> None:
+        """Sends parts while others are received; what is sent after the first `own` bytes has been received before."""
+        bytes_ = memoryview(array.view(np.uint8))
+        sending, receiving = _Parts(bytes_, sends), _Parts(bytes_, receives)
+        while sending.left or receiving.left:
+            moved = False
+            may_send = own + receiving.done - sending.done
+            if sending.left and may_send > 0:
+                with contextlib.suppress(BlockingIOError):
+                    sending.advance(self._give(sending.now(min(may_send, _SENT_AT_ONCE))))
+                    moved = True
+            if receiving.left:
+                with contextlib.suppress(BlockingIOError):
+                    receiving.advance(len(self._read(receiving.now(_SENT_AT_ONCE))))
+                    moved = True
+            if not moved:
+                self._wait(sending=bool(sending.left and may_send > 0), receiving=bool(receiving.left))
+
     @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling looks for it afterwards
     def _accumulate(self, mine: np.ndarray, theirs: np.ndarray) -> None:
         if mine.dtype == scaled_float16.BLOCK:
@@ -265,6 +318,33 @@ class Ring:
             if not poll.poll(_GRACE_SECONDS * 1000):
                 cause = self._lookout.cause()
                 raise _LostError(cause.lost, ConnectionResetError(cause.why))
+
+
+class _Parts:
+    """Parts of a memory, gone through one after the other.
+
+    Attributes:
+        left, done: bytes.
+    """
+
+    def __init__(self, memory: memoryview, parts: list[slice]):
+        self._memory, self._parts, self._begun = memory, [p for p in parts if p.stop > p.start], 0
+        self.left, self.done = sum(p.stop - p.start for p in self._parts), 0
+
+    def now(self, most: int) -> memoryview:
+        """What is next, at most so many bytes."""
+        start = self._parts[0].start + self._begun
+        return self._memory[start : min(start + most, self._parts[0].stop)]
+
+    def advance(self, count: int) -> None:
+        self.left, self.done, self._begun = self.left - count, self.done + count, self._begun + count
+        if self._parts[0].start + self._begun == self._parts[0].stop:
+            del self._parts[0]
+            self._begun = 0
+
+
+def _named(what: int) -> str:
+    return _NAMES[what] if what < len(_NAMES) else f"something unknown ({what})"
 
 
 class _LostError(Exception):
@@ -316,6 +396,7 @@ def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
 
 
 _token: bytes | None = None
+_generation = 0
 
 
 def new_token() -> bytes:
@@ -323,19 +404,32 @@ def new_token() -> bytes:
     return secrets.token_bytes(TOKEN_BYTES)
 
 
-def keep_token(token: bytes) -> None:
-    """Gives this process the token of its next ring, in memory alone.
+def keep_token(token: bytes, generation: int = 0) -> None:
+    """Gives this process the token of its next rings, in memory alone.
 
     Args:
         token: `TOKEN_BYTES` random bytes, which the ring's processes get over a channel that no stranger reads.
+        generation: of the next ring, 0 <= generation < 2**32, the same in all processes; that of each further one is
+            one higher.
     """
-    global _token
-    _token = token
+    global _token, _generation
+    _token, _generation = token, generation
 
 
 def token() -> bytes | None:
     """What `keep_token` was given, or None."""
     return _token
+
+
+def next_generation() -> int:
+    """Of the next ring that this process joins."""
+    return _generation
+
+
+def was_joined(generation: int) -> None:
+    """A ring of that generation was joined; the next one is of a higher."""
+    global _generation
+    _generation = max(_generation, generation + 1)
 
 
 # What a connection is for.
@@ -350,7 +444,7 @@ _WELCOME = b"\1"
 _STRANGER_SECONDS = 5.0
 # Connections that may be at it at once; the oldest of more is turned away, and comes again if it was a neighbour.
 _STRANGERS = 64
-_AGAIN_SECONDS = 0.05
+_AGAIN_SECONDS = 0.02
 
 
 class Listener:
@@ -519,6 +613,8 @@ class _Meeting:
                     return
                 except _HungUpError:  # too many came at once
                     one.close()
+            except ConnectionRefusedError:  # it does not listen yet
+                one.close()
             except BaseException:
                 one.close()
                 raise

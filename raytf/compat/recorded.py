@@ -271,9 +271,34 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._functions": ("(self)",),
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs": ("(self)",),
     "tensorflow.python.data.ops.iterator_ops:OwnedIterator": ("(dataset=, components=, element_spec=)",),
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended": (
+        "(container_strategy, cluster_resolver, communication_options, devices=)",
+    ),
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._get_variable_creator_initial_value": (
+        "(self, replica_id, device, primary_var, **kwargs)",
+    ),
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._in_multi_worker_mode": (
         "(self)",
     ),
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_multi_worker": (
+        "(self, cluster_resolver)",
+    ),
+    "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce": (
+        "(devices, group_size, options, collective_keys=, canonicalize_devices=)",
+    ),
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher": (
+        "(group_key, group_size, collective_keys, device, options)",
+    ),
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_gather": (
+        "(self, input_tensor, axis, options=)",
+    ),
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce_indexed_slices": (
+        "(self, input_slices, options=)",
+    ),
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.batch_all_reduce": (
+        "(self, input_tensor_packs, options=)",
+    ),
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.can_order_nccl": ("(self)",),
     "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call": ("(self, merge_fn, args, kwargs)",),
     "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call": ("(self, fn, args, kwargs)",),
     "tensorflow.python.distribute.ps_values:AggregatingVariable": ("(*args, **kwargs)",),
@@ -284,4 +309,5 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(python_function, name, input_signature=, autograph=, jit_compile=, reduce_retracing=, experimental_implements=, experimental_autograph_options=, experimental_attributes=)",
     ),
     "tensorflow.python.ops.script_ops:_py_funcs": ("(token, device, args)",),
+    "tensorflow.python.trackable.base:CheckpointInitialValue": ("(checkpoint_position, shape=, shard_info=)",),
 }

@@ -17,7 +17,7 @@ from keras.callbacks import (
     TensorBoard,
 )
 
-from raytf.collectives import communicator
+from raytf.collectives import communicator, exchange
 from raytf.compat import keras_objects
 from raytf.compat.versions import at_least
 from raytf.parallel import chief_callbacks, double_writes, model_optimizers
@@ -44,7 +44,7 @@ class _Agreement(keras.callbacks.Callback):
         variables = [
             v
             for v in (*model.variables, *model_optimizers.variables(model))
-            if tf.as_dtype(v.dtype) in communicator.SUMMABLE
+            if tf.as_dtype(v.dtype) in exchange.SUMMABLE
         ]
         for group in communicator.groups(variables):  # not all at once: they may be most of a worker's memory
             local = [np.asarray(v) for v in group]

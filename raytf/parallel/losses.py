@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from raytf.collectives import communicator
+from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum
 from raytf.compat import keras_objects
 from raytf.compat.keras import compile_utils, loss_module
@@ -49,7 +49,7 @@ def _gathered(tensor, rows, offset, total):
     Gradients flow into the own rows alone; the sum over replicas then is the gradient of the whole.
     """
     placed = tf.pad(tensor[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (tensor.shape.rank - 1))
-    if tensor.dtype not in communicator.SUMMABLE:
+    if tensor.dtype not in exchange.SUMMABLE:
         (summed,) = all_sum([tf.cast(placed, tf.int32)])
         return tf.cast(summed, tensor.dtype)
     (summed,) = all_sum([tf.stop_gradient(placed)])

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import tree
 
 from raytf import activity
-from raytf.collectives import communicator
+from raytf.collectives import communicator, exchange
 from raytf.collectives.communicator import all_sum, local_replicas, many_replicas, wide
 from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core, backend_trainer
@@ -36,7 +36,7 @@ def synchronize(model):
 def _totals(model, assign: bool) -> tuple[list, list]:
     """([(metric variable, global value)], [(moving statistic, its mean over workers)]), which are assigned or not."""
     strategy = model.distribute_strategy
-    metrics = [v for v in model.metrics_variables if tf.as_dtype(v.dtype) in communicator.SUMMABLE]
+    metrics = [v for v in model.metrics_variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE]
     averaged = [*_averaged_variables(model), *local_sgd.averaged_at_ends(model)]
     key = [assign, *(id(v) for v in (*metrics, *averaged))]
     functions = model.__dict__.setdefault("_raytf_synchronize", {})
@@ -142,7 +142,7 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
         for variable, value in each:
             before = tf.convert_to_tensor(variable.value)
             total = tf.cast(value, before.dtype)
-            summed = variable.aggregation == "sum" and before.dtype in communicator.SUMMABLE
+            summed = variable.aggregation == "sum" and before.dtype in exchange.SUMMABLE
             if added:
                 total = before + total
             elif summed:  # what the others were reset to, too

@@ -32,11 +32,17 @@ def _reduced_gradients(grads):
     reduced = list(grads)
     rows = None
     if in_ring:
-        summed, rows = ring.sum([grads[i] for i in in_ring], None if step is None else step.rows)
+        summed, rows = ring.sum(
+            [grads[i] for i in in_ring], None if step is None else step.rows, last=not in_collectives
+        )
         for i, g in zip(in_ring, summed, strict=True):
             reduced[i] = g
     if in_collectives:
         for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
+            reduced[i] = g
+    if ring is not None and in_collectives:
+        given = [i for i, g in enumerate(reduced) if g is not None]
+        for i, g in zip(given, ring.commit([reduced[i] for i in given]), strict=True):
             reduced[i] = g
     return reduced
 

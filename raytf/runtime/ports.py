@@ -83,6 +83,35 @@ def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.soc
     )
 
 
+def own(address: str) -> socket.socket:
+    """A socket on this worker's own "host:port", which does not listen yet; the port that is kept is let go for it.
+
+    Where this host does not itself have the address, but another that is translated to it, to the port on all of them.
+
+    Raises:
+        ConfigError: another program has the port.
+    """
+    release_port()
+    host, port = split(address)
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier ring may be left
+    try:
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            held.bind(("", port))
+    except OSError as error:
+        held.close()
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise ConfigError(
+            "A worker listens at its own address of TF_CONFIG", f"{address}: {error.strerror}", "Choose a free port"
+        ) from error
+    return held
+
+
 def split(address: str) -> tuple[str, int]:
     """Host, without brackets, and port of "host:port"."""
     host, _, port = address.rpartition(":")

@@ -19,6 +19,9 @@ from raytf.runtime import ports
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import pick_strategy
 
+# Times `first_step_timeout_s`: workers that wait for one which is late are ended after that by the watch for hangs.
+_JOIN_FACTOR = 3
+
 
 def communication_options(config: TensorflowConfig):
     """TensorFlow's CommunicationOptions for a config."""
@@ -42,13 +45,15 @@ def hooked(config: TensorflowConfig, built: Callable):
 
     @functools.wraps(original)
     def init(self, cluster_resolver=None, communication_options=None):
-        ports.release_port()
-        original(self, cluster_resolver, options if communication_options is None else communication_options)
-        _listen_only_here()
+        auto = communication_options is None and config.communication == "auto"
+        communication_options = options if communication_options is None else communication_options
         if legacy_keras.is_on():
+            _with_collectives(original, self, cluster_resolver, communication_options)
             self.experimental_distribute_dataset = _distribute_for_keras_2(self)
         else:
-            _attach_for_keras_3(self, config, ring=communication_options is None and config.communication == "auto")
+            if not (auto and _with_ring(config, original, self, cluster_resolver, communication_options)):
+                _with_collectives(original, self, cluster_resolver, communication_options)
+            _attach_for_keras_3(self, config)
         built(self)
 
     kind.__init__ = init
@@ -58,18 +63,43 @@ def hooked(config: TensorflowConfig, built: Callable):
         kind.__init__ = original
 
 
-def _attach_for_keras_3(strategy, config: TensorflowConfig, ring: bool) -> None:
-    from raytf.collectives import gradient_ring
+def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, options) -> bool:
+    """Builds a strategy whose workers meet in raytf's ring, without TensorFlow's cluster; False where none helps.
+
+    Whether is decided by what all workers know alike: the cluster, the driver's config, and that it gave a token.
+    """
+    from raytf.collectives import exchange, gradient_ring
+    from raytf.compat import multi_worker
+
+    members = gradient_ring.members(resolver)
+    if members is None:
+        return False
+    if ring.token() is None:
+        gradient_ring.check_without(config.gradient_dtype)
+        return False
+    joined = gradient_ring.join(
+        members,
+        join_timeout_s=_JOIN_FACTOR * config.first_step_timeout_s,
+        timeout_s=config.timeout_s,
+        pack_bytes=config.bytes_per_pack,
+        wire_dtype=config.gradient_dtype,
+    )
+    with multi_worker.over(joined):
+        init(strategy, resolver, options)
+    exchange.keep(strategy, joined)
+    return True
+
+
+def _with_collectives(init: Callable, strategy, resolver, options) -> None:
+    """Builds a strategy whose workers meet in TensorFlow's collectives."""
+    ports.release_port()
+    init(strategy, resolver, options)
+    _listen_only_here()
+
+
+def _attach_for_keras_3(strategy, config: TensorflowConfig) -> None:
     from raytf.parallel import local_sgd
 
-    if ring:
-        gradient_ring.attach(
-            strategy,
-            timeout_s=config.timeout_s,
-            pack_bytes=config.bytes_per_pack,
-            wire_dtype=config.gradient_dtype,
-            ports=config.ports,
-        )
     local_sgd.attach(strategy, config.sync_every)
 
 

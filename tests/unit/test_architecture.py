@@ -66,7 +66,7 @@ WITHOUT = {
     "raytf.worker.session",
 }
 # The door to Keras and TensorFlow, which imports them; what is left of it does without.
-DOORS = {"raytf.compat.keras", "raytf.compat.tensorflow"}
+DOORS = {"raytf.compat.keras", "raytf.compat.multi_worker", "raytf.compat.tensorflow"}
 FOLDER = pathlib.Path(raytf.__file__).parent
 
 

@@ -79,11 +79,9 @@ def test_float16_gradients_whose_sum_passes_its_end_on_the_way(sums, copies):
 
 
 def test_workers_without_a_token_are_told():
-    from raytf.collectives.gradient_ring import _check_without
+    from raytf.collectives.gradient_ring import check_without
 
     with pytest.warns(UserWarning, match="no token for raytf's ring"):
-        _check_without(np.array([0, 0]), None)
+        check_without(None)
     with pytest.raises(ConfigError, match="gradient_dtype='float16' without a token"):
-        _check_without(np.array([0, 0]), "float16")
-    with pytest.raises(ConfigError, match=r"none on workers \[1\]"):
-        _check_without(np.array([7, 0]), None)
+        check_without("float16")

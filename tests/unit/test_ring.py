@@ -76,6 +76,39 @@ def test_sums_any_sizes_and_types(ring_of, size, hosts):
     check()
 
 
+@pytest.mark.parametrize("hosts", ["unix", "tcp"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
+    places = ring_of(size, hosts)
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(st.sampled_from([0, 1, 7, 400_000]), min_size=size, max_size=size), st.integers(0, 2**32))
+    def check(lengths, seed):
+        parts = [np.random.default_rng([seed, i]).integers(0, 256, n, np.uint8) for i, n in enumerate(lengths)]
+        bounds, whole = [0, *np.cumsum(lengths).tolist()], np.concatenate(parts)
+
+        def work(place):
+            own, chiefs = np.zeros_like(whole), parts[place.rank][: min(lengths)].copy()
+            own[bounds[place.rank] : bounds[place.rank + 1]] = parts[place.rank]
+            place.gather(own, bounds)
+            place.broadcast(chiefs)
+            one = np.ones(size)
+            place.add(one)
+            assert one.tolist() == [size] * size
+            return own.tobytes(), chiefs.tobytes()
+
+        assert together(work, places) == [(whole.tobytes(), parts[0][: min(lengths)].tobytes())] * size
+
+    check()
+
+
+def test_different_exchanges_of_equal_size_are_told(ring_of):
+    places = ring_of(2)
+    told = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.add(np.zeros(2)), places)
+    said = [str(error) for error in told if not isinstance(error, PeerLostError)]
+    assert said and "a sum of 16 bytes" in said[0] and "a broadcast of 16 bytes" in said[0]
+
+
 def test_all_have_the_same_bits_where_rounding_matters(ring_of):
     places = ring_of(3)
     for kind in (np.float32, ml_dtypes.bfloat16, np.float16):
@@ -106,7 +139,7 @@ def test_workers_that_sum_different_things_are_told(ring_of):
     first, second = together(lambda place: place.add(np.zeros(2 + 2 * place.rank)), places)
     assert isinstance(first, (RaytfError, PeerLostError)) and isinstance(second, (RaytfError, PeerLostError))
     told = [str(e) for e in (first, second) if not isinstance(e, PeerLostError)]
-    assert told and "must sum gradients of the same sizes" in told[0]
+    assert told and "must sum the same sizes" in told[0]
 
 
 def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):

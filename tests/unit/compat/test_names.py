@@ -60,12 +60,14 @@ def test_functions_say_what_they_touch():
 
 
 def test_overrides_are_called():
-    """Ray and Keras call by its name what raytf overrides, or sets for them to read."""
+    """Ray, Keras and TensorFlow call by its name what raytf overrides, or sets for them to read."""
     called = {"ray": pathlib.Path(names.resolve("ray:train").__file__).parents[1]}
     texts = "\n".join(p.read_text() for p in (called["ray"] / "train").rglob("*.py") if "test" not in p.parts)
     texts += "\n".join(p.read_text() for p in (called["ray"] / "tune" / "schedulers").glob("*.py"))
     keras = pathlib.Path(names.resolve("keras.src:trainers").__file__).parents[1]
     texts += "\n".join(p.read_text() for p in keras.rglob("*.py") if not p.name.endswith("_test.py"))
+    tensorflow = pathlib.Path(names.resolve("tensorflow.python:distribute").__file__).parent
+    texts += "\n".join(p.read_text() for p in tensorflow.glob("*.py"))
     assert len(patching.overridden()) > 15
     for one in patching.overridden():
         assert hasattr(one.owner, one.name), f"{one.path} is gone"
