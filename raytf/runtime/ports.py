@@ -1,4 +1,4 @@
-"""Ports of a worker: one for its TensorFlow, kept until that binds it, one for its ring, and what hangs on them."""
+"""A worker's port, for its ring or its TensorFlow: kept until that binds it, and what hangs on it."""
 
 from __future__ import annotations
 
@@ -43,21 +43,6 @@ def reserve_address(ports: tuple[int, int] = PORTS) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bound(host: str, ports: tuple[int, int] = PORTS) -> socket.socket:
-    """A socket on a free port of an address of this host, which does not listen yet.
-
-    Args:
-        host: the address.
-        ports: the first and the last that it may have.
-
-    Raises:
-        ConfigError: none is free.
-    """
-    held, claim = _bound(host, ports)
-    claim.close()
-    return held
-
-
 def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.socket]:
     """(a bound socket, what keeps other raytf processes from its port)."""
     first, last = ports
@@ -77,7 +62,7 @@ def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.soc
             continue
         return held, claim
     raise ConfigError(
-        "A worker needs two free ports, for TensorFlow and for its ring",
+        "A worker needs a free port, for its ring or its TensorFlow",
         f"none of {first} to {last} is free",
         "Free some, or give others with ports=(first, last)",
     )

@@ -26,17 +26,30 @@ def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
             assert kept.recv(1) == b"x"
 
 
-def test_the_ring_listens_within_the_range_and_beside_what_is_reserved(monkeypatch):
+def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     allowed = (31_910, 31_911)
-    _, port = ports.split(ports.reserve_address(allowed))
+    first = ports.reserve_address(allowed)
     try:
-        ports.release_port()  # TensorFlow is about to bind it
-        with ports.bound("127.0.0.1", allowed) as ring:
-            assert {port, ring.getsockname()[1]} == set(allowed)
-            with pytest.raises(ConfigError, match=r"two free ports.*none of 31910 to 31911 is free.*ports=\(first"):
-                ports.bound("127.0.0.1", allowed)
+        second = ports.reserve_address(allowed)  # another's
+        assert {ports.split(first)[1], ports.split(second)[1]} == set(allowed)
+        with pytest.raises(ConfigError, match=r"a free port.*none of 31910 to 31911 is free.*ports=\(first"):
+            ports.reserve_address(allowed)
+        with ports.own(second) as ring:
+            assert ring.getsockname() == ports.split(second)
+            ring.listen()
+            with socket.create_connection(ports.split(second)) as one, ring.accept()[0] as other:
+                ring.close()
+                with ports.own(second) as again:  # while connections of the one before are left
+                    again.listen()
+                    with pytest.raises(ConfigError, match=f"own address of TF_CONFIG.*{second}.*in use"):
+                        ports.own(second)
+                other.sendall(b"x")
+                assert one.recv(1) == b"x"
+        with ports.own(f"192.0.2.1:{ports.split(first)[1]}") as translated:  # not this host's, as behind NAT
+            assert translated.getsockname() == ("0.0.0.0", ports.split(first)[1])
     finally:
+        ports._claims.pop().close()
         ports._claims.pop().close()
 
 
@@ -76,13 +89,11 @@ def test_ports_of_a_command():
             cli.parse_ports(wrong)
 
 
-def test_an_address_that_is_not_this_hosts_is_no_matter_of_ports():
-    with pytest.raises(OSError, match="assign requested address"):
-        ports.bound("192.0.2.1", (31_910, 31_919))
-
-
-def test_a_port_takes_nothing_from_the_users_random_numbers():
+def test_a_port_takes_nothing_from_the_users_random_numbers(monkeypatch):
     """Keras draws seeds from Python's own: a loop that builds its strategy had other weights than its seed says."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     before = random.getstate()
-    ports.bound("127.0.0.1").close()
+    ports.reserve_address()
+    ports.release_port()
+    ports._claims.pop().close()
     assert random.getstate() == before
