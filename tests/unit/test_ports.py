@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import struct
 import sys
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
                         ports.own(second)
                 other.sendall(b"x")
                 assert one.recv(1) == b"x"
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing is left of it
         with ports.own(f"192.0.2.1:{ports.split(first)[1]}") as translated:  # not this host's, as behind NAT
             assert translated.getsockname() == ("0.0.0.0", ports.split(first)[1])
     finally:
