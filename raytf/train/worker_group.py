@@ -366,7 +366,7 @@ class GroupWorker(Process):
         self._stack.enter_context(backend.spoken(rank == 0, None))
         self._stack.enter_context(once.shown(setup.warned))
         with autograph.in_memory():
-            context.get_strategy()  # the ring tells its addresses by a collective
+            context.get_strategy()
         self._defaults = _keras_defaults()
 
     def begin(self, job: TrialRun) -> None:
