@@ -43,8 +43,8 @@ class TensorflowConfig:
         intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
         inter_op_threads: operations that run at the same time; None takes as many, and at least two.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
-        ports: the first and the last port on which workers listen, for raytf's ring or TensorFlow: at least one a worker
-            of a host. None of them is for anybody else; see `cluster/README.md`.
+        ports: the first and the last port on which workers listen, for raytf's ring or TensorFlow: at least one a
+            worker of a host. None of them is for anybody else; see `cluster/README.md`.
         legacy_keras: for a TensorflowTrainer: Keras 2 (the package tf_keras) as `tf.keras` of the workers, and nothing
             of what raytf does for Keras 3, as under Ray's own TensorflowTrainer. TF_USE_LEGACY_KERAS=1 in the driver's
             environment, or in a runtime environment of Ray, asks for it, too.
