@@ -21,6 +21,7 @@ _SECONDS = 4000.0
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
 FLOAT32 = ["cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_sgd", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
+FLOAT32 += ["what_a_loop_exchanges"]
 THREE = [
     "embedding_adam",
     "last_batch_of_one_row",

@@ -954,6 +954,87 @@ def custom_loop(p):
 
 
 @scenario
+def what_a_loop_exchanges(p):
+    """All that `tf.distribute` reduces, gathers and broadcasts, eager and in graphs; one process computes it by hand."""
+    both, floatx = range(2), keras.config.floatx()
+    slices = lambda r: tf.IndexedSlices(tf.ones((r + 1, 2), floatx) * (r + 1), tf.range(r + 1), tf.constant([4, 2]))
+    rows = [np.arange(3 * (r + 2)).reshape(r + 2, 3).astype(floatx) + 100 * r for r in both]
+    out = {
+        "sum": 3,
+        "mean": 1.5,
+        "sum of rows": rows[0].sum(0) + rows[1].sum(0),
+        "gathered": np.concatenate(rows),
+        "gathered in a graph": np.concatenate([r.T for r in rows], 1),
+        "sums": [3.0, 30.0],
+        "means": [1.5, 15.0],
+        "sparse": tf.convert_to_tensor(tf.concat([slices(r).values for r in both], 0)),
+        "places": [0, 0, 1],
+        "all gathered": [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]],
+        "gradient": 2.0,
+        "chiefs own": True,
+        "on read": 3.0,
+        "uneven": [list(range(7)), 2],
+    }
+    if p.world == 2:
+        out |= _exchanged(p, slices, rows)
+    flat = {name: tf.nest.flatten(value) for name, value in out.items()}
+    return {name: np.concatenate([np.ravel(v) for v in its]).astype("float64") for name, its in flat.items()}
+
+
+def _exchanged(p, slices, rows):
+    """What `what_a_loop_exchanges` expects, through the strategy."""
+    floatx, strategy, mine, sums = keras.config.floatx(), p.strategy, p.rank, tf.distribute.ReduceOp
+    at = lambda values: values[mine]
+    with strategy.scope():
+        first = tf.Variable(np.random.default_rng().normal(size=(3, 2)), dtype=floatx)  # each its own
+        flag = tf.Variable(mine == 0)
+        read = tf.Variable(
+            0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+    strategy.run(lambda: read.assign(mine + 1.0))
+
+    @tf.function
+    def replica():
+        context, each = tf.distribute.get_replica_context(), tf.constant(mine + 1.0)
+        with tf.GradientTape() as tape:
+            tape.watch(each)
+            total = context.all_reduce(sums.SUM, each)
+        sparse = context.all_reduce(sums.SUM, slices(mine))
+        return {
+            "sums": context.all_reduce(sums.SUM, [each, 10 * each]),
+            "means": context.all_reduce(sums.MEAN, [each, 10 * each]),
+            "sparse": sparse.values,
+            "places": sparse.indices,
+            "all gathered": context.all_gather(tf.fill((2, 2 - mine), float(mine)), 1),
+            "gradient": tape.gradient(total, each),
+        }
+
+    dataset = tf.data.Dataset.range(7).batch(4)  # batches of 4 and 3 rows, which are cut in two
+
+    @tf.function
+    def all_rows():
+        found, steps = tf.TensorArray(tf.int64, 0, dynamic_size=True, element_shape=[None], infer_shape=False), 0
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            found = found.write(steps, strategy.gather(batch, 0))
+            steps += 1
+        return found.concat(), steps
+
+    graph = tf.function(lambda value: strategy.gather(value, 1))
+    return {
+        "bits:first": first.numpy(),
+        "chiefs own": flag.numpy(),
+        "sum": strategy.reduce(sums.SUM, np.int64(mine + 1), axis=None),
+        "mean": strategy.reduce(sums.MEAN, np.int64(mine + 1), axis=None),
+        "sum of rows": strategy.reduce(sums.SUM, tf.constant(at(rows)), axis=0),
+        "gathered": strategy.gather(tf.constant(at(rows)), 0),
+        "gathered in a graph": graph(tf.constant(at(rows).T)),
+        "on read": read.numpy(),
+        "uneven": all_rows(),
+        **strategy.run(replica),
+    }
+
+
+@scenario
 def on_batch(p):
     x, y = vectors()
     part = slice(p.rank * ROWS // p.world, (p.rank + 1) * ROWS // p.world)
