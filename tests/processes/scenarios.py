@@ -955,7 +955,7 @@ def custom_loop(p):
 
 @scenario
 def what_a_loop_exchanges(p):
-    """All that `tf.distribute` reduces, gathers and broadcasts, eager and in graphs; one process computes it by hand."""
+    """All that `tf.distribute` reduces, gathers and broadcasts, eager and in graphs; one process computes it itself."""
     both, floatx = range(2), keras.config.floatx()
     slices = lambda r: tf.IndexedSlices(tf.ones((r + 1, 2), floatx) * (r + 1), tf.range(r + 1), tf.constant([4, 2]))
     rows = [np.arange(3 * (r + 2)).reshape(r + 2, 3).astype(floatx) + 100 * r for r in both]
