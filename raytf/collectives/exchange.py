@@ -31,26 +31,42 @@ class Exchange:
     """The exchanges of one worker with the others of its ring.
 
     Args:
-        ring: connected.
+        ring: connected; None for a process that stands in for one that was lost: until `replace` gives it a ring it
+            takes its own values for the chief's, and can make no other exchange.
     """
 
-    def __init__(self, ring: Ring):
-        self.ring = ring
+    def __init__(self, ring: Ring | None):
+        self._ring = ring
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="ring_turn")
+
+    @property
+    def ring(self) -> Ring:
+        """The ring.
+
+        Raises:
+            RaytfError: there is none yet.
+        """
+        if self._ring is None:
+            raise RaytfError(
+                "A worker that stands in for one that was lost joins the ring before it exchanges anything, received: "
+                "an exchange before. Call `replace` first."
+            )
+        return self._ring
 
     def replace(self, ring: Ring) -> None:
         """Takes another connected ring in the place of a broken one; what is traced stays, and uses it.
 
         All its members call it between two steps, with rings of one generation. This worker keeps its rank.
         """
-        self.ring.close()
-        self.ring = ring
+        self.close()
+        self._ring = ring
         sockets.was_joined(ring.generation)
 
     def close(self) -> None:
         """Leaves the ring."""
-        self.ring.close()
+        if self._ring is not None:
+            self._ring.close()
 
     # ---------------------------------------------------------------------------------- NumPy, between steps
 
@@ -95,6 +111,8 @@ class Exchange:
 
     def chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The chief's values of each array; the others' are only read for their shapes and dtypes."""
+        if self._ring is None:
+            return [np.array(a) for a in arrays]
         found = [empty(a.size, a.dtype) for a in arrays]
         chief = self.ring.rank == 0
         if chief:

@@ -37,7 +37,7 @@ class GradientRing(Exchange):
     """Sums gradients over the workers of a strategy, and exchanges what else they have.
 
     Args:
-        ring: connected.
+        ring: connected, or None as for `Exchange`.
         pack_bytes: packs are closed at this size.
         wire_dtype: floating type of 16 bits in which wider gradients travel, or None for their own.
 
@@ -47,7 +47,7 @@ class GradientRing(Exchange):
             counted from 0 for each ring. No part of a sum is used before.
     """
 
-    def __init__(self, ring: Ring, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
+    def __init__(self, ring: Ring | None, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
         super().__init__(ring)
         self._pack_bytes = pack_bytes
         self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
@@ -259,7 +259,8 @@ def join(
 ) -> GradientRing:
     """A ring of the workers; all of them call it at once, before their strategies are built.
 
-    The ring's token is the one that `ring.keep_token` was given, the same on all workers.
+    The ring's token is the one that `ring.keep_token` was given, the same on all workers. A process that stands in for
+    one that was lost (`ring.stand_in`) joins none yet.
 
     Args:
         group: from `members`.
@@ -272,7 +273,8 @@ def join(
         ConfigError: something else listens at this worker's address.
         PeerLostError: a worker did not join in time, or is none of this ring.
     """
-    joined = connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
+    alone = ring.stands_in()
+    joined = None if alone else connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
     return GradientRing(joined, pack_bytes or PACK_BYTES, None if wire_dtype is None else tf.as_dtype(wire_dtype))
 
 

@@ -397,6 +397,7 @@ def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
 
 _token: bytes | None = None
 _generation = 0
+_stands_in = False
 
 
 def new_token() -> bytes:
@@ -419,6 +420,20 @@ def keep_token(token: bytes, generation: int = 0) -> None:
 def token() -> bytes | None:
     """What `keep_token` was given, or None."""
     return _token
+
+
+def stand_in() -> None:
+    """Says that this process takes the place of one that was lost.
+
+    It builds its strategy and model alone, and joins the others' ring by `GradientRing.replace` when it is ready.
+    """
+    global _stands_in
+    _stands_in = True
+
+
+def stands_in() -> bool:
+    """Whether `stand_in` was called."""
+    return _stands_in
 
 
 def next_generation() -> int:

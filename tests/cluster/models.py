@@ -83,6 +83,31 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
     return Kill()
 
 
+def tell_of_cluster(folder):
+    """A callback that writes at the end what there is of TensorFlow's cluster in each of several workers."""
+    import keras
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    from raytf.runtime import ports
+
+    class Tell(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            place = context.context()
+            task = json.loads(os.environ["TF_CONFIG"])
+            told = {
+                "servers": [repr(place.get_server_def()), repr(place._collective_ops_server_def)],
+                "coordination": repr(place.coordination_service),
+                "listens": ports.answers(task["cluster"]["worker"][task["task"]["index"]]),
+                "devices": sorted({device.name.split("/replica")[0] for device in tf.config.list_logical_devices()}),
+                "replicas": self.model.distribute_strategy.num_replicas_in_sync,
+            }
+            with open(os.path.join(folder, f"cluster_{rank()}_of_{told['replicas']}"), "w") as file:
+                json.dump(told, file)
+
+    return Tell()
+
+
 def mlp_killed_writing(config):
     """`mlp`, of which the chief dies once, when it hands over the checkpoint after the last epoch."""
     model = mlp(config)

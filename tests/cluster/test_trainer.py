@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 
@@ -66,11 +67,28 @@ def _plateau(config):
 
 @pytest.mark.slow
 def test_one_two_and_three_workers_train_alike(tmp_path):
-    """97 rows in batches of 25: neither 2 nor 3 divides them, and weights count."""
+    """97 rows in batches of 25: neither 2 nor 3 divides them, and weights count. TensorFlow has no cluster there."""
+    folder = str(tmp_path)
+
+    def callbacks(config):
+        return [models.tell_of_cluster(folder)]
+
     results = [
-        trainer(tmp_path, n, name=f"w{n}", sample_weights="weight", keep=1, config={"weighted": True}).fit()
+        trainer(
+            tmp_path,
+            n,
+            name=f"w{n}",
+            sample_weights="weight",
+            keep=1,
+            config={"weighted": True},
+            callbacks=callbacks if n > 1 else None,
+        ).fit()
         for n in (1, 2, 3)
     ]
+    for rank, workers in ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3)):
+        told = json.loads((tmp_path / f"cluster_{rank}_of_{workers}").read_text())
+        nothing = {"servers": ["None", "None"], "coordination": "None", "listens": False, "replicas": workers}
+        assert told == nothing | {"devices": ["/device:CPU:0"]}
     one = results[0]
     assert one.metrics["epoch"] == 3
     assert len(one.metrics_dataframe) == 3, "a row for each epoch, although one checkpoint is kept"
