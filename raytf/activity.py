@@ -26,7 +26,7 @@ BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, VALIDATION, END = (
     "validation",
     "end",
 )
-# Where workers meet: gradients in raytf's ring, TensorFlow's collectives that raytf makes, reports to Ray.
+# Where workers meet: in steps, for gradients and what else goes over the ring; between steps; reports to Ray.
 SUM, COLLECTIVE, REPORT = "sum", "collective", "report"
 # Of a step, what a worker does not wait for others.
 OWN = "own"

@@ -218,7 +218,7 @@ def describe(its: Mapping[str, Any]) -> str:
 def _meeting(its: Mapping[str, Any]) -> str:
     kind, number, _ = its["meeting"]
     names = {
-        activity.SUM: f"sum {number} of gradients (step {its['step'] + 1})",
+        activity.SUM: f"sum or exchange {number} (step {its['step'] + 1})",
         activity.COLLECTIVE: f"an exchange between steps (after step {its['step']})",
         activity.REPORT: f"a report (after step {its['step']})",
     }
