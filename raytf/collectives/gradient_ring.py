@@ -22,7 +22,7 @@ from raytf import activity
 from raytf.collectives import exchange, ring, scaled_float16
 from raytf.collectives.exchange import Exchange, empty
 from raytf.collectives.ring import Listener, Ring
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, PeerLostError
 from raytf.runtime import ports
 
 # Large enough that the sockets work at their rate, small enough that the backward pass still has something to compute.
@@ -273,8 +273,13 @@ def join(
         ConfigError: something else listens at this worker's address.
         PeerLostError: a worker did not join in time, or is none of this ring.
     """
-    alone = ring.stands_in()
-    joined = None if alone else connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
+    joined = None
+    if not ring.stands_in():
+        try:
+            joined = connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
+        except PeerLostError as error:
+            alike = "all workers must be started alike, with one token, and with GPUs on all or on none"
+            raise PeerLostError(error.rank, f"{error.why}; {alike}", error.lost) from error
     return GradientRing(joined, pack_bytes or PACK_BYTES, None if wire_dtype is None else tf.as_dtype(wire_dtype))
 
 
