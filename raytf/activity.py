@@ -28,6 +28,8 @@ BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, VALIDATION, END = (
 )
 # Where workers meet: in steps, for gradients and what else goes over the ring; between steps; reports to Ray.
 SUM, COLLECTIVE, REPORT = "sum", "collective", "report"
+# Where they wait for one that takes a lost one's place.
+HEALING = "healing"
 # Of a step, what a worker does not wait for others.
 OWN = "own"
 # So many times its median counts of it, which follows by 3 % a step: what an average is to show comes in all steps.
@@ -59,7 +61,7 @@ class Activity:
         """For another training in this process."""
         self._now = BEGIN, time.monotonic()
         self._meeting: tuple[str, int, float] | None = None
-        self._numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0}
+        self._numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, HEALING: 0}
         self.step, self._executions = 0, 0
         self._usual, self._last = 0.0, 0.0
         self._usual_own, self._waited = 0.0, 0.0
@@ -115,8 +117,12 @@ class Activity:
     def leave(self) -> None:
         """All have met."""
         met, self._meeting = self._meeting, None
-        if met is not None and met[0] != REPORT:
+        if met is not None and met[0] in self._spent:
             self._spent[met[0]] += time.monotonic() - met[2]
+
+    def count(self, kind: str, number: int) -> None:
+        """Says how often workers have met, for one that was not there from the beginning."""
+        self._numbers[kind] = number
 
     @contextlib.contextmanager
     def meeting(self, kind: str) -> Iterator[None]:

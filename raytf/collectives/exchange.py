@@ -7,6 +7,7 @@ changes it after.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
+from raytf.collectives import healing
 from raytf.collectives import ring as sockets
+from raytf.collectives.healing import Detached
 from raytf.collectives.ring import Ring
 from raytf.errors import ConfigError, RaytfError
 
@@ -31,28 +34,16 @@ class Exchange:
     """The exchanges of one worker with the others of its ring.
 
     Args:
-        ring: connected; None for a process that stands in for one that was lost: until `replace` gives it a ring it
-            takes its own values for the chief's, and can make no other exchange.
+        ring: connected.
+
+    Attributes:
+        completed: updates whose sums are all there on this worker; counted from 0 for each ring.
     """
 
-    def __init__(self, ring: Ring | None):
-        self._ring = ring
+    def __init__(self, ring: Ring | Detached):
+        self.ring, self.completed = ring, 0
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="ring_turn")
-
-    @property
-    def ring(self) -> Ring:
-        """The ring.
-
-        Raises:
-            RaytfError: there is none yet.
-        """
-        if self._ring is None:
-            raise RaytfError(
-                "A worker that stands in for one that was lost joins the ring before it exchanges anything, received: "
-                "an exchange before. Call `replace` first."
-            )
-        return self._ring
 
     def replace(self, ring: Ring) -> None:
         """Takes another connected ring in the place of a broken one; what is traced stays, and uses it.
@@ -60,13 +51,12 @@ class Exchange:
         All its members call it between two steps, with rings of one generation. This worker keeps its rank.
         """
         self.close()
-        self._ring = ring
+        self.ring = ring
         sockets.was_joined(ring.generation)
 
     def close(self) -> None:
         """Leaves the ring."""
-        if self._ring is not None:
-            self._ring.close()
+        self.ring.close()
 
     # ---------------------------------------------------------------------------------- NumPy, between steps
 
@@ -111,11 +101,8 @@ class Exchange:
 
     def chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The chief's values of each array; the others' are only read for their shapes and dtypes."""
-        if self._ring is None:
-            return [np.array(a) for a in arrays]
         found = [empty(a.size, a.dtype) for a in arrays]
-        chief = self.ring.rank == 0
-        if chief:
+        if self.ring.rank == 0 or self.ring.alone:
             for array, its in zip(arrays, found, strict=True):
                 its[...] = array.reshape(-1)
         together: list[np.ndarray] = []
@@ -187,13 +174,31 @@ class Exchange:
     ) -> list[tf.Tensor]:
         """What a function of arrays makes of tensors, after all exchanges before and before all that follow."""
         if tf.executing_eagerly():
-            return [tf.convert_to_tensor(array) for array in function(*(np.asarray(t) for t in tensors))]
+            return [tf.convert_to_tensor(array) for array in self._made(function, *(np.asarray(t) for t in tensors))]
         dtypes = [t.dtype for t in tensors] if dtypes is None else dtypes
         with tf.control_dependencies([self._turn.read_value()]):
-            found = tf.numpy_function(function, list(tensors), dtypes)
+            found = tf.numpy_function(functools.partial(self._made, function), list(tensors), dtypes)
         with tf.control_dependencies(found):
             self._turn.assign_add(1)
         return found
+
+    def _made(self, function: Callable, *arrays: np.ndarray):
+        return healing.here.make(self, functools.partial(function, *arrays))
+
+    def pass_on(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Ends a step: hands what only this worker has to the next one, after all exchanges before; see `healing`."""
+
+        def stepped(*arrays: np.ndarray) -> np.bool_:
+            healing.here.stepped(self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays))))
+            return np.True_
+
+        if tf.executing_eagerly():
+            stepped(*(np.asarray(t) for t in tensors))
+            return
+        with tf.control_dependencies([self._turn.read_value()]):
+            done = tf.numpy_function(stepped, list(tensors), tf.bool)
+        with tf.control_dependencies([done]):
+            self._turn.assign_add(1)
 
 
 def _check_plain(tensors: Sequence[tf.Tensor]) -> None:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from raytf import activity
 from raytf.collectives import exchange, ring, scaled_float16
 from raytf.collectives.exchange import Exchange, empty
+from raytf.collectives.healing import Detached
 from raytf.collectives.ring import Listener, Ring
 from raytf.errors import ConfigError, PeerLostError
 from raytf.runtime import ports
@@ -37,7 +38,7 @@ class GradientRing(Exchange):
     """Sums gradients over the workers of a strategy, and exchanges what else they have.
 
     Args:
-        ring: connected, or None as for `Exchange`.
+        ring: connected.
         pack_bytes: packs are closed at this size.
         wire_dtype: floating type of 16 bits in which wider gradients travel, or None for their own.
 
@@ -47,11 +48,11 @@ class GradientRing(Exchange):
             counted from 0 for each ring. No part of a sum is used before.
     """
 
-    def __init__(self, ring: Ring | None, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
+    def __init__(self, ring: Ring | Detached, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
         super().__init__(ring)
         self._pack_bytes = pack_bytes
         self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
-        self.seconds, self.completed = 0.0, 0
+        self.seconds = 0.0
 
     def replace(self, ring: Ring) -> None:
         """See `Exchange.replace`; `completed` begins anew."""
@@ -97,7 +98,7 @@ class GradientRing(Exchange):
         place, packs = _place(), self._packs(gradients)
         for number, places in enumerate(packs):
             closes = last and number == len(packs) - 1
-            sum_pack = functools.partial(self._sum_pack, exact or self._wire_dtype is None, place, closes)
+            sum_pack = functools.partial(self._made, self._sum_pack, exact or self._wire_dtype is None, place, closes)
             pack = [gradients[i] for i in places]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
             total, *summed = tf.numpy_function(sum_pack, [mine, total, *pack], dtypes)
@@ -252,6 +253,7 @@ def members(resolver) -> Members | None:
 def join(
     group: Members,
     *,
+    detached: Detached | None = None,
     join_timeout_s: float,
     timeout_s: float | None,
     pack_bytes: int,
@@ -259,11 +261,11 @@ def join(
 ) -> GradientRing:
     """A ring of the workers; all of them call it at once, before their strategies are built.
 
-    The ring's token is the one that `ring.keep_token` was given, the same on all workers. A process that stands in for
-    one that was lost (`ring.stand_in`) joins none yet.
+    The ring's token is the one that `ring.keep_token` was given, the same on all workers.
 
     Args:
         group: from `members`.
+        detached: stands for a ring that is joined later; None joins one.
         join_timeout_s: seconds within which all workers must come.
         timeout_s: seconds that a sum waits for a neighbour that lives; None waits for ever.
         pack_bytes: bytes of a pack; 0 takes `PACK_BYTES`.
@@ -273,8 +275,8 @@ def join(
         ConfigError: something else listens at this worker's address.
         PeerLostError: a worker did not join in time, or is none of this ring.
     """
-    joined = None
-    if not ring.stands_in():
+    joined = detached
+    if joined is None:
         try:
             joined = connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
         except PeerLostError as error:

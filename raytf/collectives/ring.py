@@ -36,8 +36,8 @@ _SENT_AT_ONCE = 1 << 20
 # Which group, which of its exchanges, what is done, at which place in a step, and how long: workers that disagree must
 # not add what does not belong together.
 _HEADER = struct.Struct("<QQQQQ")
-_ADD, _GATHER, _BROADCAST = 0, 1, 2
-_NAMES = ("a sum", "a gathering", "a broadcast")
+_ADD, _GATHER, _BROADCAST, _PASS_ON = range(4)
+_NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on")
 # Seconds without an answer from the other host's kernel after which it counts as gone.
 HOST_GONE = 35
 # That what a lost member sent before may still take to arrive, and the first cause after a connection broke.
@@ -64,12 +64,18 @@ class Ring:
         following, previous: `Link` to the next process and from the one before.
         timeout: seconds that a sum may wait for a neighbour that lives and sends nothing; None waits for ever.
         generation: of the group, from 0; what comes with another is refused.
+
+    Attributes:
+        alone: whether it only stands for a ring, see `healing.Detached`.
     """
+
+    alone = False
 
     def __init__(
         self, rank: int, size: int, following: Link, previous: Link, timeout: float | None, generation: int = 0
     ):
-        self.rank, self.size, self._timeout, self.generation = rank, size, timeout, generation
+        self.rank, self.size, self.timeout, self.generation = rank, size, timeout, generation
+        self.held: tuple[int, bytes] | None = None  # what the one before has passed on last
         self._links = (following, previous)
         self._next, self._previous = following.data, previous.data
         self._lookout = Lookout(
@@ -78,6 +84,7 @@ class Ring:
         weakref.finalize(self, self._lookout.close)
         _rings.add(self)
         self._sums = 0
+        self._within = False  # whether what comes belongs to a sum
         self.sent = 0  # bytes, since the start
         self._lock = threading.Lock()
         self._received = np.empty(_CHUNK, np.uint8)
@@ -138,29 +145,69 @@ class Ring:
     def _exchange(self, what: int, size: int, place: int, sent: int, work: Callable[[], None]) -> None:
         with self._lock:
             if self._next.fileno() < 0:
-                cause = self._lookout.cause()
-                raise PeerLostError(
-                    self.rank, f"the ring broke at an earlier sum: {cause}", None if cause is None else cause.lost
-                )
+                raise self._broken()
             try:
                 with activity.here.meeting(activity.SUM):
                     self._agree(what, size, place)
+                    self._within = True
                     work()
+                    self._within = False
                 self._sums += 1
                 self.sent += _HEADER.size + sent
             except _LostError as error:
-                heard = self._lookout.cause(_GRACE_SECONDS)  # a neighbour may have hung up for another's sake
-                why = heard.why if heard is not None else f"is lost: {said(error.error)}"
-                lost = heard.lost if heard is not None else error.lost
-                cause = self._lookout.tell(Cause(lost, self.rank, why))  # it counts now also if that one just left
-                self.close()
-                raise PeerLostError(self.rank, str(cause), cause.lost) from error.error
+                raise self._lost(error) from error.error
             except BaseException as error:
                 self._lookout.tell(Cause(self.rank, self.rank, f"failed: {type(error).__name__}: {error}"))
                 self.close()
                 if isinstance(error, OSError):
                     raise PeerLostError(self.rank, said(error)) from error
                 raise
+
+    def pass_on(self, number: int, content: bytes) -> None:
+        """Sends the next member something between two sums; it is `held` there when that one makes its next sum.
+
+        Args:
+            number: goes with it, 0 <= number < 2**64.
+            content: few enough bytes for a socket to take at once, as nobody reads yet: at most 64 KiB.
+
+        Raises:
+            PeerLostError: see `add`.
+        """
+        with self._lock:
+            if self._next.fileno() < 0:
+                raise self._broken()
+            try:
+                self._send(_HEADER.pack(self.generation, number, _PASS_ON, 0, len(content)) + content)
+            except _LostError as error:
+                raise self._lost(error) from error.error
+
+    def _broken(self) -> PeerLostError:
+        cause = self._lookout.cause()
+        lost = None if cause is None else cause.lost
+        return PeerLostError(self.rank, f"the ring broke at an earlier sum: {cause}", lost)
+
+    def _lost(self, error: _LostError) -> PeerLostError:
+        """Leaves the ring, as a member is lost."""
+        heard = self._lookout.cause(_GRACE_SECONDS)  # a neighbour may have hung up for another's sake
+        why = heard.why if heard is not None else f"is lost: {said(error.error)}"
+        lost = heard.lost if heard is not None else error.lost
+        cause = self._lookout.tell(Cause(lost, self.rank, why))  # it counts now also if that one just left
+        self._take_what_was_passed_on()
+        self.close()
+        return PeerLostError(self.rank, str(cause), cause.lost)
+
+    def _take_what_was_passed_on(self) -> None:
+        """Reads it from the socket, where it lies if the one before was lost between two sums."""
+        if self._within:
+            return
+        with contextlib.suppress(OSError):
+            while len(head := self._previous.recv(_HEADER.size, socket.MSG_PEEK)) == _HEADER.size:
+                generation, number, what, _, length = _HEADER.unpack(head)
+                if generation != self.generation or what != _PASS_ON:
+                    return
+                content = self._previous.recv(_HEADER.size + length)
+                if len(content) == _HEADER.size + length:
+                    self.held = number, content[_HEADER.size :]
 
     def close(self) -> None:
         """Leaves the ring; the sums of all others fail."""
@@ -177,18 +224,13 @@ class Ring:
 
     def _agree(self, what: int, size: int, place: int) -> None:
         mine = _HEADER.pack(self.generation, self._sums, what, place, size)
-        unsent = mine
-        while unsent:  # the end of an earlier sum may still fill the socket
-            try:
-                unsent = unsent[self._give(unsent) :]
-            except BlockingIOError:
-                self._wait(sending=True, receiving=False)
-        theirs = b""
-        while len(theirs) < len(mine):
-            try:
-                theirs += self._read(memoryview(bytearray(len(mine) - len(theirs))))
-            except BlockingIOError:
-                self._wait(sending=False, receiving=True)
+        self._send(mine)
+        theirs = self._receive(_HEADER.size)
+        generation, number, its, _, length = _HEADER.unpack(theirs)
+        while generation == self.generation and its == _PASS_ON:
+            self.held = number, self._receive(length)
+            theirs = self._receive(_HEADER.size)
+            generation, number, its, _, length = _HEADER.unpack(theirs)
         if theirs != mine:
             generation, number, its, other, length = _HEADER.unpack(theirs)
             if generation != self.generation:
@@ -204,6 +246,23 @@ class Ring:
                 "Build the same model on all workers, let each make the same steps, and where an optimizer stands in a "
                 "condition, decide it by what all workers know alike, such as a count of steps."
             )
+
+    def _send(self, message: bytes) -> None:
+        unsent = message
+        while unsent:  # the end of an earlier sum may still fill the socket
+            try:
+                unsent = unsent[self._give(unsent) :]
+            except BlockingIOError:
+                self._wait(sending=True, receiving=False)
+
+    def _receive(self, count: int) -> bytes:
+        found = bytearray()
+        while len(found) < count:
+            try:
+                found += self._read(memoryview(bytearray(count - len(found))))
+            except BlockingIOError:
+                self._wait(sending=False, receiving=True)
+        return bytes(found)
 
     def _give(self, some: bytes | memoryview) -> int:
         try:
@@ -310,9 +369,9 @@ class Ring:
         ):
             if wanted:
                 poll.register(one, event)
-        ready = [number for number, _ in poll.poll(None if self._timeout is None else self._timeout * 1000)]
+        ready = [number for number, _ in poll.poll(None if self.timeout is None else self.timeout * 1000)]
         if not ready:
-            raise TimeoutError(f"a neighbour sent nothing for {self._timeout} s")
+            raise TimeoutError(f"a neighbour sent nothing for {self.timeout} s")
         if ready == [self._lookout.fileno()]:  # what still arrives counts first
             poll.unregister(self._lookout)
             if not poll.poll(_GRACE_SECONDS * 1000):
@@ -397,7 +456,6 @@ def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
 
 _token: bytes | None = None
 _generation = 0
-_stands_in = False
 
 
 def new_token() -> bytes:
@@ -420,20 +478,6 @@ def keep_token(token: bytes, generation: int = 0) -> None:
 def token() -> bytes | None:
     """What `keep_token` was given, or None."""
     return _token
-
-
-def stand_in() -> None:
-    """Says that this process takes the place of one that was lost.
-
-    It builds its strategy and model alone, and joins the others' ring by `GradientRing.replace` when it is ready.
-    """
-    global _stands_in
-    _stands_in = True
-
-
-def stands_in() -> bool:
-    """Whether `stand_in` was called."""
-    return _stands_in
 
 
 def next_generation() -> int:

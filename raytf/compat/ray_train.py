@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import ray
 import ray.train
 
 # A process that the first run of a cluster waits for, made early.
@@ -162,6 +166,7 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
     context = get_train_context()
     context.report_call_index += 1
     number = context.report_call_index
+    _reports[context] = reports_made() + 1
 
     def tell() -> None:
         try:
@@ -173,6 +178,19 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
             context.execution_context.training_thread_runner.get_exception_queue().put(failed)
 
     context.checkpoint_upload_threadpool.submit(tell)
+
+
+_reports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def reports_made() -> int:
+    """How often `report_later` was called in the training of this process; Ray Train numbers those of a whole run."""
+    return _reports.get(get_train_context(), 0)
+
+
+def count_reports(number: int) -> None:
+    """Says how many were made, for a process that takes the place of another's."""
+    _reports[get_train_context()] = number
 
 
 # ------------------------------------------------------------------------------------------ results
@@ -198,6 +216,50 @@ def result_of(manager, storage):
 def stop(watcher) -> None:
     """Ends a PreemptionWatcher; it is made to end with the actor that Ray Train makes of it."""
     watcher._stop_event.set()
+
+
+@uses("ray.train.v2._internal.execution.failure_handling.default:DefaultFailurePolicy._worker_group_failures")
+def failures_left(policy) -> float:
+    """How many failures of workers a run's failure policy still allows; nothing public counts them."""
+    most = policy.failure_config.max_failures
+    return math.inf if most == -1 else most - getattr(policy, "_worker_group_failures", 0)
+
+
+@uses("ray.train.v2._internal.execution.failure_handling.default:DefaultFailurePolicy._worker_group_failures")
+def count_failure(policy) -> None:
+    """Counts one that was healed; `make_decision` counts those for which workers start anew."""
+    policy._worker_group_failures += 1
+
+
+@uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_state")
+def exchange(group, new: Mapping[int, Worker]) -> None:
+    """Puts workers into the places of others; Ray Train does so for groups that it manages itself alone."""
+    state = group._worker_group_state
+    workers = [new.get(rank, worker) for rank, worker in enumerate(state.workers)]
+    group._worker_group_state = dataclasses.replace(state, workers=workers)
+    for rank in new:
+        group._world_rank_to_ongoing_poll.pop(rank, None)
+
+
+@uses(
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._init_train_context",
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_context",
+)
+def give_context(group, workers: list[Worker]) -> None:
+    """Gives processes that take the places of others Ray Train's context, as it does at a group's start."""
+    group._init_train_context(workers, group.get_worker_group_state().sync_actor)
+
+
+@uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_context")
+def begin_training(group, worker: Worker) -> None:
+    """Starts the loop of a run on one process; see `give_context`."""
+    ray.get(worker.actor.run_train_fn.remote(group._worker_group_context.train_fn_ref), timeout=60)
+
+
+@uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_state")
+def group_of(group):
+    """The placement group of a worker group that has started."""
+    return group._worker_group_state.placement_group_handle.placement_group
 
 
 def reserved(found: list | dict) -> list[dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import tensorflow as tf
 from keras import tree
@@ -20,14 +21,18 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
 
     _rest: tuple | None = None
 
-    def begin_at(self, step: int, dataset: tf.data.Dataset) -> None:
+    def begin_at(
+        self, step: int, dataset: tf.data.Dataset, first: tuple[int, Callable[[], tf.data.Dataset]] | None = None
+    ) -> None:
         """Says where the next epoch begins; batches are numbered as in a whole one.
 
         Args:
             step: those before were made already, by another process.
             dataset: the batches from there on.
+            first: (steps of the first execution, which are all that `dataset` has; what gives the batches behind
+                them), where other workers are within an execution of several steps.
         """
-        self._rest = step, dataset
+        self._rest = step, dataset, first
 
     def _distribute(self, dataset, strategy):
         return strategy.experimental_distribute_dataset(dataset)
@@ -38,14 +43,18 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
             yield from super()._enumerate_iterator()
             return
         self.data_adapter.on_epoch_begin()
-        (self._steps_seen, rest), self._rest = self._rest or (0, None), None
+        (self._steps_seen, rest, first), self._rest = self._rest or (0, None, None), None
         if self._steps_seen < self._num_batches:
             whole = self._get_iterator()
             iterator = iter(whole if rest is None else self._distribute(rest, self._distribute_strategy))
         while self._steps_seen < self._num_batches:
             begin = self._steps_seen
-            self._steps_seen = min(begin + self.steps_per_execution, self._num_batches)
+            steps = self.steps_per_execution if first is None else first[0]
+            self._steps_seen = min(begin + steps, self._num_batches)
             yield begin, self._steps_seen - 1, iterator
+            if first is not None and self._steps_seen < self._num_batches:
+                iterator = iter(self._distribute(first[1](), self._distribute_strategy))
+            first = None
         self.data_adapter.on_epoch_end()
 
 

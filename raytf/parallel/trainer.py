@@ -27,7 +27,7 @@ import tensorflow as tf
 from keras import tree
 
 from raytf import activity
-from raytf.collectives import communicator
+from raytf.collectives import communicator, healing
 from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects, patching, selfcheck, versions
 from raytf.compat.keras import backend_trainer, pythonify_logs
@@ -35,7 +35,16 @@ from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
-from raytf.parallel import epoch_iterator, local_sgd, losses, metrics, model_optimizers, optimizers, verbosity
+from raytf.parallel import (
+    epoch_iterator,
+    local_sgd,
+    losses,
+    metrics,
+    model_optimizers,
+    optimizers,
+    own_state,
+    verbosity,
+)
 from raytf.parallel import step as step_module
 
 # Those that say what stands in the place of Keras' functions, beside this one.
@@ -56,6 +65,8 @@ def _make_function(original, self, step_function):
         return _told(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
     replica_step = step_module.one_replica_step(self, step_function)
+    if training:
+        replica_step = own_state.passing_on(self, replica_step)
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data):
@@ -125,7 +136,8 @@ def _told(model, function: Callable, training: bool) -> Callable:
     def trained(iterator):
         here.at(activity.STEP)
         try:
-            outputs = function(iterator)
+            with healing.here.execution():
+                outputs = function(iterator)
         except BaseException:  # the data has ended, too
             here.at(activity.CALLBACKS)
             raise

@@ -221,5 +221,6 @@ def _meeting(its: Mapping[str, Any]) -> str:
         activity.SUM: f"sum or exchange {number} (step {its['step'] + 1})",
         activity.COLLECTIVE: f"an exchange between steps (after step {its['step']})",
         activity.REPORT: f"a report (after step {its['step']})",
+        activity.HEALING: f"the wait for one that takes a lost worker's place (step {its['step'] + 1})",
     }
     return names[kind]

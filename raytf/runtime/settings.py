@@ -37,6 +37,10 @@ class TensorflowConfig:
             30 times in a callback, an input or a checkpoint, which may just be slow, where the worker still moves, or
             where it is not waited for in an exchange. A process
             that is stopped is ended within it, and one that computes never is. At least 2; None says nothing.
+        heal: where FailureConfig allows failures: a worker of a KerasTrainer that is lost within a step, and whose
+            gradients are summed in raytf's ring, is replaced while the others keep their processes and go on in that
+            step. Each worker passes on what it has for itself (metrics, moving statistics, seeds) after each step.
+            Where it cannot be done, and with False, all workers start anew from the last checkpoint.
         first_step_timeout_s: the same until all workers have made a step, as they compile meanwhile.
         bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
             pack in TensorFlow's.
@@ -60,6 +64,7 @@ class TensorflowConfig:
     timeout_s: float | None = None
     hang_timeout_s: float | None = 10.0
     first_step_timeout_s: float = FIRST_STEP_SECONDS
+    heal: bool = True
     bytes_per_pack: int = 0
     intra_op_threads: int | None = None
     inter_op_threads: int | None = None

@@ -122,3 +122,9 @@ def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str
     worker = (run_config.worker_runtime_env if run_config else None) or {}
     job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
+
+
+def survives_failures(run_config) -> bool:
+    """Whether a run goes on after a worker's failure."""
+    failures = run_config.failure_config
+    return failures is not None and failures.max_failures != 0

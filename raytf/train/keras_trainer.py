@@ -359,6 +359,7 @@ class KerasTrainer:
             validate=self.evaluator or self.validation_config is not None,
             checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
             memory_every=arguments.memory_steps(self.memory_every, self.strategy, self.num_ps),
+            heals=self.tensorflow_config.heal and arguments.survives_failures(self.run_config),
         )
 
     def _shuffle(self, blocks: dict) -> str:

@@ -47,6 +47,7 @@ from raytf.compat.ray_train import (
     time_monotonic,
 )
 from raytf.console import output, quiet
+from raytf.errors import in_a_line
 from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS
 from raytf.runtime import answers, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
@@ -58,6 +59,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
+from raytf.train.healing import Asked, Healing
 from raytf.worker.ending import DrainedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
@@ -227,6 +229,7 @@ class _Controller(TrainController):
     ) -> None:
         output.say_who("controller")
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
+        known["policy"] = arguments["failure_policy"]
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
@@ -309,12 +312,17 @@ class _WorkerGroup(WorkerGroup):
     held: Reservation
     beside: object
     config: TensorflowConfig
+    policy: object
     _watchdog: Watchdog | None = None
     _hangs: HangWatch | None = None
     _hold_until: float | None = None
+    _healing: Healing | None = None
+    _generation = 0  # of the workers' ring
+    _not_healed = False
 
     @overrides(WorkerGroup)
     def _start(self):
+        self._reported: dict[int, int] = {}
         try:
             super()._start()
         except (WorkerGroupStartupFailedError, RayActorError) as error:
@@ -333,6 +341,7 @@ class _WorkerGroup(WorkerGroup):
         super()._clear_state()
 
     def _stop_watching(self) -> None:
+        self._healing = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -416,7 +425,10 @@ class _WorkerGroup(WorkerGroup):
     @overrides(WorkerGroup)
     def _poll_workers_and_collect_errors(self, timeout):
         found = super()._poll_workers_and_collect_errors(timeout)
-        if self._hangs is None and self.config.hang_timeout_s is not None:
+        for rank, status in enumerate(found):
+            if status.training_report is not None:
+                self._reported[rank] = self._reported.get(rank, 0) + 1
+        if self._hangs is None and self._healing is None and self.config.hang_timeout_s is not None:
             self._watch_for_hangs()
         for rank, status in enumerate(found):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
@@ -429,7 +441,87 @@ class _WorkerGroup(WorkerGroup):
         for rank, error in self._hangs.ended.items() if self._hangs is not None else ():
             if rank not in self._watchdog.ended:
                 found[rank] = WorkerStatus(running=False, error=error)
-        return self._without_consequences(found)
+        return self._without_consequences(self._healed(found))
+
+    def _healed(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
+        """Has processes take the places of workers that were lost; until they have, these seem to run."""
+        if self._healing is None:
+            lost = self._lost(found)
+            if not lost or not self._begin_healing(lost, found):
+                return found
+        elif self._healing.done:
+            self._end_healing(found)
+        lost = frozenset() if self._healing is None else self._healing.lost
+        return [
+            WorkerStatus(running=True, training_report=status.training_report) if rank in lost else status
+            for rank, status in enumerate(found)
+        ]
+
+    def _lost(self, found: list[WorkerStatus]) -> set[int]:
+        """Ranks of processes that have ended, or stand still and are ended; none where a worker failed by itself."""
+        ended = self._hangs.ended if self._hangs is not None else {}
+        lost = {rank for rank, status in enumerate(found) if isinstance(cause_of(status.error), RayActorError)}
+        lost |= {rank for rank, status in enumerate(found) if isinstance(status.error, WorkerFrozenError)}
+        others = {rank for rank, status in enumerate(found) if status.error is not None} - lost
+        if any(not is_consequence(found[rank].error) for rank in others) or len(lost) == len(found):
+            return set()
+        for rank in ended:
+            ray.kill(self.get_workers()[rank].actor)
+        return lost
+
+    def _begin_healing(self, lost: set[int], found: list[WorkerStatus]) -> bool:
+        if self._not_healed or self.policy is None or ray_train.failures_left(self.policy) < len(lost):
+            return False
+        if self._hangs is not None:
+            self._hangs.close()
+            self._hangs = None
+        why = "; ".join(f"worker {rank} was lost: {in_a_line(cause_of(found[rank].error))}" for rank in sorted(lost))
+        output.say(f"{why}. Another process is to take its place in the step that the others are in")
+        self._heal(lost)
+        return True
+
+    def _heal(self, lost: set[int]) -> None:
+        self._generation += 1
+        resources = self.get_resources_per_worker()
+        asked = Asked(
+            workers=dict(enumerate(self.get_workers())),
+            place=self._take_place,
+            started=lambda made: ray_train.give_context(self, list(made.values())),
+            begin=functools.partial(ray_train.begin_training, self),
+            config=self.config,
+            cpus=max(1, int(resources.get("CPU", 1))),
+            reported=self._reported,
+        )
+        self._healing = Healing(asked, lost, self._generation)
+
+    def _take_place(self, rank: int) -> Worker:
+        """A new process where a lost worker was, or where Ray has put its bundle since."""
+        old, size = self.get_workers()[rank], len(self.get_workers())
+        each, group = self.get_resources_per_worker(), ray_train.group_of(self)
+        (made,) = super()._create_workers(1, group, each, [old.placement_group_bundle_index], rank, size, 1)
+        made.distributed_context = old.distributed_context
+        return made
+
+    def _end_healing(self, found: list[WorkerStatus]) -> None:
+        healing, self._healing = self._healing, None
+        if not healing.new:
+            if healing.another and ray_train.failures_left(self.policy) >= len(healing.lost):
+                self._heal(healing.lost | self._lost(found))
+                return
+            self._not_healed = True
+            healing.give_up()
+            output.say(f"it could not be replaced in place, so that all workers start anew: {healing.why}")
+            return
+        ray_train.exchange(self, healing.new)
+        for rank, worker in healing.new.items():
+            ray_train.count_failure(self.policy)
+            self._watchdog.ended.pop(rank, None)
+            self._watchdog.kept.pop(rank, None)
+            self._watchdog.watch(rank, _place(worker))
+            found[rank] = WorkerStatus(running=True)
+        for callback in self._callbacks:
+            if isinstance(callback, _Preemption):
+                callback.after_worker_group_start(self)
 
     def _without_consequences(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
         """Keeps back errors that another's end has caused while it is seen who that is: one that does not answer."""

@@ -168,14 +168,16 @@ class ReportCallback(keras.callbacks.Callback):
         agreed = functools.partial(self._writers.name, self.model)
         return dataclasses.replace(moment, writers=writers, agreed=agreed)
 
-    def parts(self, variables: Mapping[str, np.ndarray], **within: Any) -> dict[str, Any]:
+    def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **within: Any) -> dict[str, Any]:
         """What the files of a checkpoint within an epoch hold, see `checkpoint.parts`.
 
         Args:
             variables: arrays of `metrics.npz`.
+            ahead: steps of an execution that goes on, of which callbacks have not been told.
             within: epoch_step, logs, metrics and order of the `State`.
         """
-        state = dataclasses.replace(self._state(stopped=False), **_number(within))
+        state = self._state(stopped=False)
+        state = dataclasses.replace(state, step=state.step + ahead, **_number(within))
         return checkpoints.parts(self.model, state, self._states, self._build, variables)
 
     def _state(self, stopped: bool) -> checkpoints.State:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from raytf.collectives import healing
+from raytf.collectives.healing import Place
 from raytf.compat import keras_objects
 from raytf.data import sampling
 from raytf.data.feed import Feed
@@ -17,7 +19,17 @@ from raytf.identity import same_run
 from raytf.parallel import model_optimizers
 from raytf.parallel.callbacks import settable_rate
 from raytf.runtime.topology import Shard
-from raytf.worker import callbacks, checkpoint, context, input_wait, job, steps_per_execution, tpu, within_epoch
+from raytf.worker import (
+    callbacks,
+    checkpoint,
+    context,
+    input_wait,
+    job,
+    replacement,
+    steps_per_execution,
+    tpu,
+    within_epoch,
+)
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import DRAIN, DrainedError, Ended
 from raytf.worker.job import TrainJob
@@ -44,6 +56,7 @@ def train(task: TrainJob, session) -> dict | None:
         if job.ended(state, task):
             return None
         keras.utils.set_random_seed(task.sampling.seed % 2**32)
+        healing.here.wanted = task.heals
         with distribution.scope():
             model = task.build_model(dict(task.config))
         static = context.uses_tpu()
@@ -62,8 +75,13 @@ def train(task: TrainJob, session) -> dict | None:
         others = [feed for name, feed in feeds.items() if name != "train"]
         position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, others)
         around = [position, *users]
+        place, agreed = healing.here.place, {}
+        told = place.agreed if place is not None else {}
+        if place is not None:
+            model.steps_per_execution = told["steps_per_execution"]
         if task.steps_per_execution == "auto" and not static:
-            around.insert(0, steps_per_execution.ExecutionCallback(users))
+            agreed["execution"] = steps_per_execution.ExecutionCallback(users, told.get("execution"))
+            around.insert(0, agreed["execution"])
         if task.warmup_steps:
             around.append(callbacks.WarmupCallback(task.warmup_steps, model, position.step))
         around += restored(folder, state, model, task, states, session)
@@ -77,18 +95,23 @@ def train(task: TrainJob, session) -> dict | None:
         writers = Writers(session) if isinstance(session, RaySession) and session.size > 1 else None
         steps = lambda: position.step
         report = report_callback(task, datasets["train"], states, state, to, steps=steps, writers=writers)
-        before, after = resumed(folder, state, states, position, feeds["train"].order)
-        kept = within_epochs(task, feeds, position, report, session, writers)
+        before, after = resumed(folder, state, states, position, feeds["train"].order, place=place)
+        kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
+        agreed |= dict(zip(("kept",), kept, strict=False))
+        if place is not None:
+            kept.append(replacement.TakePlace(place))
+        survivable = replacement.survivable(task, model, position, report, agreed, feeds["train"].order)
         try:
-            model.fit(
-                datasets["train"],
-                validation_data=datasets.get("validation"),
-                epochs=task.config["epochs"],
-                initial_epoch=state.epoch if state else 0,
-                callbacks=[*before, *around, *after, report, *kept],
-                verbose=0,
-                shuffle=False,  # the feed does
-            )
+            with survivable:
+                model.fit(
+                    datasets["train"],
+                    validation_data=datasets.get("validation"),
+                    epochs=task.config["epochs"],
+                    initial_epoch=state.epoch if state else 0,
+                    callbacks=[*before, *around, *after, report, *kept],
+                    verbose=0,
+                    shuffle=False,  # the feed does
+                )
         except Ended as ended:
             if ended.why == DRAIN:
                 raise DrainedError(ended.step) from None
@@ -97,7 +120,7 @@ def train(task: TrainJob, session) -> dict | None:
 
 
 def within_epochs(
-    task: TrainJob, feeds: dict[str, Feed], position, report, session, writers: Writers | None = None
+    task: TrainJob, feeds: dict[str, Feed], position, report, session, writers: Writers | None = None, told=None
 ) -> list:
     """The callback that keeps checkpoints within epochs, where the run can have some."""
     if session.keep is None:
@@ -125,12 +148,23 @@ def within_epochs(
         peer=holders.peer,
         writers=writers,
         keep_part=None if writers is None else session.keep_part,
+        told=told,
     )
     return [kept]
 
 
-def resumed(folder: str | None, state, states, position, order, *iterator: Callable) -> tuple[list, list]:
-    """Callbacks before and behind the others, where the training goes on within an epoch; see `Resumption`."""
+def resumed(
+    folder: str | None, state, states, position, order, *iterator: Callable, place: Place | None = None
+) -> tuple[list, list]:
+    """Callbacks before and behind the others, where the training goes on within an epoch; see `Resumption`.
+
+    One that takes a lost worker's `place` goes on where the others are, also in the first step of an epoch.
+    """
+    if place is not None:
+        resumption = within_epoch.Resumption(
+            folder, state, states, position, *iterator, first=replacement.first_execution(place)
+        )
+        return [resumption.first], [resumption.last]
     if state is None or not state.epoch_step:
         return [], []
     if differs := sampling.differences(state.order, order):

@@ -35,6 +35,7 @@ class TrainJob:
         identity: what tells this run from another, by name; JSON values.
         checkpoint_every: when checkpoints within epochs are kept.
         memory_every: after every so many steps one is held in memory, or None.
+        heals: a worker that is lost is replaced in place, where that can be done.
     """
 
     build_model: Callable
@@ -53,6 +54,7 @@ class TrainJob:
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     checkpoint_every: Every = Every()  # noqa: RUF009 - it is frozen
     memory_every: int | None = None
+    heals: bool = False
 
     def used(self) -> list[str]:
         """The datasets of the training itself."""

@@ -23,6 +23,7 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
 from raytf import activity
+from raytf.collectives import healing
 from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
@@ -115,11 +116,18 @@ class RaySession:
     def checkpoint(self) -> Iterator[str | None]:
         """The folder of the checkpoint to go on from, or None: the last one that is whole, the same on every worker.
 
+        One that takes a lost worker's place has what another held in memory.
+
         Raises:
             DamagedCheckpointError: there are some, and none is whole.
         """
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
+            if healing.here.place is not None:
+                folder = stack.enter_context(scratch.folder())
+                write_files(healing.here.place.files, folder)
+                yield folder
+                return
             name, folder, unlisted = self._newest(stack) if self.rank == 0 else (None, None, [])
             if self.size > 1:
                 with activity.here.meeting(activity.REPORT):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import statistics
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -55,12 +58,14 @@ class ExecutionCallback(keras.callbacks.Callback):
 
     Args:
         callbacks: the user's callbacks.
+        told: where another worker stands with it, whose training this one joins; or None.
     """
 
     raytf_local_batches = True
 
-    def __init__(self, callbacks):
+    def __init__(self, callbacks, told: Mapping | None = None):
         super().__init__()
+        self._told = told
         self._fixed = any(callbacks_module.looks_at_batches(c) for c in callbacks)
 
     def on_train_begin(self, logs=None):
@@ -74,6 +79,21 @@ class ExecutionCallback(keras.callbacks.Callback):
         self._start_over()
         self._left = None
         self._first = 0.0
+        if self._told is not None:
+            self._go_on(self._told)
+            self._told = None
+
+    def told(self) -> dict[str, Any]:
+        """Where it stands, for a worker that joins the training."""
+        single = None if self._single is None else self._single[1]
+        names = ("_looking", "_first", "_count", "_between", "_within")
+        return {"single": single, **{name: copy.copy(getattr(self, name)) for name in names}}
+
+    def _go_on(self, told: Mapping) -> None:
+        for name in told.keys() - {"single"}:
+            setattr(self, name, told[name])
+        self._single = None if told["single"] is None else (None, told["single"])
+        self._iterator = epoch_iterator.newest_iterator() if self._looking else None
 
     def _start_over(self):
         self._count, self._ended = 0, None
@@ -126,6 +146,8 @@ class ExecutionCallback(keras.callbacks.Callback):
             logger.info("steps_per_execution: 1 again, as more did not help")
             self._use(1)
             self.model.train_function = function
+            if function is None:  # it was made by a worker whose place this one has taken
+                self.model.make_train_function(force=True)
         self._looking = False
 
     def _use(self, number: int):

@@ -68,7 +68,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
 
     Whether is decided by what all workers know alike: the cluster, the driver's config, and that it gave a token.
     """
-    from raytf.collectives import exchange, gradient_ring
+    from raytf.collectives import exchange, gradient_ring, healing
     from raytf.compat import multi_worker
 
     members = gradient_ring.members(resolver)
@@ -77,8 +77,10 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     if ring.token() is None:
         gradient_ring.check_without(config.gradient_dtype)
         return False
+    place = healing.here.place
     joined = gradient_ring.join(
         members,
+        detached=None if place is None else healing.Detached(members.rank, len(members.addresses)),
         join_timeout_s=_JOIN_FACTOR * config.first_step_timeout_s,
         timeout_s=config.timeout_s,
         pack_bytes=config.bytes_per_pack,

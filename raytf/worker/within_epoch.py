@@ -8,16 +8,19 @@ what they held. `fit` resets metrics and calls `on_epoch_begin` before it; what 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
 
 from raytf import activity
 from raytf.collectives import communicator
+from raytf.data import worker_part
 from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers
 from raytf.storage import step_folders
 from raytf.storage.checkpoint_files import State
@@ -54,6 +57,7 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         peer: whether another worker than the chief does.
         writers: agrees on the workers that write one; None: the chief writes them.
         keep_part: keep_part(name, model, writers), called on all others where several write.
+        told: where another worker stands with it, whose training this one joins; or None.
 
     Attributes:
         stood: seconds for which the training has stood still for a checkpoint before this one is told of its step.
@@ -78,8 +82,10 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         peer: bool = False,
         writers: Writers | None = None,
         keep_part: Callable | None = None,
+        told: Mapping | None = None,
     ):
         super().__init__()
+        self._told = told
         self._memory_every, self._hold, self._peer = memory_every, hold, peer
         self._writers, self._keep_part = writers, keep_part
         self._every, self._keep, self._position, self._report = every, keep, position, report
@@ -90,7 +96,14 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         self._seen = self._next_look = self._position.step
         self._clock = Clock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
+        if self._told is not None:
+            vars(self).update(self._told)
+            self._told = None
         ending.gate.begin()
+
+    def told(self) -> dict[str, Any]:
+        """Where it stands, for a worker that joins the training."""
+        return {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
 
     def on_train_batch_end(self, batch, logs=None):
         ended = ending.gate.is_last()
@@ -200,6 +213,7 @@ class Resumption:
         states: `callback_state.CallbackStates` of the user's callbacks.
         position: counts the steps, and tells the feed of the training rows.
         iterator: gives what is to begin at a step: begin_at(step, dataset).
+        first: steps of the first execution, where it is not as long as others.
 
     Attributes:
         first: callback before all others.
@@ -213,7 +227,9 @@ class Resumption:
         states: CallbackStates,
         position: FeedCallback,
         iterator: Callable = epoch_iterator.newest_iterator,
+        first: int | None = None,
     ):
+        self._first_steps = first
         self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
         self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
         self._states, self._position, self._newest = states, position, iterator
@@ -253,9 +269,17 @@ class Resumption:
                 f"checkpoint knows others: {error}",
                 stacklevel=2,
             )
-        iterator.begin_at(self._step, self._position.go_on(epoch, self._step))
+        self._place(iterator, epoch)
         if self._step >= self._position.steps:
             metrics.finish_logs(model, self._logs)
+
+    def _place(self, iterator, epoch: int) -> None:
+        dataset, first = self._position.go_on(epoch, self._step), self._first_steps
+        if first is None or self._step + first >= self._position.steps:
+            iterator.begin_at(self._step, dataset)
+            return
+        behind = functools.partial(self._position.go_on, epoch, self._step + first)
+        iterator.begin_at(self._step, worker_part.mark_worker_part(dataset.take(first)), (first, behind))
 
     def stepped(self, model) -> None:
         """After each execution: metrics that the first one has made get what they had summed before."""

@@ -114,24 +114,6 @@ def test_one_order_in_conditions_and_loops_and_with_another_ring(workers):
     assert [w.completed for w in made] == [3, 3] and sorted(traces) == [0.0, 1.0]
 
 
-def test_a_worker_that_stands_in_joins_when_it_is_ready():
-    made = [GradientRing(None), GradientRing(None)]
-
-    @tf.function
-    def first(value):
-        return made[1].chiefs(value)
-
-    assert made[1].chiefs_arrays([np.ones(2)])[0].tolist() == first(tf.ones(2)).numpy().tolist() == [1.0, 1.0]
-    with pytest.raises(RaytfError, match="joins the ring before it exchanges anything"):
-        made[1].add_arrays([np.ones(2)])
-    for worker, ring in zip(made, connected(2, generation=4), strict=True):
-        worker.replace(ring)
-    call = lambda worker: (first if worker is made[1] else worker.chiefs)(tf.fill([2], 7.0 + worker.ring.rank))
-    assert [found.numpy().tolist() for found in together(call, made)] == [[7.0, 7.0]] * 2
-    for worker in made:
-        worker.close()
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_an_update_is_made_as_a_whole_or_not(workers, sparse):
     """A worker leaves between two packs of one update: nothing of it is assigned where the first pack has arrived."""

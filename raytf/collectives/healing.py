@@ -1,0 +1,299 @@
+"""Healing: what a worker of a ring does from the loss of a member until there is another ring, within one step.
+
+A step's update is applied only when all of its sums are there, so that the others stand in one step, before its update.
+They wait here, in the sum that failed, while the driver starts a process in the place of the lost one, which gets what
+they held before that step. It makes the step from its beginning; then all join another ring, those that had waited make
+again the sums of this step that were made, from inputs that are still in memory, and go on. Summed in the same order,
+the numbers are the same.
+
+What workers do not have alike, as metrics over rows of their own, each passes on to the next one after every step.
+
+Pure sockets and memory; what a training's state is, says who trains (`raytf.worker.replacement`). Driver:
+`raytf.train.healing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raytf import activity
+from raytf.collectives.ring import Listener
+from raytf.errors import PeerLostError
+
+# For which a worker waits that the driver says how it goes on; it starts a process meanwhile.
+WAIT_SECONDS = 120.0
+# For all members to join the next ring, when each is known to wait for it.
+_JOIN_SECONDS = 30.0
+# More than a socket takes at once would have two neighbours wait for each other.
+MOST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """The next ring.
+
+    Args:
+        addresses: (host, port) of all members' listeners, by rank.
+        token: see `Listener.join`.
+        generation: of the group.
+        sums: what `activity` counts as sums from here on, the same for all.
+    """
+
+    addresses: Sequence[tuple[str, int]]
+    token: bytes = field(repr=False)
+    generation: int
+    sums: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A worker that waits for the next ring.
+
+    Args:
+        step: steps of the training that it has made in all.
+        within: of these, those of the execution that goes on.
+        address: (host, port) where it listens.
+        held: (step, bytes) that the one before has passed on last, or None.
+        why: the loss, or None for a worker that is new.
+        sums: that `activity` has counted.
+    """
+
+    step: int
+    within: int
+    address: tuple[str, int]
+    held: tuple[int, bytes] | None
+    why: str | None
+    sums: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process needs that takes the place of a lost one.
+
+    Args:
+        step, within: see `Waiting`.
+        files: of a checkpoint of that step, by name; what another worker held.
+        own: what the lost one had passed on after that step.
+        agreed: of what workers have agreed on, see `raytf.worker.replacement`.
+    """
+
+    step: int
+    within: int
+    files: dict[str, bytes] = field(repr=False)
+    own: bytes = field(repr=False)
+    agreed: dict[str, Any] = field(repr=False)
+
+
+class Detached:
+    """Stands for the ring of a worker that takes a lost one's place, until its first step: as if all were alike."""
+
+    alone = True
+    generation = 0
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self.sent = rank, size, 0
+        self.held: tuple[int, bytes] | None = None
+
+    def padded(self, items: int) -> int:
+        """See `Ring.padded`."""
+        return -(-items // self.size) * self.size
+
+    def add(self, array: np.ndarray, place: int = 0) -> None:
+        """The sum of what is the same everywhere."""
+        array *= self.size
+
+    def broadcast(self, array: np.ndarray) -> None:
+        """The chief's values, which are this worker's own."""
+
+    def gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+        """Nobody is there who would have other parts."""
+        raise NotImplementedError("parts of others cannot be had before a worker has taken its place")
+
+    def pass_on(self, number: int, content: bytes) -> None:
+        """Nobody is there."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Healer:
+    """Of this process.
+
+    Attributes:
+        place: of a lost worker that this one takes, or None.
+        wanted: whether the training that is to begin is to survive losses.
+        within: steps of the execution that goes on which this process has made.
+        begun: of it, those that were made before by others.
+    """
+
+    def __init__(self):
+        self.place: Place | None = None
+        self.wanted = False
+        self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
+        self.disarm()
+
+    def arm(self, listen: Callable[[], Listener], image: Callable[[], Place], step: int) -> None:
+        """Says that a loss can be survived from now on.
+
+        Args:
+            listen: makes a listener for the next ring.
+            image: what a process would need to take a lost one's place; called in another thread while this one waits.
+            step: steps that are made.
+        """
+        self._listen, self._image, self._step = listen, image, step
+        self.refused = None
+
+    def disarm(self, why: str = "the training is not within its steps") -> None:
+        """Says that it cannot, and why, as a clause."""
+        self._listen = self._image = None
+        self._step = self.within = self.begun = 0
+        self._in_execution = False
+        self._made: list[Callable[[], Any]] = []
+        self._completed = 0  # updates, at the end of the step before
+        self._waiting: Waiting | None = None
+        self.refused: str | None = why
+
+    @contextlib.contextmanager
+    def execution(self) -> Iterator[None]:
+        """Around an execution of training steps."""
+        self._in_execution, self.within = True, 0
+        try:
+            yield
+        finally:
+            self._in_execution, self.begun = False, 0
+            self._made.clear()
+
+    @property
+    def armed(self) -> bool:
+        """Whether a loss within a step can be survived."""
+        return self._listen is not None
+
+    def stepped(self, holder, content: bytes) -> None:
+        """A step has ended, with all that it changes: tells the next worker what only this one has."""
+        self._made.clear()
+        self._completed = holder.completed
+        self._step += 1
+        self.within += 1
+        try:
+            holder.ring.pass_on(self._step, content)
+        except PeerLostError:  # the next sum finds it out, and can be made again
+            return
+
+    def make(self, holder, exchange: Callable[[], Any]) -> Any:
+        """Makes an exchange with the other workers, in another ring if this one breaks.
+
+        Args:
+            holder: has the ring as `ring`, takes another by `replace(ring)`, and counts updates as `completed`.
+            exchange: makes it, from inputs that it leaves as they are.
+        """
+        if isinstance(holder.ring, Detached) and self._in_execution:
+            self._meet(holder, None)
+        while True:
+            try:
+                result = exchange()
+                break
+            except PeerLostError as error:
+                self._mend(holder, error)
+        if self._in_execution and self.armed:
+            self._made.append(exchange)
+        return result
+
+    def _mend(self, holder, error: PeerLostError) -> None:
+        if not self._in_execution or not self.armed:
+            raise error
+        if holder.completed != self._completed:
+            self.refused = "a part of the step's updates was applied"
+            raise error
+        while True:
+            self._meet(holder, error)
+            try:
+                for made in self._made:
+                    made()
+                return
+            except PeerLostError as another:
+                error = another
+
+    def _meet(self, holder, error: PeerLostError | None) -> None:
+        """Waits for the driver's word, and joins the ring that it tells of."""
+        old, listener = holder.ring, self._listen()
+        while not self._commands.empty():
+            self._commands.get()
+        here = activity.here
+        self._waiting = Waiting(
+            self._step,
+            self.within + self.begun,
+            (listener.host, listener.port),
+            old.held,
+            None if error is None else str(error),
+            here.told()["numbers"][activity.SUM],
+        )
+        try:
+            with here.meeting(activity.HEALING):
+                try:
+                    told = self._commands.get(timeout=WAIT_SECONDS)
+                except queue.Empty:
+                    told = f"no word of the driver within {WAIT_SECONDS:g} s"
+                if not isinstance(told, Rejoin):
+                    raise error or PeerLostError(old.rank, f"took no place of a lost worker: {told}", None)
+                # what is lost meanwhile is a member of the next ring, and the driver's to see
+                ring = listener.join(
+                    old.rank,
+                    list(told.addresses),
+                    told.token,
+                    _JOIN_SECONDS,
+                    getattr(old, "timeout", None),
+                    generation=told.generation,
+                )
+        finally:
+            listener.close()
+            self._waiting = None
+        here.count(activity.SUM, told.sums)
+        holder.replace(ring)
+        self._completed = holder.completed
+        self.place = None
+
+    def waiting(self) -> Waiting | str | None:
+        """Where this worker waits; None where it does not; why it never will, as a clause."""
+        return self._waiting if self._waiting is not None else None if self.armed else self.refused
+
+    def image(self) -> Place:
+        """See `arm`."""
+        return self._image()
+
+    def command(self, told: Rejoin | str) -> None:
+        """Tells a worker that waits of its next ring, or why there is none."""
+        self._commands.put(told)
+
+
+# Of this process.
+here = Healer()
+
+
+# ------------------------------------------------------------------------------- what the driver has workers execute
+
+
+def waiting() -> Waiting | str | None:
+    """`Healer.waiting`, as a function that another process sends here."""
+    return here.waiting()
+
+
+def image() -> Place:
+    """`Healer.image`, likewise."""
+    return here.image()
+
+
+def command(told: Rejoin | str) -> None:
+    """`Healer.command`, likewise."""
+    here.command(told)
+
+
+def take(place: Place) -> None:
+    """Says that the training which is to begin in this process takes a lost worker's place."""
+    here.disarm("its place is not taken yet")
+    here.place = place

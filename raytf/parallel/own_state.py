@@ -1,0 +1,80 @@
+"""What a step changes besides its update: metrics, moving statistics, seeds, counters.
+
+Another worker does not have it, or has it as it is within the next step. So each worker passes it on after every step
+to the next one of the ring, for a process that takes its place when it is lost; see `raytf.collectives.healing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from raytf.collectives import gradient_ring, healing
+from raytf.compat import keras_objects
+from raytf.compat.keras import shared_seed_generator
+from raytf.parallel import step as step_module
+
+# Of TensorFlow's own numbers, those that have bytes.
+_OTHERS = (tf.string, tf.resource, tf.variant)
+
+
+def variables_of(model) -> list:
+    """The variables, in the same order on all workers of a model."""
+    layers = keras_objects.layers_of(model)
+    states = [v for layer in layers for v in keras_objects.own_variables(layer)[1]]
+    shared = shared_seed_generator()
+    generators = [g for layer in layers for g in keras_objects.seed_generators_of(layer)]
+    seeds = [g.state for g in (*generators, *([shared] if shared is not None else []))]
+    return list({id(v): v for v in (*model.metrics_variables, *states, *seeds)}.values())
+
+
+def bytes_of(model) -> int | None:
+    """How many bytes they have; None where some have no fixed number."""
+    found = variables_of(model)
+    if any(tf.as_dtype(v.dtype) in _OTHERS for v in found):
+        return None
+    return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in found)
+
+
+def passing_on(model, replica_step):
+    """A replica's step that passes on what it has changed, where the workers' ring can be healed."""
+    holder = gradient_ring.of(model.distribute_strategy)
+    if holder is None or not healing.here.wanted:
+        return replica_step
+
+    def step(data):
+        outputs = replica_step(data)
+        holder.pass_on([tf.convert_to_tensor(v.value) for v in variables_of(model)])
+        return outputs
+
+    return step
+
+
+def take(model, content: bytes) -> None:
+    """Gives a model what another worker has passed on.
+
+    Raises:
+        ValueError: it was another model's.
+    """
+    variables, values, begin = variables_of(model), [], 0
+    for variable in variables:
+        kind = tf.as_dtype(variable.dtype).as_numpy_dtype
+        size = int(np.prod(variable.shape))
+        end = begin + size * np.dtype(kind).itemsize
+        values.append(np.frombuffer(content[begin:end], kind).reshape(tuple(variable.shape)))
+        begin = end
+    if begin != len(content):
+        raise ValueError(f"{len(content)} bytes for variables of {begin}")
+    _assign(model.distribute_strategy, variables, values)
+
+
+def _assign(strategy, variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:
+    def replica():
+        with step_module.within(inline_merge=True):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+    tf.function(lambda: strategy.run(replica))()

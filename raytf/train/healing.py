@@ -1,0 +1,229 @@
+"""Heals a group of workers in place: processes take the places of those that were lost, and the others go on. Driver.
+
+A thread of Ray Train's controller does it, as it takes seconds, while the controller polls the others. What the workers
+do meanwhile says `raytf.collectives.healing`. Where it cannot be done, all workers start anew from the last checkpoint,
+as without it; which of the two happens is said, and why.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raytf.collectives import healing, ring
+from raytf.collectives.healing import Place, Rejoin, Waiting
+from raytf.compat import ray_train
+from raytf.compat.ray_train import Worker
+from raytf.console import output
+from raytf.errors import RaytfError, in_a_line
+from raytf.runtime import answers, ports
+from raytf.runtime.answers import NoAnswerError
+from raytf.train import backend
+
+# For the others to come to the sum that the lost one does not make: the rest of a step, and what callbacks do.
+_BREAK_SECONDS = 30.0
+# For a process that takes a place: its start, TensorFlow, the model, the first step's graphs.
+_PLACE_SECONDS = 100.0
+_ANSWER_SECONDS = 20.0
+# Between two looks at whether all wait.
+_LOOK_SECONDS = 0.05
+
+
+class NotHealedError(RaytfError, RuntimeError):
+    """The loss of a worker cannot be healed in place; the message says why, as a clause."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a healing asks of the group of workers.
+
+    Args:
+        workers: the `Worker` of each rank.
+        place: place(rank) starts a process in the place of a lost one; its `Worker`.
+        started: started({rank: Worker}) gives new processes the context of Ray Train.
+        begin: begin(worker) has a new process train.
+        config: the run's `settings.TensorflowConfig`.
+        cpus: of a worker.
+        reported: reports that have come, by rank.
+    """
+
+    workers: Mapping[int, Worker]
+    place: Callable[[int], Worker]
+    started: Callable[[dict[int, Worker]], None]
+    begin: Callable[[Worker], None]
+    config: Any
+    cpus: int
+    reported: Mapping[int, int]
+
+
+class Healing:
+    """The healing of a loss, in a thread of its own from the start.
+
+    Args:
+        asked: see `Asked`.
+        lost: ranks.
+        generation: of the next ring.
+
+    Attributes:
+        done: whether it has ended, well or not.
+        new: the workers that took the places, once it is done; {} if it could not be done.
+        why: why not, as a clause.
+        another: whether another worker was lost meanwhile.
+    """
+
+    def __init__(self, asked: Asked, lost: set[int], generation: int):
+        self._asked, self._lost, self._generation = asked, set(lost), generation
+        self._rest = {rank: worker for rank, worker in asked.workers.items() if rank not in lost}
+        self._made: dict[int, Worker] = {}
+        self.new: dict[int, Worker] = {}
+        self.why, self.another = "", False
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="raytf_healing")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The ranks whose places are to be taken."""
+        return frozenset(self._lost)
+
+    def _run(self) -> None:
+        try:
+            self._heal()
+            self.new = self._made
+            names = " and ".join(f"worker {rank}" for rank in sorted(self._lost))
+            output.say(
+                f"{names} was lost and is replaced in place, after {time.monotonic() - self._began:.1f} s; the others "
+                "kept their processes"
+            )
+        except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
+            self.why = str(error) if isinstance(error, NotHealedError) else in_a_line(error)
+            self.another = isinstance(error, ray.exceptions.RayActorError)
+            for worker in self._made.values():
+                ray.kill(worker.actor)
+            if not isinstance(error, (RaytfError, ray.exceptions.RayError, OSError)):
+                raise
+
+    def give_up(self) -> None:
+        """Tells those that wait that there is no other ring."""
+        for worker in self._rest.values():
+            worker.actor.execute.remote(healing.command, self.why)
+
+    def _heal(self) -> None:
+        starting = threading.Thread(target=self._start, daemon=True)
+        self._failed: BaseException | None = None
+        starting.start()
+        waiting = self._all_wait(self._rest, _BREAK_SECONDS, "come to the sum that the lost one does not make")
+        steps = {its.step for its in waiting.values()}
+        if len(steps) > 1:
+            raise NotHealedError("the others are not in one step: some have applied an update that others have not")
+        (step,) = steps
+        donor = min(self._rest)
+        (place,) = self._ask([self._rest[donor].actor.execute.remote(healing.image)], "a copy of the training's state")
+        starting.join(_PLACE_SECONDS)
+        if self._failed is not None:
+            raise self._failed
+        if starting.is_alive():
+            raise NotHealedError(f"no process came into its place within {_PLACE_SECONDS:g} s")
+        self._take_places(place, step, waiting)
+        everyone = self._rest | self._made
+        waiting |= self._all_wait(self._made, _PLACE_SECONDS, "make the step")
+        told = Rejoin(
+            [waiting[rank].address for rank in sorted(everyone)],
+            ring.new_token(),
+            self._generation,
+            max(its.sums for its in waiting.values()),
+        )
+        self._ask([worker.actor.execute.remote(healing.command, told) for worker in everyone.values()], "the next ring")
+
+    def _start(self) -> None:
+        try:
+            for rank in sorted(self._lost):
+                self._made[rank] = self._asked.place(rank)
+            self._asked.started(self._made)
+        except BaseException as error:
+            self._failed = error
+
+    def _take_places(self, place: Place, step: int, waiting: Mapping[int, Waiting]) -> None:
+        size = len(self._asked.workers)
+        owned = {}
+        for rank in self._lost:
+            holder = waiting.get((rank + 1) % size)
+            held = None if holder is None else holder.held
+            if held is None or held[0] != step:
+                raise NotHealedError(f"what worker {rank} had for itself after step {step} was lost with it")
+            owned[rank] = held[1]
+        calls = []
+        for rank, worker in self._made.items():
+            missing = place.agreed["reports"] - self._asked.reported.get(rank, 0)
+            if missing and rank == 0:
+                raise NotHealedError("the chief was lost before the end of an epoch was reported")
+            agreed = {**place.agreed, "missing": missing}
+            calls.append(
+                worker.actor.execute.remote(_take, Place(step, place.within, place.files, owned[rank], agreed))
+            )
+        self._ask(calls, "a place in the training")
+        config = self._asked.config
+        addresses = self._ask(
+            [worker.actor.execute.remote(ports.reserve_address, config.ports) for worker in self._made.values()],
+            "an address",
+        )
+        known = {rank: _said(its.address) for rank, its in waiting.items()}
+        known |= dict(zip(self._made, addresses, strict=True))
+        all_ = [known[rank] for rank in sorted(known)]
+        token = ring.new_token()
+        told = [(config, all_, rank, self._asked.cpus, token) for rank in self._made]
+        self._ask(
+            [
+                w.actor.execute.remote(backend.set_environment, *its)
+                for w, its in zip(self._made.values(), told, strict=True)
+            ],
+            "its environment",
+        )
+        for worker in self._made.values():
+            self._asked.begin(worker)
+
+    def _ask(self, refs: list, what: str) -> list:
+        try:
+            return answers.collect(refs, _ANSWER_SECONDS, what)
+        except NoAnswerError as error:
+            raise NotHealedError(str(error)) from None
+
+    def _all_wait(self, workers: Mapping[int, Worker], seconds: float, what: str) -> dict[int, Waiting]:
+        """Where each of some workers waits, once they all do."""
+        until, found = time.monotonic() + seconds, {}
+        while True:
+            ranks = [rank for rank in workers if rank not in found]
+            told = self._ask([workers[rank].actor.execute.remote(healing.waiting) for rank in ranks], what)
+            for rank, its in zip(ranks, told, strict=True):
+                if isinstance(its, Waiting):
+                    found[rank] = its
+                elif isinstance(its, str):
+                    raise NotHealedError(its)
+            if len(found) == len(workers):
+                return found
+            if time.monotonic() > until:
+                names = ", ".join(f"worker {rank}" for rank in ranks)
+                raise NotHealedError(f"{names} did not {what} within {seconds:g} s")
+            time.sleep(_LOOK_SECONDS)
+
+
+def _said(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _take(place: Place) -> None:
+    """On a new process: it takes a place, and has reported what the lost one has."""
+    healing.take(place)
+    ray_train.count_reports(place.agreed["reports"] - place.agreed["missing"])
+    for _ in range(place.agreed["missing"]):
+        ray_train.report_later({}, lambda: (None, False))

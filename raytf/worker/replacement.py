@@ -1,0 +1,106 @@
+"""A worker that takes a lost one's place in a KerasTrainer: what it needs of the others, and how its training begins.
+
+It gets the weights and the optimizer's state of one that waits within the next step, which have not changed in it; what
+the lost one had for itself, which that one had passed on; and where callbacks stand that all workers follow alike. Its
+`fit` begins with the step that the others are in; until then nothing is exchanged (`healing.Detached`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from raytf import activity
+from raytf.collectives import gradient_ring, healing
+from raytf.collectives.healing import Place
+from raytf.collectives.ring import Listener
+from raytf.compat import ray_train
+from raytf.parallel import local_sgd, metrics, own_state
+from raytf.runtime import ports
+from raytf.storage import checkpoint_files, scratch
+from raytf.worker import checkpoint, context, session
+
+
+@contextlib.contextmanager
+def survivable(task, model, position, report, agreed: dict[str, Any], order: dict) -> Iterator[None]:
+    """Within it the loss of a worker in a step can be survived, where it can at all.
+
+    Args:
+        task: the `job.TrainJob`.
+        model: built.
+        position: the `callbacks.FeedCallback`.
+        report: the `callbacks.ReportCallback`.
+        agreed: callbacks that all workers follow alike, by name; `told()` of each gives where it stands.
+        order: `Feed.order` of the training rows.
+    """
+    healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
+    refused = _refused(model, holder) if task.heals else "TensorflowConfig(heal=False)"
+    if refused is not None:
+        healer.disarm(refused)
+        yield
+        return
+
+    def listen() -> Listener:
+        group = gradient_ring.members(None)
+        host, _ = ports.split(group.addresses[group.rank])
+        return Listener(host, ports.bound(host, context.setup().config.ports))
+
+    def image() -> Place:
+        within = healer.within
+        values = [[np.zeros(tuple(v.shape), v.dtype) for v in metric.variables] for metric in model.metrics]
+        named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
+        epoch_step = position.epoch_step + within
+        told = {"logs": {}, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
+        parts = report.parts(named, ahead=within, **told)
+        with scratch.folder() as folder:
+            version = checkpoint_files.VERSION if epoch_step else checkpoint_files.VERSION_OF_EPOCHS
+            checkpoint.write(folder, model, parts, version)
+            files = session.read_files(folder)
+        stand = {name: callback.told() for name, callback in agreed.items()}
+        stand |= {"steps_per_execution": model.steps_per_execution, "reports": ray_train.reports_made()}
+        return Place(position.step + within, within + healer.begun, files, b"", stand)
+
+    healer.arm(listen, image, position.step)
+    try:
+        yield
+    finally:
+        healer.disarm()
+
+
+def _refused(model, holder) -> str | None:
+    """Why the loss of a worker cannot be survived, as a clause, or None."""
+    if holder is None:
+        return "workers do not sum gradients in raytf's ring"
+    if local_sgd.every(model.distribute_strategy) > 1:
+        return "with sync_every workers have different weights"
+    size = own_state.bytes_of(model)
+    if size is None or size > healing.MOST_BYTES:
+        return f"metrics and moving statistics have {size} bytes, more than {healing.MOST_BYTES} to be passed on"
+    return None
+
+
+class TakePlace(keras.callbacks.Callback):
+    """Gives the model what the lost worker had for itself, just before the first step; put it last."""
+
+    raytf_local_batches = True
+    raytf_after_agreement = True
+
+    def __init__(self, place: Place):
+        super().__init__()
+        self._place: Place | None = place
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self._place is not None:
+            own_state.take(self.model, self._place.own)
+            healing.here.begun = self._place.within
+            activity.here.step = self._place.step
+            self._place = None
+
+
+def first_execution(place: Place) -> int:
+    """Steps of the first execution: the others are within one of several."""
+    return max(1, place.agreed["steps_per_execution"] - place.within)

@@ -1,0 +1,71 @@
+"""A worker that is lost within a step is replaced, while the others keep their processes and go on in that step."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from raytf.testing import FaultPlan, Kill
+from tests.cluster import models
+from tests.cluster.test_trainer import assert_equal, trainer
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+
+def noted(config):
+    """Each worker's batches, as (process, epoch, batch), what decides by metrics, and kills."""
+    import keras
+
+    class Note(keras.callbacks.Callback):
+        raytf_local_batches = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            with open(os.path.join(config["notes"], f"{models.rank()}.json"), "a") as file:
+                file.write(json.dumps([os.getpid(), self.epoch, batch]) + "\n")
+
+    plan = FaultPlan.from_json(config["plan"])
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=10)
+    return [Note(), plateau, plan.callback(config["notes"])]
+
+
+def steps(notes, rank):
+    """[(process, epoch, batch), ...] in the order in which they began."""
+    return [tuple(json.loads(line)) for line in (notes / f"{rank}.json").read_text().splitlines()]
+
+
+def run(tmp_path, name, *faults, workers=2, **more):
+    """(result, folder of what its workers noted); of 97 rows in batches of 7: 14 steps an epoch, three epochs."""
+    notes = tmp_path / f"{name}_notes"
+    notes.mkdir()
+    config = {"batch_size": 7, "dropout": 0.2, "notes": str(notes), "plan": FaultPlan(faults).to_json()}
+    config |= more.pop("config", {})
+    made = trainer(
+        tmp_path, name=name, config=config, callbacks=noted, workers=workers, failures=max(1, len(faults)), **more
+    )
+    return made.fit(), notes
+
+
+def assert_healed(notes, workers, lost):
+    """Those that were not lost made every step once, in one process; the others did so together with another one."""
+    everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    for rank in range(workers):
+        made = steps(notes, rank)
+        processes = list(dict.fromkeys(process for process, *_ in made))
+        assert len(processes) == 1 + lost.count(rank), f"rank {rank}"
+        places = [tuple(place) for _, *place in made]
+        assert list(dict.fromkeys(places)) == everything, f"rank {rank}"
+        assert len(places) == len(everything) + lost.count(rank), "the step in which it was lost was begun twice"
+
+
+def test_a_worker_and_the_chief(tmp_path, capfd):
+    """Rank 1 dies before step 20, the chief before step 33; the chief's state of callbacks is another's then."""
+    expected, _ = run(tmp_path, "quiet")
+    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33))
+    assert_equal(result, expected, 0)
+    assert_healed(notes, 2, [1, 0])
+    assert "is replaced in place" in capfd.readouterr().err
