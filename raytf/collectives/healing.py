@@ -260,7 +260,9 @@ class Healer:
 
     def waiting(self) -> Waiting | str | None:
         """Where this worker waits; None where it does not; why it never will, as a clause."""
-        return self._waiting if self._waiting is not None else None if self.armed else self.refused
+        if self._waiting is not None:
+            return self._waiting
+        return None if self.armed or self.place is not None else self.refused
 
     def image(self) -> Place:
         """See `arm`."""

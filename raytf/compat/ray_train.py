@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -166,7 +165,7 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
     context = get_train_context()
     context.report_call_index += 1
     number = context.report_call_index
-    _reports[context] = reports_made() + 1
+    count_reports(reports_made() + 1)
 
     def tell() -> None:
         try:
@@ -180,17 +179,20 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
     context.checkpoint_upload_threadpool.submit(tell)
 
 
-_reports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
 def reports_made() -> int:
     """How often `report_later` was called in the training of this process; Ray Train numbers those of a whole run."""
-    return _reports.get(get_train_context(), 0)
+    return vars(get_train_context()).get("_raytf_reports", 0)
+
+
+@uses("ray.train.v2._internal.execution.worker_group.thread_runner:ThreadRunner.get_error")
+def training_error() -> BaseException | None:
+    """What the training of this process has failed of; a poll of Ray Train's tells it, and takes a report with it."""
+    return get_train_context().execution_context.training_thread_runner.get_error()
 
 
 def count_reports(number: int) -> None:
     """Says how many were made, for a process that takes the place of another's."""
-    _reports[get_train_context()] = number
+    vars(get_train_context())["_raytf_reports"] = number
 
 
 # ------------------------------------------------------------------------------------------ results

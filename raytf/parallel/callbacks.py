@@ -17,7 +17,7 @@ from keras.callbacks import (
     TensorBoard,
 )
 
-from raytf.collectives import communicator, exchange
+from raytf.collectives import communicator, exchange, healing
 from raytf.compat import keras_objects
 from raytf.compat.versions import at_least
 from raytf.parallel import chief_callbacks, double_writes, model_optimizers
@@ -161,5 +161,7 @@ def _may_write(callback) -> bool:
 def _watched(callbacks: list, unknown: list[str], strategy) -> list:
     """The callbacks, between two that look at which files they write."""
     before = double_writes.Before()
+    if healing.here.place is not None:  # of workers who may have seen an epoch end
+        before.looking = healing.here.place.agreed["looking"]
     total = lambda counts: communicator.sum_over_workers(strategy, [counts])[0]
     return [before, *callbacks, double_writes.After(before, unknown, total, communicator.is_chief(strategy))]

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable
 
@@ -40,6 +41,15 @@ def note(on: bool) -> set[str]:
     return found
 
 
+_looks: list[weakref.ref] = []
+
+
+def looking() -> bool:
+    """Whether the end of an epoch is still to be looked at in the `fit` that runs, as on all its workers."""
+    before = _looks[0]() if _looks else None
+    return before is not None and before.looking
+
+
 class Before(keras.callbacks.Callback):
     """Stands before the user's callbacks, as `After` stands behind them."""
 
@@ -48,6 +58,7 @@ class Before(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.looking = True
+        _looks[:] = [weakref.ref(self)]
 
     def on_epoch_end(self, epoch, logs=None):
         if self.looking:

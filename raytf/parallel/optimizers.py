@@ -102,7 +102,9 @@ def apply(original, self, grads, trainable_variables=None):
     strategy = tf.distribute.get_strategy()
     local = local_sgd.every(strategy) > 1
     grads = _local_gradients(grads) if local else _reduced_gradients(grads)
-    with step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
+    # what needs no gradient, as the count of iterations, must not change before they are all there: see `healing`
+    after = [] if local else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    with tf.control_dependencies(after), step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
         result = original(self, grads, trainable_variables)
     if local:
         local_sgd.average_when_due(self.iterations, trainable_variables or keras_objects.trained_by(self))

@@ -23,6 +23,7 @@ from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
+from raytf.runtime.failures import cause_of
 from raytf.train import backend
 
 # For the others to come to the sum that the lost one does not make: the rest of a step, and what callbacks do.
@@ -202,12 +203,14 @@ class Healing:
         until, found = time.monotonic() + seconds, {}
         while True:
             ranks = [rank for rank in workers if rank not in found]
-            told = self._ask([workers[rank].actor.execute.remote(healing.waiting) for rank in ranks], what)
-            for rank, its in zip(ranks, told, strict=True):
+            told = self._ask([workers[rank].actor.execute.remote(_waiting) for rank in ranks], what)
+            for rank, (its, error) in zip(ranks, told, strict=True):
+                if error is not None:
+                    raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")
                 if isinstance(its, Waiting):
                     found[rank] = its
                 elif isinstance(its, str):
-                    raise NotHealedError(its)
+                    raise NotHealedError(f"worker {rank}: {its}")
             if len(found) == len(workers):
                 return found
             if time.monotonic() > until:
@@ -219,6 +222,11 @@ class Healing:
 def _said(address: tuple[str, int]) -> str:
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _waiting() -> tuple[Waiting | str | None, BaseException | None]:
+    """On a worker: where it waits, see `healing.waiting`; what its training has failed of."""
+    return healing.waiting(), ray_train.training_error()
 
 
 def _take(place: Place) -> None:

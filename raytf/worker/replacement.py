@@ -19,10 +19,10 @@ from raytf.collectives import gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
 from raytf.compat import ray_train
-from raytf.parallel import local_sgd, metrics, own_state
+from raytf.parallel import double_writes, local_sgd, metrics, own_state
 from raytf.runtime import ports
 from raytf.storage import checkpoint_files, scratch
-from raytf.worker import checkpoint, context, session
+from raytf.worker import checkpoint, session
 
 
 @contextlib.contextmanager
@@ -40,14 +40,15 @@ def survivable(task, model, position, report, agreed: dict[str, Any], order: dic
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if task.heals else "TensorflowConfig(heal=False)"
     if refused is not None:
+        healer.place = None
         healer.disarm(refused)
         yield
         return
 
     def listen() -> Listener:
         group = gradient_ring.members(None)
-        host, _ = ports.split(group.addresses[group.rank])
-        return Listener(host, ports.bound(host, context.setup().config.ports))
+        address = group.addresses[group.rank]
+        return Listener(ports.split(address)[0], ports.own(address))
 
     def image() -> Place:
         within = healer.within
@@ -62,6 +63,7 @@ def survivable(task, model, position, report, agreed: dict[str, Any], order: dic
             files = session.read_files(folder)
         stand = {name: callback.told() for name, callback in agreed.items()}
         stand |= {"steps_per_execution": model.steps_per_execution, "reports": ray_train.reports_made()}
+        stand["looking"] = double_writes.looking()
         return Place(position.step + within, within + healer.begun, files, b"", stand)
 
     healer.arm(listen, image, position.step)

@@ -45,7 +45,7 @@ def run(tmp_path, name, *faults, workers=2, **more):
     config = {"batch_size": 7, "dropout": 0.2, "notes": str(notes), "plan": FaultPlan(faults).to_json()}
     config |= more.pop("config", {})
     made = trainer(
-        tmp_path, name=name, config=config, callbacks=noted, workers=workers, failures=max(1, len(faults)), **more
+        tmp_path, name=name, config=config, callbacks=noted, workers=workers, failures=max(3, len(faults)), **more
     )
     return made.fit(), notes
 
@@ -69,3 +69,14 @@ def test_a_worker_and_the_chief(tmp_path, capfd):
     assert_equal(result, expected, 0)
     assert_healed(notes, 2, [1, 0])
     assert "is replaced in place" in capfd.readouterr().err
+
+
+def test_three_workers_within_an_execution_two_at_once(tmp_path):
+    """Three steps are an execution, and four an update; rank 1 dies within one, then both others of the chief at once."""
+    told = {"build": models.accumulating, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
+    inside = {"marker": str(tmp_path / "killed"), "rank_": 1, "step": 19}
+    (tmp_path / "killed").touch()
+    expected, _ = run(tmp_path, "quiet", config={"inside": inside}, **told)
+    (tmp_path / "killed").unlink()
+    result, notes = run(tmp_path, "broken", Kill(rank=2, step=30), config={"inside": inside}, **told)
+    assert_equal(result, expected, 0)
