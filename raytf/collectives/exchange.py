@@ -62,6 +62,17 @@ class Exchange:
 
     def add_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The sum of each array over the workers, which have the same dtypes and shapes; in as many sums as dtypes."""
+        return self._made(self._add_arrays, arrays)
+
+    def gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The rows of each array of all workers, in the order of their ranks; all but the first dimension are alike."""
+        return self._made(self._gather_arrays, arrays)
+
+    def chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The chief's values of each array; the others' are only read for their shapes and dtypes."""
+        return self._made(self._chiefs_arrays, arrays)
+
+    def _add_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         found: list[np.ndarray | None] = [None] * len(arrays)
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
@@ -77,13 +88,12 @@ class Exchange:
                 found[i] = buffer[start : start + arrays[i].size].reshape(arrays[i].shape)
         return found
 
-    def gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The rows of each array of all workers, in the order of their ranks; all but the first dimension are alike."""
+    def _gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         ring, count = self.ring, len(arrays)
         told = np.zeros((ring.size, count, 2), np.int64)
         row_bytes = [a.itemsize * int(np.prod(a.shape[1:], dtype=np.int64)) for a in arrays]
         told[ring.rank] = [(len(a), size) for a, size in zip(arrays, row_bytes, strict=True)]
-        (told,) = self.add_arrays([told])
+        (told,) = self._add_arrays([told])
         if (told[:, :, 1] != row_bytes).any():
             raise RaytfError(
                 "What is gathered from workers must have the same shape on all, but for the gathered dimension, "
@@ -99,8 +109,7 @@ class Exchange:
             found.append(whole.view(array.dtype).reshape(int(told[:, i, 0].sum()), *array.shape[1:]))
         return found
 
-    def chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The chief's values of each array; the others' are only read for their shapes and dtypes."""
+    def _chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         found = [empty(a.size, a.dtype) for a in arrays]
         if self.ring.rank == 0 or self.ring.alone:
             for array, its in zip(arrays, found, strict=True):
@@ -140,7 +149,7 @@ class Exchange:
                 raise ConfigError(
                     f"Workers sum {', '.join(sorted(d.name for d in SUMMABLE))}", tensor.dtype.name, "Cast it before"
                 )
-        found = self._ordered(lambda *arrays: self.add_arrays(arrays), tensors)
+        found = self._ordered(lambda *arrays: self._add_arrays(arrays), tensors)
         for value, tensor in zip(found, tensors, strict=True):
             value.set_shape(tensor.shape)
         return found
@@ -149,7 +158,7 @@ class Exchange:
         """The parts of each tensor of all workers along an axis, in the order of their ranks."""
 
         def gather(along: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            found = self.gather_arrays([np.moveaxis(array, int(along), 0) for array in arrays])
+            found = self._gather_arrays([np.moveaxis(array, int(along), 0) for array in arrays])
             return [np.ascontiguousarray(np.moveaxis(array, 0, int(along))) for array in found]
 
         _check_plain(tensors)
@@ -165,7 +174,7 @@ class Exchange:
     def chiefs(self, tensor: tf.Tensor) -> tf.Tensor:
         """The chief's value of a tensor, which has the same dtype and shape on all workers."""
         _check_plain([tensor])
-        (found,) = self._ordered(lambda array: self.chiefs_arrays([array]), [tensor])
+        (found,) = self._ordered(lambda array: self._chiefs_arrays([array]), [tensor])
         found.set_shape(tensor.shape)
         return found
 

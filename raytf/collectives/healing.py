@@ -57,14 +57,16 @@ class Waiting:
 
     Args:
         step: steps of the training that it has made in all.
-        within: of these, those of the execution that goes on.
+        tag: see `Healer.tag`.
+        within: of these steps, those of the execution that goes on.
         address: (host, port) where it listens.
-        held: (step, bytes) that the one before has passed on last, or None.
+        held: (tag, bytes) that the one before has passed on last, or None.
         why: the loss, or None for a worker that is new.
         sums: that `activity` has counted.
     """
 
     step: int
+    tag: int
     within: int
     address: tuple[str, int]
     held: tuple[int, bytes] | None
@@ -77,21 +79,24 @@ class Place:
     """What a process needs that takes the place of a lost one.
 
     Args:
-        step, within: see `Waiting`.
+        step, tag, within: see `Waiting`.
+        at_end: see `Healer`.
         files: of a checkpoint of that step, by name; what another worker held.
         own: what the lost one had passed on after that step.
         agreed: of what workers have agreed on, see `raytf.worker.replacement`.
     """
 
     step: int
+    tag: int
     within: int
+    at_end: bool
     files: dict[str, bytes] = field(repr=False)
     own: bytes = field(repr=False)
     agreed: dict[str, Any] = field(repr=False)
 
 
 class Detached:
-    """Stands for the ring of a worker that takes a lost one's place, until its first step: as if all were alike."""
+    """The ring of a worker that takes a lost one's place, until it meets the others: as if all were alike."""
 
     alone = True
     generation = 0
@@ -130,6 +135,8 @@ class Healer:
         wanted: whether the training that is to begin is to survive losses.
         within: steps of the execution that goes on which this process has made.
         begun: of it, those that were made before by others.
+        tag: of what was passed on last: twice the steps that were made, and one more where an epoch has begun since.
+        at_end: whether the epoch's steps are all made, and its end, with the validation, goes on.
     """
 
     def __init__(self):
@@ -153,7 +160,9 @@ class Healer:
         """Says that it cannot, and why, as a clause."""
         self._listen = self._image = None
         self._step = self.within = self.begun = 0
-        self._in_execution = False
+        self.tag = -1
+        self._open = self.at_end = False
+        self._enters = False
         self._made: list[Callable[[], Any]] = []
         self._completed = 0  # updates, at the end of the step before
         self._waiting: Waiting | None = None
@@ -162,12 +171,30 @@ class Healer:
     @contextlib.contextmanager
     def execution(self) -> Iterator[None]:
         """Around an execution of training steps."""
-        self._in_execution, self.within = True, 0
+        self._open, self.within = True, 0
         try:
             yield
         finally:
-            self._in_execution, self.begun = False, 0
-            self._made.clear()
+            self.begun = 0
+            self.close()
+
+    def end_epoch(self) -> None:
+        """Says that the end of an epoch begins, in which a loss can be survived until callbacks are told of it."""
+        self._open = self.at_end = True
+        self.within = 0
+
+    def close(self) -> None:
+        """Says that what follows, as callbacks, cannot be made again by another worker."""
+        self._open = self.at_end = False
+        self._made.clear()
+
+    def enter(self, begun: int) -> None:
+        """Says that a worker which takes a place meets the others at its next exchange.
+
+        Args:
+            begun: see the attribute.
+        """
+        self._enters, self.begun = True, begun
 
     @property
     def armed(self) -> bool:
@@ -180,9 +207,17 @@ class Healer:
         self._completed = holder.completed
         self._step += 1
         self.within += 1
+        self._pass_on(holder, 2 * self._step, content)
+
+    def began(self, holder, content: bytes) -> None:
+        """An epoch has begun: tells the next worker what only this one has, as metrics were reset."""
+        self._pass_on(holder, 2 * self._step + 1, content)
+
+    def _pass_on(self, holder, tag: int, content: bytes) -> None:
+        self.tag = tag
         try:
-            holder.ring.pass_on(self._step, content)
-        except PeerLostError:  # the next sum finds it out, and can be made again
+            holder.ring.pass_on(tag, content)
+        except PeerLostError:  # the next exchange finds it out, and can be made again
             return
 
     def make(self, holder, exchange: Callable[[], Any]) -> Any:
@@ -192,7 +227,8 @@ class Healer:
             holder: has the ring as `ring`, takes another by `replace(ring)`, and counts updates as `completed`.
             exchange: makes it, from inputs that it leaves as they are.
         """
-        if isinstance(holder.ring, Detached) and self._in_execution:
+        if self._enters:
+            self._enters = False
             self._meet(holder, None)
         while True:
             try:
@@ -200,12 +236,12 @@ class Healer:
                 break
             except PeerLostError as error:
                 self._mend(holder, error)
-        if self._in_execution and self.armed:
+        if self._open and self.armed:
             self._made.append(exchange)
         return result
 
     def _mend(self, holder, error: PeerLostError) -> None:
-        if not self._in_execution or not self.armed:
+        if not self._open or not self.armed:
             raise error
         if holder.completed != self._completed:
             self.refused = "a part of the step's updates was applied"
@@ -227,6 +263,7 @@ class Healer:
         here = activity.here
         self._waiting = Waiting(
             self._step,
+            self.tag,
             self.within + self.begun,
             (listener.host, listener.port),
             old.held,
@@ -256,7 +293,8 @@ class Healer:
         here.count(activity.SUM, told.sums)
         holder.replace(ring)
         self._completed = holder.completed
-        self.place = None
+        if self.place is not None:
+            self.tag, self.place = self.place.tag, None
 
     def waiting(self) -> Waiting | str | None:
         """Where this worker waits; None where it does not; why it never will, as a clause."""

@@ -18,6 +18,7 @@ from raytf.collectives.communicator import all_sum, local_replicas, many_replica
 from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core, backend_trainer
 from raytf.compat.patching import patch
+from raytf.errors import RaytfError
 from raytf.parallel import local_sgd
 from raytf.parallel import step as step_module
 
@@ -151,6 +152,21 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
 
     if each:
         tf.function(lambda: strategy.run(replica))()
+
+
+def last_logs(model) -> tuple[dict[str, float], int]:
+    """What the last step returned here, by the names of metrics, for a worker that has not made it.
+
+    Raises:
+        RaytfError: a `train_step` of the user's returns something else, which is another worker's own.
+    """
+    logs, rows = model.__dict__["_raytf_last"]
+    zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in model.metrics_variables]
+    with keras.StatelessScope(state_mapping=zeros):  # a read would sum them over workers
+        names = list(model.get_metrics_result())
+    if not isinstance(logs, dict) or set(logs) != set(names):
+        raise RaytfError("the logs of its last step were its own")
+    return dict.fromkeys(names, 0.0), int(rows)
 
 
 def finish_logs(model, logs: Mapping) -> None:

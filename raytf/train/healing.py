@@ -7,6 +7,7 @@ as without it; which of the two happens is said, and why.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -123,10 +124,9 @@ class Healing:
         self._failed: BaseException | None = None
         starting.start()
         waiting = self._all_wait(self._rest, _BREAK_SECONDS, "come to the sum that the lost one does not make")
-        steps = {its.step for its in waiting.values()}
-        if len(steps) > 1:
+        tags = {its.tag for its in waiting.values()}
+        if len(tags) > 1:
             raise NotHealedError("the others are not in one step: some have applied an update that others have not")
-        (step,) = steps
         donor = min(self._rest)
         (place,) = self._ask([self._rest[donor].actor.execute.remote(healing.image)], "a copy of the training's state")
         starting.join(_PLACE_SECONDS)
@@ -134,7 +134,7 @@ class Healing:
             raise self._failed
         if starting.is_alive():
             raise NotHealedError(f"no process came into its place within {_PLACE_SECONDS:g} s")
-        self._take_places(place, step, waiting)
+        self._take_places(place, waiting)
         everyone = self._rest | self._made
         waiting |= self._all_wait(self._made, _PLACE_SECONDS, "make the step")
         told = Rejoin(
@@ -153,24 +153,20 @@ class Healing:
         except BaseException as error:
             self._failed = error
 
-    def _take_places(self, place: Place, step: int, waiting: Mapping[int, Waiting]) -> None:
+    def _take_places(self, place: Place, waiting: Mapping[int, Waiting]) -> None:
         size = len(self._asked.workers)
         owned = {}
         for rank in self._lost:
             holder = waiting.get((rank + 1) % size)
             held = None if holder is None else holder.held
-            if held is None or held[0] != step:
-                raise NotHealedError(f"what worker {rank} had for itself after step {step} was lost with it")
+            if held is None or held[0] != place.tag:
+                raise NotHealedError(f"what worker {rank} had for itself after step {place.step} was lost with it")
             owned[rank] = held[1]
         calls = []
         for rank, worker in self._made.items():
-            missing = place.agreed["reports"] - self._asked.reported.get(rank, 0)
-            if missing and rank == 0:
-                raise NotHealedError("the chief was lost before the end of an epoch was reported")
-            agreed = {**place.agreed, "missing": missing}
-            calls.append(
-                worker.actor.execute.remote(_take, Place(step, place.within, place.files, owned[rank], agreed))
-            )
+            agreed = {**place.agreed, "missing": place.agreed["reports"] - self._asked.reported.get(rank, 0)}
+            taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
+            calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training")
         config = self._asked.config
         addresses = self._ask(
@@ -227,11 +223,3 @@ def _said(address: tuple[str, int]) -> str:
 def _waiting() -> tuple[Waiting | str | None, BaseException | None]:
     """On a worker: where it waits, see `healing.waiting`; what its training has failed of."""
     return healing.waiting(), ray_train.training_error()
-
-
-def _take(place: Place) -> None:
-    """On a new process: it takes a place, and has reported what the lost one has."""
-    healing.take(place)
-    ray_train.count_reports(place.agreed["reports"] - place.agreed["missing"])
-    for _ in range(place.agreed["missing"]):
-        ray_train.report_later({}, lambda: (None, False))

@@ -98,8 +98,7 @@ def train(task: TrainJob, session) -> dict | None:
         before, after = resumed(folder, state, states, position, feeds["train"].order, place=place)
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         agreed |= dict(zip(("kept",), kept, strict=False))
-        if place is not None:
-            kept.append(replacement.TakePlace(place))
+        edges = replacement.Edges(position, place)
         survivable = replacement.survivable(task, model, position, report, agreed, feeds["train"].order)
         try:
             with survivable:
@@ -108,7 +107,7 @@ def train(task: TrainJob, session) -> dict | None:
                     validation_data=datasets.get("validation"),
                     epochs=task.config["epochs"],
                     initial_epoch=state.epoch if state else 0,
-                    callbacks=[*before, *around, *after, report, *kept],
+                    callbacks=[edges.first, *before, *around, *after, report, *kept, edges.last],
                     verbose=0,
                     shuffle=False,  # the feed does
                 )
@@ -162,7 +161,7 @@ def resumed(
     """
     if place is not None:
         resumption = within_epoch.Resumption(
-            folder, state, states, position, *iterator, first=replacement.first_execution(place)
+            folder, state, states, position, *iterator, first=replacement.first_execution(place), ends=False
         )
         return [resumption.first], [resumption.last]
     if state is None or not state.epoch_step:

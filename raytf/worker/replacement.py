@@ -64,7 +64,9 @@ def survivable(task, model, position, report, agreed: dict[str, Any], order: dic
         stand = {name: callback.told() for name, callback in agreed.items()}
         stand |= {"steps_per_execution": model.steps_per_execution, "reports": ray_train.reports_made()}
         stand["looking"] = double_writes.looking()
-        return Place(position.step + within, within + healer.begun, files, b"", stand)
+        if healer.at_end:
+            stand["last"] = metrics.last_logs(model)
+        return Place(position.step + within, healer.tag, within + healer.begun, healer.at_end, files, b"", stand)
 
     healer.arm(listen, image, position.step)
     try:
@@ -85,22 +87,56 @@ def _refused(model, holder) -> str | None:
     return None
 
 
-class TakePlace(keras.callbacks.Callback):
-    """Gives the model what the lost worker had for itself, just before the first step; put it last."""
+class Edges:
+    """Says at a training's callbacks from where to where a loss can be survived: two callbacks around all others.
 
+    Args:
+        position: the `callbacks.FeedCallback`.
+        place: that this worker takes, or None.
+
+    Attributes:
+        first: callback before all others.
+        last: callback behind all others.
+    """
+
+    def __init__(self, position, place: Place | None):
+        self.position, self.place = position, place
+        self.first, self.last = _First(), _Last(self)
+
+
+class _First(keras.callbacks.Callback):
+    raytf_local_batches = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        healing.here.close()
+
+
+class _Last(keras.callbacks.Callback):
     raytf_local_batches = True
     raytf_after_agreement = True
 
-    def __init__(self, place: Place):
+    def __init__(self, edges: Edges):
         super().__init__()
-        self._place: Place | None = place
+        self._edges = edges
 
     def on_epoch_begin(self, epoch, logs=None):
-        if self._place is not None:
-            own_state.take(self.model, self._place.own)
-            healing.here.begun = self._place.within
-            activity.here.step = self._place.step
-            self._place = None
+        place, self._edges.place = self._edges.place, None
+        if place is None and healing.here.armed:
+            own_state.began(self.model)
+        elif place is not None:
+            self._take(place)
+
+    def _take(self, place: Place) -> None:
+        own_state.take(self.model, place.own)
+        activity.here.step = place.step
+        if place.at_end:
+            self.model.__dict__["_raytf_last"] = place.agreed["last"]
+            healing.here.end_epoch()
+        healing.here.enter(place.within)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._edges.position.epoch_step >= self._edges.position.steps and self._edges.place is None:
+            healing.here.end_epoch()
 
 
 def first_execution(place: Place) -> int:

@@ -126,6 +126,7 @@ class RaySession:
             if healing.here.place is not None:
                 folder = stack.enter_context(scratch.folder())
                 write_files(healing.here.place.files, folder)
+                self._report_for(healing.here.place, checkpoint_files.read_state(folder).history)
                 yield folder
                 return
             name, folder, unlisted = self._newest(stack) if self.rank == 0 else (None, None, [])
@@ -138,6 +139,22 @@ class RaySession:
                 kept = (self._at(end), self._validate) if self.rank == 0 else (None, False)
                 ray_train.report_later(metrics, lambda kept=kept: kept)
             yield folder
+
+    def _report_for(self, place: healing.Place, history: list[dict]) -> None:
+        """Reports the epochs that a lost worker, whose place this one takes, had not come to report."""
+        missing = place.agreed["missing"]
+        ray_train.count_reports(place.agreed["reports"] - missing)
+        ends = {}
+        if missing and self.rank == 0:
+            self._keeper.wait_for_others()
+            unlisted = checkpoint_files.unlisted(
+                self.storage.storage_filesystem, self.storage.experiment_fs_path, _names_reported
+            )
+            ends = {state.epoch: name for name, state in dict(unlisted).items()}
+        for row in history[len(history) - missing :]:
+            name = ends.get(row["epoch"])
+            kept = (None, False) if name is None else (self._at(name), self._validate)
+            ray_train.report_later(row, lambda kept=kept: kept)
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Ends what keeps checkpoints; one that is held is needless where the training ended with one."""

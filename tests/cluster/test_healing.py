@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 
 import pytest
 
@@ -44,9 +45,7 @@ def run(tmp_path, name, *faults, workers=2, **more):
     notes.mkdir()
     config = {"batch_size": 7, "dropout": 0.2, "notes": str(notes), "plan": FaultPlan(faults).to_json()}
     config |= more.pop("config", {})
-    made = trainer(
-        tmp_path, name=name, config=config, callbacks=noted, workers=workers, failures=max(3, len(faults)), **more
-    )
+    made = trainer(tmp_path, name=name, config=config, callbacks=noted, workers=workers, failures=6, **more)
     return made.fit(), notes
 
 
@@ -71,12 +70,44 @@ def test_a_worker_and_the_chief(tmp_path, capfd):
     assert "is replaced in place" in capfd.readouterr().err
 
 
-def test_three_workers_within_an_execution_two_at_once(tmp_path):
-    """Three steps are an execution, and four an update; rank 1 dies within one, then both others of the chief at once."""
-    told = {"build": models.accumulating, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
+def dying_in_validation(config):
+    """`accumulating`, which also dies once in its step of validation number 2 of the second epoch."""
+    import tensorflow as tf
+
+    model = models.accumulating(config)
+    inside, seen = config["validating"], []
+    mine = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index")
+
+    def die():
+        seen.append(None)
+        if mine == inside["rank_"] and len(seen) == inside["step"] and not os.path.exists(inside["marker"]):
+            with open(inside["marker"], "w") as file:
+                file.write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Dying(type(model)):
+        def test_step(self, data):
+            tf.py_function(die, [], [])
+            return super().test_step(data)
+
+    model.__class__ = Dying
+    return model
+
+
+def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_path, capfd):
+    """Three steps are an execution, and four an update. The chief dies before the first step of all, rank 1 in a step
+    within an execution, rank 0 in the validation of the second epoch, rank 2 before the first step of the third."""
+    told = {"build": dying_in_validation, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
     inside = {"marker": str(tmp_path / "killed"), "rank_": 1, "step": 19}
-    (tmp_path / "killed").touch()
-    expected, _ = run(tmp_path, "quiet", config={"inside": inside}, **told)
-    (tmp_path / "killed").unlink()
-    result, notes = run(tmp_path, "broken", Kill(rank=2, step=30), config={"inside": inside}, **told)
+    validating = {"marker": str(tmp_path / "validating"), "rank_": 0, "step": 8}
+    config = {"inside": inside, "validating": validating}
+    for marker in ("killed", "validating"):
+        (tmp_path / marker).touch()
+    expected, _ = run(tmp_path, "quiet", config=config, **told)
+    for marker in ("killed", "validating"):
+        (tmp_path / marker).unlink()
+    capfd.readouterr()
+    result, _ = run(tmp_path, "broken", Kill(rank=0, step=0), Kill(rank=2, step=28), config=config, **told)
+    said = capfd.readouterr().err
+    assert said.count("is replaced in place") == 4 and "start anew" not in said, said
     assert_equal(result, expected, 0)
