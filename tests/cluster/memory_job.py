@@ -63,6 +63,7 @@ def train(folder: str, name: str, breaks: bool):
         steps_per_execution=1,
         checkpoint_every="epoch",
         memory_every="1 step",
+        tensorflow_config=raytf.TensorflowConfig(heal=False),  # a loss takes what is held
         progress=False,
     ).fit()
 

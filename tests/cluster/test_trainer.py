@@ -36,6 +36,8 @@ def trainer(tmp_path, workers=2, *, name="run", build=models.mlp, failures=0, ca
             checkpoint_config=CheckpointConfig(num_to_keep=keep),
         ),
         progress=False,
+        # a loss starts all workers anew, but in the tests of healing
+        tensorflow_config=raytf.TensorflowConfig(**{"heal": False} | kwargs.pop("tensorflow", {})),
         **kwargs,
     )
 
