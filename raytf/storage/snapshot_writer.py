@@ -248,6 +248,8 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # its end is that of the other side
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+        # and it does not take the processor from the thread that has just woken it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
     server = _Server(control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, folder, settings["keep"]))
