@@ -11,12 +11,12 @@ from raytf.errors import ConfigError
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 _STEPS = ("step", "steps")
-# With "auto": what checkpoints may take of the time, and how near to each other they are at most.
+# With "auto": what checkpoints, and looking for when they are due, may take of the time; how near they are at most.
 _SHARE, _LEAST_SECONDS = 0.01, 30.0
-# What the first is taken to cost: the functions for it are made.
-_FIRST_COST = 0.6
-# From one look of the chief to the next: steps may become slower, or faster.
-_LONGEST_WAIT = 5.0
+# What the first is taken to cost, on a busy machine: the functions for it are made.
+_FIRST_COST = 1.0
+# From one look of the chief to the next: steps may become slower, or faster. With "auto" a moment matters less.
+_LONGEST_WAIT, _AUTO_WAITS = 5.0, (1.0, 15.0)
 _FIRST_LOOK = 4
 
 
@@ -114,7 +114,12 @@ class Clock:
             return True, 1
         # the first steps say little of those that come
         most = max(_FIRST_LOOK, step - self._first)
-        return False, int(min(max(1.0, min(left / 2, _LONGEST_WAIT) / max(each, 1e-6)), most))
+        shortest, longest = _AUTO_WAITS if self._every.auto else (0.0, _LONGEST_WAIT)
+        return False, int(min(max(1.0, min(max(shortest, left / 2), longest) / max(each, 1e-6)), most))
+
+    def looked(self, cost: float) -> None:
+        """Notes the seconds that a look took, in which the workers wait for each other."""
+        self._spent += cost
 
     def _due(self) -> float:
         """The time of the next checkpoint."""
