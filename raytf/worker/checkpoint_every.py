@@ -15,8 +15,10 @@ _STEPS = ("step", "steps")
 _SHARE, _LEAST_SECONDS = 0.01, 30.0
 # What the first is taken to cost, on a busy machine: the functions for it are made.
 _FIRST_COST = 1.0
-# From one look of the chief to the next: steps may become slower, or faster. With "auto" a moment matters less.
-_LONGEST_WAIT, _AUTO_WAITS = 5.0, (1.0, 15.0)
+# From one look of the chief to the next: steps may become slower, or faster. With "auto" a moment matters less, and
+# looks may take a part of what checkpoints may.
+_LONGEST_WAIT = 5.0
+_SHORTEST_AUTO_WAIT, _LONGEST_AUTO_WAIT, _PART_OF_LOOKS = 1.0, 15.0, 0.2
 _FIRST_LOOK = 4
 
 
@@ -103,7 +105,7 @@ class Clock:
         self._every = every
         self._began = self._last = self._looked = now
         self._first = self._looked_at = step
-        self._spent, self._cost = 0.0, _FIRST_COST
+        self._spent, self._cost, self._look = 0.0, _FIRST_COST, 0.0
 
     def look(self, now: float, step: int) -> tuple[bool, int]:
         """(whether one is due, after how many steps from now, at least 1, the next look comes)."""
@@ -114,12 +116,20 @@ class Clock:
             return True, 1
         # the first steps say little of those that come
         most = max(_FIRST_LOOK, step - self._first)
-        shortest, longest = _AUTO_WAITS if self._every.auto else (0.0, _LONGEST_WAIT)
-        return False, int(min(max(1.0, min(max(shortest, left / 2), longest) / max(each, 1e-6)), most))
+        return False, int(min(max(1.0, self._wait(left) / max(each, 1e-6)), most))
+
+    def _wait(self, left: float) -> float:
+        """Seconds to the next look, where so many are left to the next checkpoint."""
+        if not self._every.auto:
+            return min(left / 2, _LONGEST_WAIT)
+        # a look puts the checkpoint off: it must come nearer by more than that
+        shortest = max(_SHORTEST_AUTO_WAIT, self._look / (_SHARE * _PART_OF_LOOKS))
+        return max(shortest, min(left / 2, _LONGEST_AUTO_WAIT))
 
     def looked(self, cost: float) -> None:
-        """Notes the seconds that a look took, in which the workers wait for each other."""
+        """Notes the seconds that a look took, in which the workers wait for each other; the first makes functions."""
         self._spent += cost
+        self._look = min(self._look or cost, cost)
 
     def _due(self) -> float:
         """The time of the next checkpoint."""

@@ -90,7 +90,7 @@ def test_a_time_is_kept_with_few_looks(seconds_a_step):
     assert looks <= steps and (seconds_a_step > 0.1 or looks < 30 * (len(times) + 1))
 
 
-@pytest.mark.parametrize("look", [0.0, 0.02])
+@pytest.mark.parametrize("look", [0.0, 0.02, 0.5])
 @pytest.mark.parametrize("cost", [0.005, 0.2, 3.0, 40.0])
 def test_auto_costs_less_than_a_hundredth(cost, look):
     """With what it takes to look when one is due, where workers wait for each other."""
