@@ -461,13 +461,14 @@ class Stored:
             raise ConfigError("A model is loaded from a place that exists", repr(shown), "Check the URI")
         return found
 
-    def kind(self, part: str = "") -> FileType:
-        """What is there, or of a part of the folder."""
-        return self.filesystem.get_file_info(posixpath.join(self.path, part) if part else self.path).type
+    def kind(self) -> FileType:
+        """What is there."""
+        return self.filesystem.get_file_info(self.path).type
 
     def is_checkpoint(self) -> bool:
         """See `is_checkpoint`."""
-        return any(self.kind(part) != FileType.NotFound for part in (MODEL, STATE, SEEDS, MANIFEST))
+        parts = [posixpath.join(self.path, part) for part in (MODEL, STATE, SEEDS, MANIFEST)]
+        return any(info.type != FileType.NotFound for info in self.filesystem.get_file_info(parts))
 
 
 def existing_path(source) -> str:
