@@ -384,7 +384,7 @@ def report(path, output):
 @click.option("--average", default=1, show_default=True, help="The mean of the weights of so many last checkpoints.")
 @click.option("--model", metavar="MODULE:FUNCTION", help="What builds the model, where Keras cannot from its file.")
 def export(path, output, format, which, model, **options):
-    """Write the model of a run's folder, or of a checkpoint's, for those who have no raytf.
+    """Write the model of a run's folder, or of a checkpoint's, a path or a URI, for those who have no raytf.
 
     What was written is read again, and must compute what the model does, to 1e-6 on generated rows.
     """

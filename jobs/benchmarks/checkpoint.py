@@ -148,9 +148,10 @@ def _bytes(folder: str, way: str) -> int:
 def main(arguments=None):
     parser = common.parser(__doc__)
     parser.add_argument("--megabytes", nargs="+", type=int, choices=MEGABYTES, default=MEGABYTES)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=", ".join(WAYS))
     options = parser.parse_args(arguments)
     repeats = 1 if options.smoke else options.repeats
-    ways = [way for way in WAYS if way != "OrbaxCheckpoint" or importlib.util.find_spec("orbax")]
+    ways = [way for way in options.ways if way != "OrbaxCheckpoint" or importlib.util.find_spec("orbax")]
     figures, rows = {}, []
     for megabytes in options.megabytes[:1] if options.smoke else options.megabytes:
         saves = 2 if options.smoke else SAVES[megabytes]

@@ -28,6 +28,7 @@ ALL = (
     "step",
     "scaling",
     "sweep",
+    "seek",
     "checkpoint",
     "resume",
     "traffic",

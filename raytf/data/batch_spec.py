@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from raytf.data import columns
 from raytf.data.columns import Columns
+from raytf.data.sampling import Sampler
 from raytf.errors import ConfigError
 
 
@@ -67,6 +71,22 @@ class BatchSpec:
     def bucket(self) -> int | None:
         """The index of the column whose lengths say which rows share a batch, or None."""
         return next(iter(self._buckets), None)
+
+    def order(self, sampler: Sampler) -> dict[str, int | str | bool]:
+        """What says which rows a step of an epoch has; where it is the same, it is the same rows. JSON.
+
+        Args:
+            sampler: the order of the dataset's rows.
+        """
+        bucket = self.bucket is not None
+        told = {"rows": sampler.total, "batch_size": sampler.global_batch, "shuffle": sampler.shuffle, "bucket": bucket}
+        if sampler.shuffle != "none" or bucket or self.map:
+            told["seed"] = sampler.seed
+        if sampler.shuffle == "window" or bucket:
+            told["window"] = sampler.chunk_steps
+        if sampler.shuffle == "window":
+            told["pieces"] = zlib.crc32(np.asarray(sampler.rows, np.int64).tobytes())
+        return told
 
     def check(self, names: Collection[str]) -> None:
         """Raises ConfigError for a column that is not among the names of a dataset's."""

@@ -6,9 +6,6 @@ into batches in C++, so that Python is called seldom.
 
 from __future__ import annotations
 
-import zlib
-
-import numpy as np
 import tensorflow as tf
 
 from raytf.data import worker_part
@@ -80,16 +77,8 @@ class Feed:
 
     @property
     def order(self) -> dict[str, int | str | bool]:
-        """What says which rows a step of an epoch has; where it is the same, it is the same rows. JSON."""
-        order, bucket = self._order, self._batch.bucket is not None
-        told = {"rows": order.total, "batch_size": order.global_batch, "shuffle": order.shuffle, "bucket": bucket}
-        if order.shuffle != "none" or bucket or self._batch.map:
-            told["seed"] = order.seed
-        if order.shuffle == "window" or bucket:
-            told["window"] = order.chunk_steps
-        if order.shuffle == "window":
-            told["pieces"] = zlib.crc32(np.asarray(order.rows, np.int64).tobytes())
-        return told
+        """What says which rows a step of an epoch has, see `BatchSpec.order`."""
+        return self._batch.order(self._order)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Says which epoch every iterator from now on gives, and from which step on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from raytf.errors import ConfigError
@@ -214,12 +214,17 @@ def _code(was, now, what: str, path: tuple[str, ...] = ()) -> Iterator[Differenc
 def _optimizers(was, now, both_only: bool, slots: bool) -> Iterator[Difference]:
     """By the attribute that holds them: a GAN has several."""
     if was.keys() != now.keys():
-        yield Difference(f"optimizers {_listed(sorted(now))}, was {_listed(sorted(was))}", True)
+        yield Difference(f"optimizers {_listed(_attributes(now))}, was {_listed(_attributes(was))}", True)
         return
     for name in now:
         for difference in _optimizer(was[name], now[name], both_only, slots):
-            text = difference.text if len(now) == 1 else f"{name}: {difference.text}"
+            text = difference.text if len(now) == 1 else f"{_attributes([name])[0]}: {difference.text}"
             yield dataclasses.replace(difference, text=text)
+
+
+def _attributes(names: Iterable[str]) -> list[str]:
+    """The names of optimizers as their user knows them: what a model tracks may be listed in a private attribute."""
+    return sorted(re.sub(r"^_\w+\.(?=\D)", "", name) for name in names)
 
 
 def _optimizer(was, now, both_only: bool, slots: bool) -> Iterator[Difference]:

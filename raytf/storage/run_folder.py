@@ -79,6 +79,7 @@ class Last:
         epoch_step: of these, those of an epoch that is not complete.
         stopped: whether a callback ended the run.
         identity: what the run was, see `same_run.py`; {} where that is not known.
+        order: within an epoch, what says which rows its steps have, see `Feed.order`.
         relisted: (checkpoints, what is wrong with the list) where Ray's list is to be made anew, see `relist`.
     """
 
@@ -87,6 +88,7 @@ class Last:
     epoch_step: int
     stopped: bool
     identity: dict[str, Any]
+    order: dict[str, Any] = dataclasses.field(default_factory=dict)
     relisted: tuple[tuple[str, ...], str] | None = None
 
 
@@ -305,7 +307,7 @@ class RunFolder:
         """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""
         path = f"{self.path}/{name}"
         state: State = checkpoint_files.look(self.filesystem, path)
-        last = Last(state.epoch, state.step, state.epoch_step, state.stopped, state.identity)
+        last = Last(state.epoch, state.step, state.epoch_step, state.stopped, state.identity, state.order)
         if finished(last):
             with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
                 checkpoint_files.check(folder, name=name)

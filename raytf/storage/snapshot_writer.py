@@ -239,6 +239,17 @@ def _end_with_the_other_side(control: socket.socket, gone: Callable[[], None]) -
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _let_others_go_first() -> None:
+    """Gives this process, which has a session of its own, what is left of the processors."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+        # and it does not take the processor from the thread that has just woken it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # where Linux shares the processors among sessions first, niceness counts within one of them alone
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(_NICE))
+
+
 def main(arguments: list[str]) -> None:
     """Reads the settings from standard input, leaves the family of the process that started it, and works."""
     settings = pickle.loads(sys.stdin.buffer.read())  # of the process that started this one, not of a storage
@@ -246,8 +257,7 @@ def main(arguments: list[str]) -> None:
         os._exit(0)  # who kills the children of a worker, as Ray does, does not find this one
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its end is that of the other side
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
+    _let_others_go_first()
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
     server = _Server(control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, folder, settings["keep"]))

@@ -268,7 +268,7 @@ class KerasTrainer:
             if ended(last, self):
                 return self._ended(folder, last)
             if last.epoch_step:
-                print(f"{folder.name}: goes on after {checkpoint_files.standing(last.epoch, last.epoch_step)}")
+                print(f"{folder.name}: {_goes_on(last, self.task(found).order)}")
         if self.resume is False and (aside := folder.put_aside()):
             print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
         return self._train(launch, found, told)
@@ -448,6 +448,14 @@ class KerasTrainer:
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
         return found
+
+
+def _goes_on(last: run_folder.Last, order: Mapping[str, Any]) -> str:
+    """What becomes of an epoch that a run has begun, for its user: its steps may have had other rows."""
+    if differs := sampling.differences(last.order, order):
+        begun = f"epoch {last.epoch + 1}, of which {last.epoch_step} step(s) were made"
+        return f"begins {begun}, anew, as they would have other rows now ({differs})"
+    return f"goes on after {checkpoint_files.standing(last.epoch, last.epoch_step)}"
 
 
 def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:

@@ -1,31 +1,7 @@
 """The complete state of a training: saved by the chief, restored on every worker, and loaded as a model afterwards.
 
-A checkpoint is a folder. Nothing in it is unpickled, and nothing in it says which code is run: who can write a file can
-spoil a training, but not start a program.
-
-* `model.keras`: architecture, weights and optimizer state, by Keras. Of a large model several workers have written it,
-  in parts `model.keras.0000-<crc32>`, ...: one after the other (`cat model.keras.* > model.keras`) they are the file.
-* `state.json`: "version" 2, or 3 within an epoch, and the fields of `State`: epoch, step, seed, stopped, history,
-  identity, learning_rate, epoch_step, logs, metrics, order.
-* `optimizers.json`: for which weights each optimizer was built; a GAN has several.
-* `seeds.npz`: the state of the model's seed generators (Dropout, augmentation), which Keras leaves out of its file.
-* `random.npz`: where Python's `random` and NumPy's global generator stand on the chief; older checkpoints have none.
-* `metrics.npz`, within an epoch: the variables of the model's metrics over the epoch's steps so far and the rows of all
-  workers, as "<number of the metric>.<number of the variable>".
-* `callbacks.json`: "callbacks", an entry for each, see `callback_state.py`; values as `plain_values.py` writes them.
-* `callbacks.npz`: the arrays that `callbacks.json` names by number (weights put aside).
-* `build.json`, for models that Keras cannot build from `model.keras` alone: "build_model", the import path of the
-  function, to be read and never imported; "config", its plain values; "left_out", the types of the others by name;
-  "inputs", shape without the batch and dtype of what the model takes.
-* `manifest.json`: "version" as above, or 4 where there are parts, which "joined" names in order; and "files": "bytes"
-  and "crc32" of each of the above. Written last; a folder without it, or that differs from it, is no checkpoint, and
-  the one before it is taken.
-
-Format 3 is that of checkpoints within an epoch: a raytf that knows format 2 would begin the epoch anew with weights
-that have seen a part of it.
-
-Format 1 had no "version" and no manifest, and `callbacks.pkl` and `build.pkl` in the place of the JSON: its weights,
-optimizer, seeds and state are read, the pickles never. Of a newer format nothing is.
+A checkpoint is a folder, whose files `raytf/storage/FORMAT.md` describes. Nothing in it is unpickled, and nothing in it
+says which code is run: who can write a file can spoil a training, but not start a program.
 
 A folder is registered with Ray Train only when it is whole, so that a kill in between leaves the last good one.
 """
@@ -39,16 +15,19 @@ import math
 import numbers
 import os
 import posixpath
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pyarrow.fs import FileType, LocalFileSystem, copy_files
+
 from raytf.compat import keras_objects, legacy_keras
 from raytf.console import quiet
-from raytf.errors import ConfigError, first_line
+from raytf.errors import ConfigError, first_line, in_a_line
 from raytf.parallel import model_optimizers
-from raytf.storage import checkpoint_files, plain_values
+from raytf.storage import checkpoint_files, plain_values, scratch
 from raytf.storage.checkpoint_files import (
     ARRAYS,
     BUILD,
@@ -78,10 +57,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Moment",
     "State",
+    "Stored",
     "check",
     "existing_path",
     "inputs_of",
     "is_checkpoint",
+    "is_uri",
     "last_state",
     "load_model",
     "metrics_of",
@@ -391,8 +372,9 @@ def load_model(
     for a run of this same process the trainer's is known.
 
     Args:
-        source: a `ray.train.Result`, a `ray.train.Checkpoint`, or the path of a checkpoint folder, of a run's folder
-            or of a `.keras` file. Of a run whose last checkpoint is damaged the one before it is taken, with a warning.
+        source: a `ray.train.Result`, a `ray.train.Checkpoint`, or the path or URI ("s3://bucket/run") of a checkpoint
+            folder, of a run's folder or of a `.keras` file. Of a run whose last checkpoint is damaged the one before it
+            is taken, with a warning.
         compile: whether to restore loss, metrics and optimizer too.
         which: of a run's checkpoints "last", "best", or that of a step (of training, counted from the run's start).
         average: the mean of the weights of so many last checkpoints, at least 1; all else is as in the last one, the
@@ -423,10 +405,12 @@ def load_model(
     if hasattr(source, "as_directory"):
         _check_single(choice, source.path)
         return _load_whole([source], arguments)
+    if is_uri(source):
+        return _load_stored(Stored.at(source), choice, arguments)
     path = existing_path(source)
     if os.path.isdir(path):
         if not is_checkpoint(path):
-            return _load_run(path, choice, arguments)
+            return _load_run(Stored(LocalFileSystem(), os.path.abspath(path), path), choice, arguments)
         _check_single(choice, path)
         if _is_ours(path):
             check(path)
@@ -438,6 +422,55 @@ def load_model(
     return _load(path, os.path.abspath(os.path.dirname(path)), *arguments)
 
 
+def is_uri(source) -> bool:
+    """Whether it names a place in a storage, and not one of this machine."""
+    return isinstance(source, str) and "://" in source
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A place in a storage.
+
+    Args:
+        filesystem: a `pyarrow.fs.FileSystem`.
+        path: there.
+        shown: for messages.
+    """
+
+    filesystem: Any
+    path: str
+    shown: str
+
+    @staticmethod
+    def at(uri: str) -> Stored:
+        """That of a URI; raises ConfigError where there is no such storage, or nothing is there."""
+        from raytf.compat.ray_train import get_fs_and_path
+
+        shown = re.sub(r"//[^/]*@", "//", uri)  # without its keys
+        try:
+            filesystem, path = get_fs_and_path(uri, None)
+            found = Stored(filesystem, path.rstrip("/"), shown)
+            is_there = found.kind() != FileType.NotFound
+        except (ValueError, ImportError, OSError) as error:
+            raise ConfigError(
+                "A model is loaded from a path, or from the URI of a storage that can be read",
+                f"{shown!r}, for which there is {in_a_line(error)}",
+                "Correct the URI, or what gives access to the storage",
+            ) from error
+        if not is_there:
+            raise ConfigError("A model is loaded from a place that exists", repr(shown), "Check the URI")
+        return found
+
+    def kind(self) -> FileType:
+        """What is there."""
+        return self.filesystem.get_file_info(self.path).type
+
+    def is_checkpoint(self) -> bool:
+        """See `is_checkpoint`."""
+        parts = [posixpath.join(self.path, part) for part in (MODEL, STATE, SEEDS, MANIFEST)]
+        return any(info.type != FileType.NotFound for info in self.filesystem.get_file_info(parts))
+
+
 def existing_path(source) -> str:
     """The path that `source` is; raises ConfigError where it is none, or nothing is there."""
     if not isinstance(source, (str, os.PathLike)):
@@ -447,12 +480,6 @@ def existing_path(source) -> str:
             "Pass what fit() returned, or the folder of the run",
         )
     path = os.path.expanduser(os.fspath(source))
-    if "://" in path:
-        raise ConfigError(
-            "A model is loaded from a path of this machine, or from a Result",
-            repr(path),
-            f"Pass ray.train.Result.from_path({path!r})",
-        )
     if not os.path.exists(path):
         raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
     return path
@@ -487,18 +514,35 @@ def _check_single(choice: Choice, path: str) -> None:
         )
 
 
-def _load_run(path: str, choice: Choice, arguments):
+def _load_stored(stored: Stored, choice: Choice, arguments):
+    """The model of a place in a storage."""
+    from ray.train import Checkpoint
+
+    if stored.kind() == FileType.File:
+        name = posixpath.basename(stored.path)
+        if not name.endswith(".keras"):
+            raise ConfigError("A model's file is a .keras file", repr(stored.shown), "Load others by Keras itself")
+        _check_single(choice, stored.shown)
+        with scratch.folder() as folder:
+            copy_files(stored.path, os.path.join(folder, name), source_filesystem=stored.filesystem)
+            return _load(os.path.join(folder, name), posixpath.dirname(stored.path), *arguments)
+    if not stored.is_checkpoint():
+        return _load_run(stored, choice, arguments)
+    _check_single(choice, stored.shown)
+    return _load_whole([Checkpoint(stored.path, filesystem=stored.filesystem)], arguments)
+
+
+def _load_run(stored: Stored, choice: Choice, arguments):
     """The model of a run's folder; where Ray's list of its checkpoints cannot be used, of those that lie there."""
-    from pyarrow.fs import LocalFileSystem
     from ray.train import Result
 
     from raytf.compat.ray_train import CheckpointManagerInitializationError
 
     try:
         with quiet.result_is_read():
-            result = Result.from_path(path)
+            result = Result.from_path(stored.path, storage_filesystem=stored.filesystem)
     except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
-        kept = kept_in(LocalFileSystem(), os.path.abspath(path))
+        kept = kept_in(stored.filesystem, stored.path)
         if kept:
             taken = (
                 "it is chosen among those that lie there"
@@ -506,13 +550,13 @@ def _load_run(path: str, choice: Choice, arguments):
                 else "the newest one that is whole is taken"
             )
             warnings.warn(
-                f"Ray's list of the checkpoints in {path!r} cannot be used ({first_line(error)}); {taken}",
+                f"Ray's list of the checkpoints in {stored.shown!r} cannot be used ({first_line(error)}); {taken}",
                 stacklevel=3,
             )
-            return _load_chosen(kept, path, choice, arguments)
+            return _load_chosen(kept, stored.shown, choice, arguments)
         raise ConfigError(
             f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
-            f"{path!r} ({first_line(error)})",
+            f"{stored.shown!r} ({first_line(error)})",
             "Look for it under the storage path of the run",
         ) from error
     kept = _kept(result)

@@ -11,12 +11,14 @@ from raytf.errors import ConfigError
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 _STEPS = ("step", "steps")
-# With "auto": what checkpoints may take of the time, and how near to each other they are at most.
+# With "auto": what checkpoints, and looking for when they are due, may take of the time; how near they are at most.
 _SHARE, _LEAST_SECONDS = 0.01, 30.0
-# What the first is taken to cost: the functions for it are made.
-_FIRST_COST = 0.6
-# From one look of the chief to the next: steps may become slower, or faster.
+# What the first is taken to cost, on a busy machine: the functions for it are made.
+_FIRST_COST = 1.0
+# From one look of the chief to the next: steps may become slower, or faster. With "auto" a moment matters less, and
+# looks may take a part of what checkpoints may.
 _LONGEST_WAIT = 5.0
+_SHORTEST_AUTO_WAIT, _LONGEST_AUTO_WAIT, _PART_OF_LOOKS = 1.0, 15.0, 0.2
 _FIRST_LOOK = 4
 
 
@@ -103,7 +105,7 @@ class Clock:
         self._every = every
         self._began = self._last = self._looked = now
         self._first = self._looked_at = step
-        self._spent, self._cost = 0.0, _FIRST_COST
+        self._spent, self._cost, self._look = 0.0, _FIRST_COST, 0.0
 
     def look(self, now: float, step: int) -> tuple[bool, int]:
         """(whether one is due, after how many steps from now, at least 1, the next look comes)."""
@@ -114,7 +116,20 @@ class Clock:
             return True, 1
         # the first steps say little of those that come
         most = max(_FIRST_LOOK, step - self._first)
-        return False, int(min(max(1.0, min(left / 2, _LONGEST_WAIT) / max(each, 1e-6)), most))
+        return False, int(min(max(1.0, self._wait(left) / max(each, 1e-6)), most))
+
+    def _wait(self, left: float) -> float:
+        """Seconds to the next look, where so many are left to the next checkpoint."""
+        if not self._every.auto:
+            return min(left / 2, _LONGEST_WAIT)
+        # a look puts the checkpoint off: it must come nearer by more than that
+        shortest = max(_SHORTEST_AUTO_WAIT, self._look / (_SHARE * _PART_OF_LOOKS))
+        return max(shortest, min(left / 2, _LONGEST_AUTO_WAIT))
+
+    def looked(self, cost: float) -> None:
+        """Notes the seconds that a look took, in which the workers wait for each other; the first makes functions."""
+        self._spent += cost
+        self._look = min(self._look or cost, cost)
 
     def _due(self) -> float:
         """The time of the next checkpoint."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import FileType, LocalFileSystem
 
 from raytf import validation
 from raytf.console import quiet
@@ -97,7 +97,7 @@ def check(source, output: str | os.PathLike, format: str, **choice) -> None:
     _check_output(os.fspath(output), format)
     chosen = Choice(**choice)
     if not hasattr(source, "checkpoint") and not hasattr(source, "as_directory"):
-        _check_source(checkpoint.existing_path(source), chosen)
+        _check_source(source, chosen)
 
 
 def _check_output(output: str, format: str) -> None:
@@ -114,11 +114,18 @@ def _check_output(output: str, format: str) -> None:
         raise ConfigError("The name of a file of Keras ends in .keras", repr(output), f"Call it {output + '.keras'!r}")
 
 
-def _check_source(path: str, choice: Choice) -> None:
+def _check_source(source, choice: Choice) -> None:
     """Looks for the checkpoint as far as files say where it is; metrics that Ray lists are looked at with Ray."""
-    if not os.path.isdir(path) or checkpoint.is_checkpoint(path):
-        return
-    kept = kept_in(LocalFileSystem(), os.path.abspath(path))
+    if checkpoint.is_uri(source):
+        stored = checkpoint.Stored.at(source)
+        if stored.kind() == FileType.File or stored.is_checkpoint():
+            return
+    else:
+        path = checkpoint.existing_path(source)
+        if not os.path.isdir(path) or checkpoint.is_checkpoint(path):
+            return
+        stored = checkpoint.Stored(LocalFileSystem(), os.path.abspath(path), path)
+    path, kept = stored.shown, kept_in(stored.filesystem, stored.path)
     if not kept:
         raise ConfigError(
             "A run's folder needs a checkpoint to load a model from",

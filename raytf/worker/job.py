@@ -74,6 +74,12 @@ class TrainJob:
             ),
         }
 
+    @property
+    def order(self) -> dict[str, int | str | bool]:
+        """`Feed.order` of the training rows."""
+        made = self.feed("train")
+        return self.batch.order(made["sampling"].of(made["dataset"].rows))
+
 
 def ended(state, task: TrainJob) -> bool:
     """Whether a run that goes on from a `checkpoint.State` (None: from nothing) has nothing left to do."""

@@ -154,10 +154,12 @@ class StepCheckpointCallback(keras.callbacks.Callback):
             return checkpoint_every.crosses(self._every.steps, before, step)
         if step < self._next_look:
             return False
-        due, wait = self._clock.look(time.monotonic(), step)
+        began = time.monotonic()
+        due, wait = self._clock.look(began, step)
         if communicator.spans_workers(self.model.distribute_strategy):
             (told,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(wait * 2 + due)])
             wait, due = divmod(int(told), 2)
+        self._clock.looked(time.monotonic() - began)
         self._next_look = step + wait
         return bool(due)
 

@@ -59,6 +59,17 @@ def test_others_go_on_alike(outcome, case):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
+def test_batch_normalization_over_a_workers_own_rows_is_the_exception(outcome):
+    """Another number of workers is another training with it, whether it goes on or not; as many go on to the bit, as
+    the test above says of "own rows"."""
+    for case, alike in (("own rows", False), ("synchronized", True)):
+        (one,), (two, _) = outcome("quiet", "1", case), outcome("quiet", "2", case)
+        far = max(np.abs(one[key] - two[key]).max() for key in one if key.startswith("w"))
+        assert (far <= 1e-9) == alike, f"{case}: {far}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_what_no_longer_fits_begins_anew_and_is_said(outcome):
     """Four of 11 steps of the second epoch were made; with batches of 25 it has nine, and all of them are made.
 

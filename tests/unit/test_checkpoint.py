@@ -1,18 +1,24 @@
 """A checkpoint holds the complete state, and is loaded as a model with or without Keras' help. No Ray."""
 
+import dataclasses
 import json
 import os
+import pathlib
 import pickle
+import re
 import warnings
 
 import numpy as np
 import pytest
 
 from raytf.errors import ConfigError
+from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import DamagedCheckpointError
 from raytf.worker import checkpoint
 from raytf.worker.callback_state import CallbackStates
+
+WRITTEN = pathlib.Path(__file__).parent / "checkpoints"
 
 
 def functional(config):
@@ -162,6 +168,57 @@ def test_a_checkpoint_of_format_1_is_read_and_its_pickles_are_not(tmp_path):
     for loaded in (checkpoint.load_model(tmp_path), checkpoint.load_model(tmp_path, build_model=lambda c: other)):
         np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
     assert not (tmp_path / "exploded").exists()
+
+
+def small(config):
+    """The model of the checkpoints beside this file."""
+    import keras
+
+    dense, dropout = keras.layers.Dense, keras.layers.Dropout
+    layers = [keras.Input((3,), name="x"), dense(2, name="hidden"), dropout(0.5, seed=1, name="dropout")]
+    model = keras.Sequential([*layers, dense(1, name="out")], name="small")
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_a_checkpoint_that_an_older_raytf_wrote_is_still_read(version):
+    """Format 2 was written by raytf of 2026-11-22, the others by that of 2026-11-24. Each weight holds its number
+    from 1 on, and each momentum its own from 10 on; both are behind two epochs, or one and a step."""
+    import keras
+
+    folder = str(WRITTEN / f"format_{version}")
+    checkpoint_files.check(folder)
+    state = checkpoint.read_state(folder)
+    assert (state.epoch, state.step, state.epoch_step) == ((1, 3, 1) if version == 3 else (2, 4, 0))
+    assert (state.seed, state.learning_rate, state.history[0]) == (7, 0.1, {"epoch": 1, "loss": 0.5, "mae": 0.6})
+    restored = small({})
+    checkpoint.restore(folder, restored, {"learning_rate": 0.1})
+    loaded, given = checkpoint.load_model(folder), checkpoint.load_model(folder, build_model=small)
+    for model in (restored, loaded, given):
+        assert [np.unique(w).tolist() for w in model.get_weights() if w.dtype.kind == "f"] == [[1], [2], [3], [4]]
+        momenta = [np.unique(v).tolist() for v in model.optimizer.variables if len(v.shape)]
+        assert momenta == [[12], [13], [14], [15]] and int(model.optimizer.iterations) == 4
+    callback = keras.callbacks.EarlyStopping("loss", patience=3)
+    callback.set_model(restored)
+    callback.on_train_begin()
+    checkpoint.restore_callbacks(folder, CallbackStates([callback]))
+    assert callback.best < 1 and callback.wait == 1
+    assert bool(state.metrics) == (version == 3) == bool(state.order)
+    if version == 3:
+        assert [len(one) for one in checkpoint.metrics_of(folder)] == [2, 2] and state.logs == {"loss": 0.3, "mae": 0.5}
+
+
+def test_the_format_is_described_for_its_readers():
+    """Every field of `state.json`, every file and every version is in `FORMAT.md`, and nothing else."""
+    text = (pathlib.Path(checkpoint_files.__file__).parent / "FORMAT.md").read_text()
+    files, state, versions, _ = (
+        re.findall(r"^\| `?([\w.]+)`? \|", part, re.MULTILINE)[1:] for part in text.split("\n## ")
+    )
+    assert state == ["version", *(field.name for field in dataclasses.fields(checkpoint.State))]
+    assert versions == [str(number + 1) for number in range(checkpoint_files.VERSION_OF_PARTS)]
+    named = {value for name, value in vars(checkpoint_files).items() if name.isupper() and type(value) is str}
+    assert set(files) == (named | {model_optimizers.FILE}) - {checkpoint_files.AT_ENDS}
 
 
 def test_another_model_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow.fs
 import pytest
 from ray.train import Checkpoint
 
@@ -17,6 +18,8 @@ from raytf.errors import ConfigError
 from raytf.worker import checkpoint
 from raytf.worker import export as export_module
 from raytf.worker.export import export
+from tests.unit import object_store
+from tests.unit.object_store import BUCKET
 
 ROOT = pathlib.Path(raytf.__file__).parents[1]
 WITHOUT_ONNX = any(importlib.util.find_spec(name) is None for name in ("tf2onnx", "onnxruntime"))
@@ -147,10 +150,36 @@ def test_what_is_no_source_is_refused(tmp_path, source):
             way()
 
 
-def test_a_uri_is_that_of_a_result(tmp_path):
-    for way in (lambda: raytf.load_model("s3://b/run"), lambda: export("s3://b/run", tmp_path / "out")):
-        with pytest.raises(ConfigError, match=r"Pass ray.train.Result.from_path\('s3://b/run'\)"):
-            way()
+@pytest.mark.filterwarnings("ignore:Ray's list")
+def test_a_uri_is_one_of_a_run_a_checkpoint_or_a_file(run, tmp_path):
+    with object_store.serving() as storage:
+        filesystem = storage.filesystem()
+        pyarrow.fs.copy_files(str(run), f"{BUCKET}/team/run", destination_filesystem=filesystem)
+        uri = lambda path: storage.uri(f"{BUCKET}/{path}")
+        for path, choice, value in [
+            ("team/run", {}, 17),
+            ("team/run", {"which": "best"}, 10),
+            ("team/run", {"average": 2}, 16),
+            (f"team/run/{KEPT[0][0]}", {}, 5),
+            (f"team/run/{KEPT[0][0]}/model.keras", {}, 5),
+        ]:
+            np.testing.assert_allclose(values(raytf.load_model(uri(path), **choice)), value)
+        path = export(uri("team/run"), tmp_path / "best.keras", "keras", which="best")
+        np.testing.assert_allclose(values(raytf.load_model(path)), 10)
+        for wrong, message in [
+            ("team/runs", "A model is loaded from a place that exists; received: 's3://runs/team/runs\\?scheme=http"),
+            ("team", "A (model is loaded from a run's folder|run's folder needs a checkpoint)"),
+            (f"team/run/{KEPT[0][0]}/state.json", "A model's file is a .keras file"),
+        ]:
+            with pytest.raises(ConfigError, match=message):
+                raytf.load_model(uri(wrong))
+        with pytest.raises(ConfigError, match="needs a checkpoint to load a model from; received: 's3://"):
+            export(uri("team"), tmp_path / "out")
+        storage.fault = lambda environ: "403 No"
+        with pytest.raises(ConfigError, match="URI of a storage that can be read; received: 's3://.* there is .*Error"):
+            raytf.load_model(uri("team/run"))
+    with pytest.raises(ConfigError, match="URI of a storage that can be read; received: 'nothing://run'"):
+        raytf.load_model("nothing://run")
 
 
 def test_what_is_no_path_to_write_to_is_refused(run):
@@ -190,21 +219,32 @@ def test_a_single_checkpoint_leaves_no_choice(run):
 
 
 READER = """
-import sys
-import keras, numpy as np, tensorflow as tf
+import io, sys, zipfile
+import h5py, keras, numpy as np, tensorflow as tf
 rows_of = {"build": np.ones((4, 3), "f"), "text": {"words": np.ones((4, 9), "int32"), "number": np.ones((4, 2), "f")}}
 for name, rows in rows_of.items():
     served, loaded = tf.saved_model.load(name), keras.saving.load_model(name + ".keras")
     for kind, compute in {"served": served.serve, "loaded": loaded}.items():
         np.save(name + kind, np.concatenate([np.ravel(one) for one in tf.nest.flatten(compute(rows))]))
+np.savez("keras", *keras.saving.load_model("run/build/model.keras").get_weights())
+with zipfile.ZipFile("run/build/model.keras") as archive:
+    file = h5py.File(io.BytesIO(archive.read("model.weights.h5")))
+np.savez("h5py", *[file[f"layers/{layer}/vars/{i}"][()] for layer, count in [
+    ("dense", 2), ("batch_normalization", 4), ("dense_1", 2)] for i in range(count)])
+reader = tf.train.load_checkpoint("build/variables/variables")
+names = [name for name in reader.get_variable_to_shape_map() if "VARIABLE_VALUE" in name]
+np.savez("tf_train", *[reader.get_tensor(name) for name in names])
 assert not {"raytf", "ray"} & set(sys.modules)
 """
 
 
-def test_exports_are_read_without_raytf_and_compute_the_same(tmp_path):
+def test_checkpoints_and_exports_are_read_without_raytf_and_compute_the_same(tmp_path):
+    """A checkpoint's weights by Keras and by h5py; an export's by `tf.train` and as a SavedModel."""
     import keras
 
     models = {"build": build({}), "text": text({})}
+    weights = models["build"].get_weights()
+    models["build"].set_weights([w + np.float32(i + 1) / 8 for i, w in enumerate(weights)])  # no two are alike
     for kind, model in models.items():
         save(tmp_path / "run" / kind, model, 5, 0.1)
         path = raytf.export(tmp_path / "run" / kind, tmp_path / kind)
@@ -218,6 +258,12 @@ def test_exports_are_read_without_raytf_and_compute_the_same(tmp_path):
         wanted = np.concatenate([np.ravel(one) for one in keras.tree.flatten(model(rows[kind]))])
         for way in ("served", "loaded"):
             np.testing.assert_allclose(np.load(tmp_path / f"{kind}{way}.npy"), wanted, rtol=1e-6, atol=1e-6)
+    for way in ("keras", "h5py", "tf_train"):
+        with np.load(tmp_path / f"{way}.npz") as found:
+            read = [found[name] for name in found.files]
+        for i, weight in enumerate(models["build"].get_weights()):
+            its = read if way == "tf_train" else read[i : i + 1]  # whose order is TensorFlow's
+            assert any(np.array_equal(weight, one) for one in its), (way, i)
 
 
 def test_a_model_of_ones_own_classes_is_exported_by_its_inputs(tmp_path):

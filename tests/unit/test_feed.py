@@ -1,6 +1,7 @@
 """Rows from Arrow tables to the batches of each worker, through tf.data."""
 
 import itertools
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +56,30 @@ def test_workers_together_give_every_row_once(shuffle, superbatch, monkeypatch):
         assert together == alone
         assert len(epochs[-1][-1]) == 0, "one row is left for the last step"
         assert all(f.dataset().cardinality() == 4 for f in feeds)
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+def test_step_one_million_is_not_looked_for(shuffle, bucket):
+    """An epoch that goes on there takes as much of the processors as its rows do, and not what is before them."""
+    rows, step = 1_001_000, 1_000_000
+    table = pa.table({"id": np.arange(rows)})
+    if bucket:
+        ends = pa.array(np.arange(rows + 1, dtype=np.int32))
+        table = table.append_column("words", pa.ListArray.from_arrays(ends, pa.array(np.arange(rows))))
+    features = Column("words", pad="batch", bucket=True) if bucket else "id"
+    made = feed(table, features, "id", global_batch=1, shuffle=shuffle, seed=4)
+    taken = []
+    for epoch in (1, 2, 3):
+        began = time.process_time()
+        made.set_epoch(epoch, step)
+        _, found = next(iter(made.dataset()))
+        taken.append(time.process_time() - began)
+    order = Sampling(global_batch=1, seed=4, shuffle=shuffle).of([10, 50, rows - 60])
+    chunk, within = divmod(step, order.chunk_steps)
+    lengths = np.ones_like if bucket else None
+    epoch = order.epoch(3)
+    assert found.numpy().tolist() == [epoch.row_numbers(epoch.positions(chunk, lengths))[within]]
+    assert min(taken) < 0.2, taken
 
 
 def test_a_run_goes_on_at_any_step(shuffle):

@@ -105,6 +105,12 @@ def test_slots_and_schedules_of_one_class_of_optimizer():
     assert not same_run.rates_differ({}, after)
 
 
+def test_several_optimizers_are_named_as_their_user_knows_them():
+    was, now = ({"_tracked.first": {}, name: {}} for name in ("optimizer", "_tracked.second"))
+    (found,) = same_run._optimizers(was, now, both_only=False, slots=True)
+    assert found.text == "optimizers [first, second], was [first, optimizer]"
+
+
 def test_a_subclassed_model_is_known_by_its_layers_and_its_code():
     was = run_of(told(kinds.subclassed))
     assert texts(was, run_of(told(kinds.subclassed, config={"units": 4, "epochs": 9, "patience": 3}))) == []

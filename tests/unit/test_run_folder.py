@@ -20,6 +20,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 from raytf.errors import ConfigError
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
+from raytf.train import keras_trainer
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -64,10 +65,10 @@ def whole(folder, name, state):
     write(folder, f"{name}/manifest.json", {"version": state["version"], "files": files})
 
 
-def within(folder, step, epoch_step):
+def within(folder, step, epoch_step, **order):
     """A checkpoint within an epoch."""
     state = {"version": 3, "epoch": 2, "step": step, "epoch_step": epoch_step, "seed": 0, "stopped": False}
-    whole(folder, f"step_{step:012d}", state | {"history": [], "identity": {"seed": "step"}})
+    whole(folder, f"step_{step:012d}", state | {"history": [], "identity": {"seed": "step"}, "order": order})
 
 
 def test_a_run_stands_where_its_newest_checkpoint_is(folder):
@@ -121,6 +122,14 @@ def epoch(folder, **arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return folder.last(**arguments).epoch
+
+
+def test_what_becomes_of_an_epoch_that_was_begun_is_said(folder):
+    within(folder, 6, 2, seed=3)
+    last = folder.last()
+    assert keras_trainer._goes_on(last, {"seed": 3}) == "goes on after step 2 of epoch 3"
+    anew = "begins epoch 3, of which 2 step(s) were made, anew, as they would have other rows now (seed 4, was 3)"
+    assert keras_trainer._goes_on(last, {"seed": 4}) == anew
 
 
 def test_names_are_not_told_apart_by_a_clock():

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import random
 import resource
 import signal
@@ -94,6 +95,16 @@ def test_the_last_ones_are_whole_and_older_ones_removed(writer, tmp_path):
     check(tmp_path / "run" / name_of(5), 5)
     assert [event["name"] for event in writer.written] == [name_of(step) for step in range(1, 6)]
     assert not any("raytf" in name for name in os.listdir("/dev/shm"))
+
+
+def test_who_writes_lets_the_training_go_first(writer):
+    writer.write(name_of(1), parts_of(1))
+    writer.finish(60.0)
+    assert os.getpriority(os.PRIO_PROCESS, writer.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.sched_getscheduler(writer.pid) == os.SCHED_BATCH
+    group = pathlib.Path(f"/proc/{writer.pid}/autogroup")
+    if group.exists():
+        assert group.read_text().split()[-1] != "0", "of its own session, which Linux may take for a group"
 
 
 def test_parts_grow_and_a_snapshot_of_the_same_name_takes_the_place_of_another(writer, tmp_path):
