@@ -406,6 +406,12 @@ class FaultPlan:
         class Planted(Callback):
             raytf_local_batches = True  # needs no value of other workers
 
+            def get_state(self):
+                return None  # a checkpoint would bring the chief's faults to the other workers
+
+            def set_state(self, state):
+                pass
+
             def on_train_begin(self, logs=None):
                 self._rank, number = _place()
                 plan.check(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 
@@ -10,6 +11,7 @@ import pytest
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 import raytf
+from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Slow
 from tests.cluster import models
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -99,6 +101,36 @@ def test_kills_and_a_new_start_change_nothing(undisturbed, tmp_path):
     assert {"killed_1", "killed_2", "killed_writing"} <= set(os.listdir(tmp_path)), "not all kills happened"
     assert_equal(again, undisturbed, 0)
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_eight_faults_of_a_plan_change_nothing(undisturbed, tmp_path):
+    """Three of them end the workers, in the middle of epochs: one loses its connections, one is killed, one fails."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    plan = FaultPlan(
+        [
+            Slow(rank=1, step=1, seconds=0.3),
+            FillDisk(rank=0, step=1, folder=disk, size=1 << 20, steps=4),
+            FailWrite(rank=0, step=2, number=errno.ENOSPC, times=2),
+            CutOff(rank=1, step=6),
+            FailWrite(rank=0, step=7),
+            FillDisk(rank=1, step=8, folder=disk, size=1 << 20, seconds=0.2),
+            Kill(rank=0, step=9),
+            Fail(rank=1, step=2, epoch=3),
+        ]
+    )
+    plan = FaultPlan.from_json(plan.to_json())
+
+    def callbacks(config):
+        return [*_plateau(config), plan.callback(tmp_path / "faults", workers=2)]
+
+    options = {"config": {"epochs": 4, "dropout": 0.2}, "steps_per_execution": 1}
+    result = trainer(tmp_path, callbacks=callbacks, failures=3, **options).fit()
+    assert plan.happened(tmp_path / "faults") == list(plan.faults), "not all happened"
+    assert_equal(result, undisturbed, 0)
+    assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3, 4] and os.listdir(disk) == []
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from raytf.storage import planted
 from raytf.storage.snapshots import NotKeptError, SnapshotWriter
 from raytf.storage.step_folders import name_of
 from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Slow, Stop
+from raytf.worker.callback_state import CallbackStates
 from tests.unit.test_ring import rings, together
 from tests.unit.test_snapshots import check, parts_of, wait_for
 
@@ -118,6 +119,27 @@ def test_a_fault_happens_once_over_restarts(tmp_path):
             fit(plan, tmp_path / "run")
     assert plan.happened(tmp_path / "run") == list(plan.faults) and plan.happened(tmp_path) == []
     assert len(fit(plan, tmp_path / "run").epoch) == 2
+
+
+def test_a_checkpoint_does_not_bring_the_chiefs_faults_to_others(tmp_path, monkeypatch):
+    """The chief has none; a worker that goes on from its checkpoint has its own still."""
+    plan, told = FaultPlan([Fail(rank=1, step=0)]), {"cluster": {"worker": ["a:1", "a:2"]}}
+    made = []
+    for rank in (0, 1):
+        monkeypatch.setenv("TF_CONFIG", json.dumps(told | {"task": {"type": "worker", "index": rank}}))
+        made.append(plan.callback(tmp_path))
+        made[-1].set_params({"steps": 4})
+        states = CallbackStates(made[-1:])
+        made[-1].on_train_begin()
+        if rank == 0:
+            entries, arrays = states.state()
+        else:
+            states.restore(json.loads(json.dumps(entries)), dict(enumerate(arrays)), chief=False)
+        made[-1].on_epoch_begin(0)
+    monkeypatch.delenv("TF_CONFIG")
+    made[0].on_train_batch_begin(0)
+    with pytest.raises(RuntimeError, match="planted by a FaultPlan"):
+        made[1].on_train_batch_begin(0)
 
 
 def test_a_rank_that_is_not_there_is_refused_before_the_first_step(tmp_path, monkeypatch):
