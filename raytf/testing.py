@@ -162,7 +162,7 @@ class CutOff(Fault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FillDisk(Fault):
-    """Fills the disk of a folder with a file, on the worker's host: for a disk of the test's own, such as a tmpfs.
+    """Fills the disk of a folder with a file, on the worker's host: for a disk of the test's own, as a tmpfs; on Linux.
 
     Whatever else writes to that disk meets "No space left on device". The file is removed before a later step, some
     time later, or at the end of the training; a worker that was killed in between does so when it goes on.
