@@ -221,8 +221,8 @@ class FailWrite(Fault):
     """Has the next checkpoint fail to be written, when its bytes are there and it is not whole so far.
 
     It fails in the process that writes raytf's checkpoints, where an error of the storage would be raised: those of a
-    `KerasTrainer`, those within epochs of a sweep's trials and of `raytf.fit`. It is tried again by itself. Where no
-    checkpoint comes behind it, a warning at the end of the training says so. It goes with the worker's process.
+    `KerasTrainer`, those within epochs of a sweep's trials and of `raytf.fit(name=...)`. It is tried again by itself.
+    Where no checkpoint comes behind it, a warning at the training's end says so. It goes with the worker's process.
 
     Args:
         rank: 0, the worker that writes checkpoints.
