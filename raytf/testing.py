@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import pathlib
 import random
 import signal
+import socket
+import struct
+import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from raytf import validation
+from raytf.collectives import ring
 from raytf.errors import ConfigError
-from raytf.storage import stored_json
+from raytf.storage import planted, stored_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,10 @@ class Fault:
         if self.epoch is not None:
             return (epoch, step) >= (self.epoch, self.step)
         return epoch * (steps or 0) + step >= self.step
+
+    def place(self, steps: int | None) -> int:
+        """The step before which it happens, counted over the run; `steps` are those of an epoch."""
+        return self.step + (self.epoch or 0) * (steps or 0)
 
     def happen(self) -> None:
         """Does it, in the worker's process."""
@@ -100,14 +112,177 @@ class Slow(Fault):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.seconds, bool) or not (isinstance(self.seconds, int | float) and 0 < self.seconds < 1e6):
-            raise ConfigError("seconds of a fault must be a number above 0", repr(self.seconds), "Change it")
+        _check_seconds(self.seconds)
 
     def happen(self) -> None:
         time.sleep(self.seconds)
 
 
-_KINDS = {kind.__name__: kind for kind in (Kill, Stop, Fail, Slow)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CutOff(Fault):
+    """Cuts the worker's connections with its neighbours in raytf's ring, over which workers sum; its process lives on.
+
+    Nothing else is cut: not those of Ray, nor of TensorFlow's own collectives. No rights are needed for it. A host that
+    loses its whole network is another fault, which takes a network namespace or a cable.
+
+    Args:
+        silent: False: the connections are shut down, so that both ends are told at once. True: the kernel lets nothing
+            in any more that arrives on them and answers nothing, as behind a broken switch, until one end's kernel
+            gives up: after about 35 s. For that both neighbours must be on other hosts, and the kernel Linux.
+
+    Raises:
+        ConfigError: `silent` is no bool. In a run: it has no ring, as with one worker or with GPUs; or the silence is
+            not possible there.
+    """
+
+    silent: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.silent, bool):
+            raise ConfigError("silent of a fault must be True or False", repr(self.silent), "Change it")
+
+    def happen(self) -> None:
+        # of all rings that this process had, those that are open
+        links = [link for one in ring._rings for link in one._links]
+        connections = [one for link in links for one in (link.data, link.watch) if one.fileno() >= 0]
+        if not connections:
+            rule = "A CutOff cuts connections of raytf's ring, over which several workers sum on CPUs"
+            raise ConfigError(rule, f"{self}, in a process without", "Leave it out, or train with two workers or more")
+        if self.silent and (sys.platform != "linux" or any(one.family == socket.AF_UNIX for one in connections)):
+            rule = "A silent CutOff is between hosts, under Linux"
+            raise ConfigError(rule, f"{self}, which has a neighbour on its own host", "Leave out silent, or use Stop")
+        for one in connections:
+            if self.silent:
+                _deafen(one)
+            else:
+                with contextlib.suppress(OSError):  # the other end has closed it
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FillDisk(Fault):
+    """Fills the disk of a folder with a file, on the worker's host: for a disk of the test's own, as a tmpfs; on Linux.
+
+    Whatever else writes to that disk meets "No space left on device". The file is removed before a later step, some
+    time later, or at the end of the training; a worker that was killed in between does so when it goes on.
+
+    Args:
+        folder: that is there on the worker's host.
+        size: of the file in bytes, at least 1; None, and one that is larger than what is free, fills the disk to the
+            last block.
+        steps: after so many steps of the run the file is removed, at least 1.
+        seconds: after which it is removed, above 0, also while the training stands still. Without `steps` and `seconds`
+            it stays, and `remove` removes it.
+
+    Raises:
+        ConfigError: a value is out of its range, or both `steps` and `seconds` are given. In a run: the folder is not
+            there.
+    """
+
+    folder: str
+    size: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+            raise ConfigError("folder of a fault must be a path", repr(self.folder), "Change it")
+        object.__setattr__(self, "folder", os.fspath(self.folder))
+        for name in ("size", "steps"):
+            if getattr(self, name) is not None:
+                validation.check_whole(f"{name} of a fault", getattr(self, name), 1)
+        if self.seconds is not None:
+            _check_seconds(self.seconds)
+        if self.steps is not None and self.seconds is not None:
+            rule = "A disk has room again after some steps, or after some seconds"
+            raise ConfigError(rule, f"steps={self.steps} and seconds={self.seconds}", "Leave one of them out")
+
+    @property
+    def path(self) -> str:
+        """Of the file that fills the disk."""
+        return os.path.join(self.folder, f"raytf-{_name(self)}")
+
+    def happen(self) -> None:
+        if not os.path.isdir(self.folder):
+            rule = "A FillDisk fills the disk of a folder that is there"
+            raise ConfigError(rule, f"{self}, which is none on {socket.gethostname()}", "Make it before the run")
+        with open(self.path, "wb", buffering=0) as file:
+            _fill(file.fileno(), self.size)
+
+    def remove(self) -> None:
+        """Removes the file, on its host; none is right, too."""
+        pathlib.Path(self.path).unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailWrite(Fault):
+    """Has the next checkpoint fail to be written, when its bytes are there and it is not whole so far.
+
+    It fails in the process that writes raytf's checkpoints, where an error of the storage would be raised: those of a
+    `KerasTrainer`, those within epochs of a sweep's trials and of `raytf.fit(name=...)`. It is tried again by itself.
+    Where no checkpoint comes behind it, a warning at the training's end says so. It goes with the worker's process.
+
+    Args:
+        rank: 0, the worker that writes checkpoints.
+        number: of the OSError, as `errno.EIO`, which is the default; from 1.
+        times: so many tries in a row fail, 1 to 1000.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    number: int = errno.EIO
+    times: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank:
+            raise ConfigError("A FailWrite is of rank 0, which writes the checkpoints", f"rank={self.rank}", "Use 0")
+        if type(self.number) is not int or self.number not in errno.errorcode:
+            rule = "number of a fault must be one of the module errno"
+            raise ConfigError(rule, repr(self.number), "Give errno.EIO, for example")
+        validation.check_whole("times of a fault", self.times, 1)
+        if self.times > _MOST_TIMES:
+            raise ConfigError(f"times of a fault must be at most {_MOST_TIMES}", repr(self.times), "Change it")
+
+    def happen(self) -> None:
+        planted.plant(self.number, self.times)
+
+
+_MOST_TIMES = 1000
+_KINDS = {kind.__name__: kind for kind in (Kill, Stop, Fail, Slow, CutOff, FillDisk, FailWrite)}
+# Linux' number, which Python's socket has no name for.
+_SO_ATTACH_FILTER = 26
+# So much of a disk is taken at a time, and half of that where it is no longer free.
+_FIRST_BLOCK = 1 << 30
+
+
+def _check_seconds(seconds: Any) -> None:
+    if isinstance(seconds, bool) or not (isinstance(seconds, int | float) and 0 < seconds < 1e6):
+        raise ConfigError("seconds of a fault must be a number above 0", repr(seconds), "Change it")
+
+
+def _deafen(one: socket.socket) -> None:
+    """Has the kernel drop all that arrives on a connection, so that it is not even acknowledged."""
+    # a program of one instruction: keep no byte (classic BPF's "ret 0")
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+
+
+def _fill(descriptor: int, size: int | None) -> None:
+    """Gives a file so many bytes, or all that its disk has left."""
+    done, block = 0, _FIRST_BLOCK
+    while block and (size is None or done < size):
+        block = block if size is None else min(block, size - done)
+        try:
+            os.posix_fallocate(descriptor, done, block)
+            done += block
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            block //= 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +293,7 @@ class FaultPlan:
     `callbacks=[plan.callback(folder)]` in `raytf.fit` or `model.fit`.
 
     Args:
-        faults: any number of `Kill`, `Stop`, `Fail` and `Slow`.
+        faults: any number of `Kill`, `Stop`, `Fail`, `Slow`, `CutOff`, `FillDisk` and `FailWrite`.
 
     Raises:
         ConfigError: something else is among them, or one of them twice.
@@ -138,7 +313,7 @@ class FaultPlan:
 
     @classmethod
     def random(
-        cls, seed: int, *, workers: int, steps: int, faults: int = 1, kinds: Iterable[str] = _DEFAULT
+        cls, seed: int, *, workers: int, steps: int, faults: int = 1, kinds: Iterable[str | Fault] = _DEFAULT
     ) -> FaultPlan:
         """A plan from a seed: the same one for the same arguments, on any machine.
 
@@ -147,7 +322,9 @@ class FaultPlan:
             workers: of the run, at least 1.
             steps: of the whole run, at least 1.
             faults: how many, at most `workers * steps`, each at a place of its own.
-            kinds: names of what may happen: "Kill", "Stop", "Fail", "Slow".
+            kinds: what may happen: "Kill", "Stop", "Fail", "Slow", "CutOff", "FailWrite"; or a fault with values of its
+                own, as a `FillDisk`, in the place of whose rank, step and epoch come others. A `FailWrite` is of rank
+                0: other ranks get one of the other kinds, and where there are none, `faults` is at most `steps`.
 
         Raises:
             ConfigError: an argument is out of its range.
@@ -160,14 +337,19 @@ class FaultPlan:
         ):
             validation.check_whole(name, value, least)
         kinds = list(kinds)
+        named = [name for name in _KINDS if name != FillDisk.__name__]
         for kind in kinds:
-            validation.check_word("kinds", kind, list(_KINDS))
+            if type(kind) not in _KINDS.values():
+                validation.check_word("kinds", kind, named)
+        anywhere = [kind for kind in kinds if kind != FailWrite.__name__ and not isinstance(kind, FailWrite)]
+        if not anywhere:
+            workers = 1
         if faults > workers * steps or not kinds:
             rule = "A random plan has at most workers * steps faults, of one kind or more"
             raise ConfigError(rule, f"{faults} faults of {kinds}", "Ask for fewer, or name a kind")
         source = random.Random(seed)
         places = sorted(source.sample(range(workers * steps), faults))
-        return cls(_KINDS[source.choice(kinds)](rank=p % workers, step=p // workers) for p in places)
+        return cls(_at(source.choice(anywhere if p % workers else kinds), p % workers, p // workers) for p in places)
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.faults)) or "no faults"
@@ -214,7 +396,8 @@ class FaultPlan:
 
         Raises:
             ConfigError: the plan names a rank that is not there. In a run: also where TensorFlow has parameter servers,
-                or where steps count over the run and Keras does not know how many an epoch has.
+                or where steps count over the run and Keras does not know how many an epoch has. And what a fault says
+                of itself.
         """
         if workers is not None:
             self.check(workers)
@@ -223,21 +406,39 @@ class FaultPlan:
         class Planted(Callback):
             raytf_local_batches = True  # needs no value of other workers
 
+            def get_state(self):
+                return None  # a checkpoint would bring the chief's faults to the other workers
+
+            def set_state(self, state):
+                pass
+
             def on_train_begin(self, logs=None):
                 self._rank, number = _place()
                 plan.check(number)
                 self._mine = [fault for fault in plan.faults if fault.rank == self._rank]
-                if self.params.get("steps") is None and any(fault.epoch is None for fault in self._mine):
-                    rule = "Faults without an epoch need steps that are known"
+                counted = [f for f in self._mine if f.epoch is None or getattr(f, "steps", None) is not None]
+                if self.params.get("steps") is None and counted:
+                    rule = "Faults without an epoch, or that end after some steps, need steps that are known"
                     raise ConfigError(rule, "an epoch of any length", "Give steps_per_epoch, or faults an epoch")
+                self._full = _Full([f for f in self._mine if isinstance(f, FillDisk) and os.path.exists(f.path)])
 
             def on_epoch_begin(self, epoch, logs=None):
                 self._epoch = epoch
 
             def on_train_batch_begin(self, batch, logs=None):
+                steps = self.params.get("steps")
+                self._full.look(self._epoch * (steps or 0) + batch, steps)
                 for fault in self._mine:
-                    if fault.due(self._epoch, batch, self.params.get("steps")) and _first(folder, fault):
+                    if fault.due(self._epoch, batch, steps) and _first(folder, fault):
                         fault.happen()
+                        if isinstance(fault, FillDisk):
+                            self._full.add(fault)
+
+            def on_train_end(self, logs=None):
+                self._full.end()
+                if planted.taken():
+                    text = "No checkpoint was handed to raytf's writer behind a FailWrite, which did nothing"
+                    warnings.warn(f"{text}: plant it earlier, or have checkpoints", stacklevel=2)
 
         plan, folder = self, os.fspath(folder)
         return Planted()
@@ -245,6 +446,50 @@ class FaultPlan:
     def happened(self, folder: str | os.PathLike) -> list[Fault]:
         """The faults that have happened, of a run whose callback had this folder."""
         return [fault for fault in self.faults if _marker(folder, fault).exists()]
+
+
+class _Full:
+    """The disks that are full on a worker, until there is to be room again.
+
+    Args:
+        faults: those whose files are there: of a worker of before.
+    """
+
+    def __init__(self, faults: Iterable[FillDisk]):
+        self._faults: list[FillDisk] = []
+        self._timers: list[threading.Timer] = []
+        for fault in faults:
+            self.add(fault)
+
+    def add(self, fault: FillDisk) -> None:
+        """One that has happened."""
+        self._faults.append(fault)
+        if fault.seconds is not None:
+            left = os.path.getmtime(fault.path) + fault.seconds - time.time()
+            self._timers.append(threading.Timer(max(0.0, left), fault.remove))
+            self._timers[-1].daemon = True
+            self._timers[-1].start()
+
+    def look(self, made: int, steps: int | None) -> None:
+        """Called after `made` steps of the run, with `steps` in an epoch."""
+        for fault in self._faults:
+            if fault.steps is not None and made >= fault.place(steps) + fault.steps:
+                fault.remove()
+
+    def end(self) -> None:
+        """Called as the training ends well."""
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
+        for fault in self._faults:
+            if fault.steps is not None or fault.seconds is not None:
+                fault.remove()
+
+
+def _at(kind: str | Fault, rank: int, step: int) -> Fault:
+    if isinstance(kind, str):
+        return _KINDS[kind](rank=rank, step=step)
+    return dataclasses.replace(kind, rank=rank, step=step, epoch=None)
 
 
 def _fault(entry: Mapping[str, Any]) -> Fault:
@@ -263,9 +508,13 @@ def _place() -> tuple[int, int]:
     return first + told["task"]["index"], roles["chief"] + roles["worker"]
 
 
-def _marker(folder: str | os.PathLike, fault: Fault) -> pathlib.Path:
+def _name(fault: Fault) -> str:
     text = json.dumps([type(fault).__name__, dataclasses.asdict(fault)], sort_keys=True)
-    return pathlib.Path(folder, f"fault-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+    return f"fault-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _marker(folder: str | os.PathLike, fault: Fault) -> pathlib.Path:
+    return pathlib.Path(folder, _name(fault))
 
 
 def _first(folder: str | os.PathLike, fault: Fault) -> bool:

@@ -79,6 +79,9 @@ class SnapshotStore:
         filesystem: a `pyarrow.fs.FileSystem`.
         folder: of the run there.
         keep: how many snapshots that are newer than all checkpoints of epochs stay, at least 1.
+
+    Attributes:
+        fails: numbers of the OSErrors with which the next tries to write end, see `planted`.
     """
 
     def __init__(self, filesystem, folder: str, keep: int = 2):
@@ -87,6 +90,7 @@ class SnapshotStore:
         self._steps: dict[str, int] = {}  # of checkpoints of epochs that are whole
         self._whole: set[str] = set()
         self._last: str | None = None  # the last one that was put
+        self.fails: list[int] = []
 
     def put(self, name: str, files: Mapping[str, list], writers: int = 1) -> Written:
         """Writes a snapshot, in the place of one of the same name; on return it is whole and on its disk.
@@ -131,9 +135,11 @@ class SnapshotStore:
         self._filesystem.create_dir(folder)
         if not self._is_local:
             self._write_remote(posixpath.join(folder, part), pieces)
+            self._fail_as_planted()
             return scattered.size(pieces)
         partial = os.path.join(folder, f"{_PARTIAL}{secrets.token_hex(4)}")
         _write_local(partial, pieces)
+        self._fail_as_planted()
         os.rename(partial, os.path.join(folder, part))
         return scattered.size(pieces)
 
@@ -154,6 +160,7 @@ class SnapshotStore:
                     os.rename(os.path.join(others.folder, part), os.path.join(partial, part))
                 else:
                     _write_local(os.path.join(partial, part), files[part])
+            self._fail_as_planted()
             _sync(partial)
             self._rename(partial, os.path.join(self._folder, name))
         except BaseException:
@@ -191,7 +198,14 @@ class SnapshotStore:
             if not is_there:
                 self._write_remote(posixpath.join(folder, part), files[part])
         others.look()
+        self._fail_as_planted()
         self._write_remote(posixpath.join(folder, MANIFEST), [last])
+
+    def _fail_as_planted(self) -> None:
+        """Called when the bytes of a snapshot are there, and it is not whole so far."""
+        if self.fails:
+            number = self.fails.pop(0)
+            raise OSError(number, os.strerror(number))
 
     def _write_remote(self, path: str, pieces: list) -> None:
         with self._filesystem.open_output_stream(path) as file:

@@ -100,6 +100,7 @@ class _Server:
 
     def _received(self, request: dict) -> bool:
         """Takes a request, which makes one that is held needless; whether it is to be written now."""
+        self._store.fails += request["fails"]
         self._held = request if request.get("held") else None
         if self._held is None:
             self._waiting.append(request)

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from raytf.errors import ConfigError, RaytfError
-from raytf.storage import finishing, snapshot_store
+from raytf.storage import finishing, planted, snapshot_store
 from raytf.storage.images import Archive, Image, Piece
 from raytf.storage.snapshot_store import MANIFEST
 from raytf.storage.snapshot_writer import ORPHAN_SECONDS
@@ -301,7 +301,7 @@ class SnapshotWriter:
             self._last, self._held = self._count, 0
             self._pinned = self._count if pinned else self._pinned
         where = {"buffer": buffer.number, "at": at, "size": size}
-        self._send({"id": self._count, **where, "held": held, "pinned": pinned})
+        self._send({"id": self._count, **where, "held": held, "pinned": pinned, "fails": planted.taken()})
         if before:
             self._end(before)  # from here on the new one is what the other side writes if this one ends
         return self._count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 import raytf
+from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Slow
 from tests.cluster import models
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -119,6 +121,31 @@ def test_kills_and_a_new_start_change_nothing(undisturbed, tmp_path):
     assert {"killed_1", "killed_2", "killed_writing"} <= set(os.listdir(tmp_path)), "not all kills happened"
     assert_equal(again, undisturbed, 0)
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_twenty_faults_of_a_plan_change_nothing(undisturbed, tmp_path):
+    """Three of them end the workers, in the middle of epochs: one loses its connections, one is killed, one fails."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    kinds = [
+        Slow(rank=0, step=0, seconds=0.05),
+        FailWrite(rank=0, step=0, number=errno.ENOSPC),
+        FillDisk(rank=0, step=0, folder=disk, size=1 << 20, steps=2),
+    ]
+    quiet = FaultPlan.random(0, workers=2, steps=16, faults=17, kinds=kinds).faults
+    plan = FaultPlan([*quiet, CutOff(rank=1, step=6), Kill(rank=0, step=9), Fail(rank=1, step=2, epoch=3)])
+    plan = FaultPlan.from_json(plan.to_json())
+
+    def callbacks(config):
+        return [*_plateau(config), plan.callback(tmp_path / "faults", workers=2)]
+
+    options = {"config": {"epochs": 4, "dropout": 0.2}, "steps_per_execution": 1}
+    result = trainer(tmp_path, callbacks=callbacks, failures=3, **options).fit()
+    assert plan.happened(tmp_path / "faults") == list(plan.faults), "not all happened"
+    assert_equal(result, undisturbed, 0)
+    assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3, 4] and os.listdir(disk) == []
 
 
 @pytest.mark.slow

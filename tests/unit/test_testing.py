@@ -2,65 +2,49 @@
 
 from __future__ import annotations
 
-import itertools
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
+import pyarrow.fs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytf import ConfigError
-from raytf.data import sampling
-from raytf.data.sampling import Sampler
-from raytf.testing import Fail, FaultPlan, Kill, Slow, Stop
+from raytf import ConfigError, testing
+from raytf.errors import PeerLostError
+from raytf.storage import planted
+from raytf.storage.snapshots import NotKeptError, SnapshotWriter
+from raytf.storage.step_folders import name_of
+from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Slow, Stop
+from raytf.worker.callback_state import CallbackStates
+from tests.unit.test_ring import rings, together
+from tests.unit.test_snapshots import check, parts_of, wait_for
 
-KINDS = ("Kill", "Stop", "Fail", "Slow")
+FILL = FillDisk(rank=0, step=0, folder="/disk", size=7, steps=2)
+KINDS = ("Kill", "Stop", "Fail", "Slow", "CutOff", "FailWrite", FILL, FailWrite(rank=0, step=9, number=5, times=3))
 
 
 @given(st.integers(0, 2**40), st.integers(1, 6), st.integers(1, 50), st.data())
 @settings(max_examples=300)
 def test_a_seed_gives_one_plan_within_the_run(seed, workers, steps, data):
-    faults = data.draw(st.integers(0, min(workers * steps, 8)))
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, unique=True))
+    names = {kind if isinstance(kind, str) else type(kind).__name__ for kind in kinds}
+    faults = data.draw(st.integers(0, min(steps if names == {"FailWrite"} else workers * steps, 8)))
     made = [FaultPlan.random(seed, workers=workers, steps=steps, faults=faults, kinds=kinds) for _ in range(2)]
     assert made[0] == made[1] == FaultPlan.from_json(made[0].to_json())
     assert len(made[0].faults) == len({(f.rank, f.step) for f in made[0].faults}) == faults
-    assert {type(f).__name__ for f in made[0].faults} <= set(kinds)
+    assert {type(f).__name__ for f in made[0].faults} <= names
+    assert all(f.rank == 0 for f in made[0].faults if isinstance(f, FailWrite))
+    assert all((f.folder, f.size, f.steps) == ("/disk", 7, 2) for f in made[0].faults if isinstance(f, FillDisk))
     assert all(f.rank < workers and f.step < steps for f in made[0].faults)
     made[0].check(workers)
     assert "\n" not in str(made[0])
-
-
-@given(st.integers(0, 2**40), st.integers(1, 90), st.integers(1, 20), st.sampled_from(sampling.SHUFFLES))
-@settings(max_examples=1000)
-def test_rows_are_read_once_over_stops_at_planned_steps_and_other_numbers_of_workers(seed, rows, batch, shuffle):
-    """At each planned step the run stops, and goes on there with as many workers as the fault's rank says."""
-    order = Sampler(rows=(rows,), global_batch=batch, seed=seed % 2**32, shuffle=shuffle, window=30)
-    steps = sampling.steps_per_epoch(rows, batch)
-    plan = FaultPlan.random(seed, workers=4, steps=steps, faults=min(3, steps))
-    stops = [0, *(fault.step for fault in plan.faults), steps]
-    numbers = [2, *(fault.rank + 1 for fault in plan.faults)]
-    read = [
-        position
-        for (first, last), workers in zip(itertools.pairwise(stops), numbers, strict=True)
-        for position in positions(order, first, last, workers)
-    ]
-    assert read == positions(order, 0, steps, 1) and sorted(read) == list(range(rows))
-
-
-def positions(order, first, last, workers):
-    """Rows of the steps from `first` to `last`, as that many workers read them together."""
-    plan, found = order.epoch(1), []
-    for step in range(first, last):
-        chunk, within = divmod(step, order.chunk_steps)
-        for worker in range(workers):
-            steps = slice(within, within + 1)
-            found += sampling.worker_part(plan.positions(chunk), order.global_batch, worker, workers, steps).tolist()
-    return found
 
 
 def test_a_fault_is_due_at_its_step_or_behind():
@@ -78,6 +62,7 @@ def test_a_plan_says_what_happens():
     plan = FaultPlan([Kill(rank=1, step=7), Slow(rank=0, step=2, epoch=1, seconds=0.5)])
     assert str(plan) == "kill worker 1 before step 7; slow worker 0 before step 2 of epoch 1 (seconds 0.5)"
     assert str(FaultPlan()) == "no faults"
+    assert str(CutOff(rank=1, step=2)) == "cutoff worker 1 before step 2 (silent False)"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +72,23 @@ def test_a_plan_says_what_happens():
         (lambda: Stop(rank=0, step=1.5), "step of a fault must be"),
         (lambda: Kill(rank=0, step=0, epoch=True), "epoch of a fault must be"),
         (lambda: Slow(rank=0, step=0, seconds=0), "seconds of a fault must be a number above 0"),
-        (lambda: FaultPlan(["kill"]), "A FaultPlan takes Kill, Stop, Fail, Slow"),
+        (lambda: CutOff(rank=0, step=0, silent=1), "silent of a fault must be True or False; received: 1"),
+        (lambda: FillDisk(rank=0, step=0, folder=""), "folder of a fault must be a path; received: ''"),
+        (lambda: FillDisk(rank=0, step=0, folder=None), "folder of a fault must be a path; received: None"),
+        (lambda: FillDisk(rank=0, step=0, folder="x", size=0), "size of a fault must be an integer of at least 1"),
+        (lambda: FillDisk(rank=0, step=0, folder="x", steps=0), "steps of a fault must be an integer of at least 1"),
+        (lambda: FillDisk(rank=0, step=0, folder="x", seconds=-1), "seconds of a fault must be a number above 0"),
+        (lambda: FillDisk(rank=0, step=0, folder="x", steps=1, seconds=1), "steps=1 and seconds=1. Leave one"),
+        (lambda: FillDisk(rank=0, step=0, folder="/x").happen(), "folder that is there; .* none on"),
+        (lambda: FailWrite(rank=1, step=0), "A FailWrite is of rank 0, which writes the checkpoints; received: rank=1"),
+        (lambda: FailWrite(rank=0, step=0, number=0), "one of the module errno; received: 0"),
+        (lambda: FailWrite(rank=0, step=0, number=[5]), "one of the module errno; received: \\[5\\]"),
+        (lambda: FailWrite(rank=0, step=0, times=0), "times of a fault must be an integer of at least 1"),
+        (lambda: FailWrite(rank=0, step=0, times=1001), "times of a fault must be at most 1000"),
+        (lambda: CutOff(rank=0, step=0).happen(), "raytf's ring, .* in a process without. Leave it out"),
+        (lambda: FaultPlan(["kill"]), "A FaultPlan takes Kill, Stop, Fail, Slow, CutOff, FillDisk, FailWrite"),
+        (lambda: FaultPlan.random(0, workers=3, steps=2, faults=3, kinds=["FailWrite"]), "at most workers"),
+        (lambda: FaultPlan.random(0, workers=1, steps=2, kinds=["FillDisk"]), "kinds must be one of"),
         (lambda: FaultPlan([Kill(rank=0, step=1)] * 2), "happen once"),
         (lambda: FaultPlan.random(0, workers=1, steps=2, faults=3), "at most workers \\* steps faults"),
         (lambda: FaultPlan.random(0, workers=1, steps=2, kinds=["Burn"]), "kinds must be one of"),
@@ -102,13 +103,13 @@ def test_a_wrong_plan_is_refused(make, sentence):
         make()
 
 
-def fit(plan, folder, **options):
+def fit(plan, folder, others=(), **options):
     import keras
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     options = {"batch_size": 2, "epochs": 2, "verbose": 0} | options
-    return model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[plan.callback(folder)], **options)
+    return model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[plan.callback(folder), *others], **options)
 
 
 def test_a_fault_happens_once_over_restarts(tmp_path):
@@ -118,6 +119,27 @@ def test_a_fault_happens_once_over_restarts(tmp_path):
             fit(plan, tmp_path / "run")
     assert plan.happened(tmp_path / "run") == list(plan.faults) and plan.happened(tmp_path) == []
     assert len(fit(plan, tmp_path / "run").epoch) == 2
+
+
+def test_a_checkpoint_does_not_bring_the_chiefs_faults_to_others(tmp_path, monkeypatch):
+    """The chief has none; a worker that goes on from its checkpoint has its own still."""
+    plan, told = FaultPlan([Fail(rank=1, step=0)]), {"cluster": {"worker": ["a:1", "a:2"]}}
+    made = []
+    for rank in (0, 1):
+        monkeypatch.setenv("TF_CONFIG", json.dumps(told | {"task": {"type": "worker", "index": rank}}))
+        made.append(plan.callback(tmp_path))
+        made[-1].set_params({"steps": 4})
+        states = CallbackStates(made[-1:])
+        made[-1].on_train_begin()
+        if rank == 0:
+            entries, arrays = states.state()
+        else:
+            states.restore(json.loads(json.dumps(entries)), dict(enumerate(arrays)), chief=False)
+        made[-1].on_epoch_begin(0)
+    monkeypatch.delenv("TF_CONFIG")
+    made[0].on_train_batch_begin(0)
+    with pytest.raises(RuntimeError, match="planted by a FaultPlan"):
+        made[1].on_train_batch_begin(0)
 
 
 def test_a_rank_that_is_not_there_is_refused_before_the_first_step(tmp_path, monkeypatch):
@@ -134,3 +156,126 @@ def test_a_process_is_killed_and_goes_through_when_it_is_started_again(tmp_path)
     program = "from tests.unit.test_testing import *; import sys; fit(FaultPlan([Kill(rank=0, step=3)]), sys.argv[1])"
     codes = [subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120).returncode for _ in range(2)]
     assert codes == [-signal.SIGKILL, 0]
+
+
+def test_a_ring_that_is_cut_off_says_at_once_who_is_lost():
+    places = rings(3)
+    try:
+        CutOff(rank=0, step=0).happen()  # all three are of this process
+        errors = together(lambda place: place.add(np.ones(3)), places)
+        assert [type(error) for error in errors] == [PeerLostError] * 3
+    finally:
+        for place in places:
+            place.close()
+    with pytest.raises(ConfigError, match="in a process without"):
+        CutOff(rank=0, step=0).happen()
+
+
+def test_silence_lasts_until_the_kernel_gives_up(tmp_path):
+    """What one sends no longer arrives, and is not acknowledged; the other side learns it from its kernel."""
+    here = rings(2)
+    try:
+        with pytest.raises(ConfigError, match="has a neighbour on its own host. Leave out silent, or use Stop"):
+            CutOff(rank=0, step=0, silent=True).happen()
+    finally:
+        for place in here:
+            place.close()
+    places = rings(2, "tcp", host_gone=2)
+    try:
+        CutOff(rank=0, step=0, silent=True).happen()
+        began = time.monotonic()
+        errors = together(lambda place: place.add(np.ones(1 << 20)), places)
+        assert [type(error) for error in errors] == [PeerLostError] * 2
+        assert 1.0 < time.monotonic() - began < 20.0 and "does not answer any more" in str(errors[0])
+    finally:
+        for place in places:
+            place.close()
+
+
+def small_disk(path):
+    """A disk of its own of 2 MiB, or None where none can be mounted."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "raytf_test", path], capture_output=True)
+    return None if mounted.returncode else path
+
+
+def test_a_disk_is_full_to_its_last_block(tmp_path):
+    disk = small_disk(tmp_path / "disk")
+    if disk is None:
+        pytest.skip("no disk can be mounted here")
+    try:
+        for size in (None, 1 << 40):
+            fault = FillDisk(rank=0, step=0, folder=disk, size=size)
+            fault.happen()
+            assert os.path.getsize(fault.path) == 2 << 20 and os.statvfs(disk).f_bfree == 0
+            with pytest.raises(OSError, match="No space left"), open(disk / "other", "wb", buffering=0) as file:
+                file.write(b"x")
+            os.remove(disk / "other")
+            fault.remove()
+            fault.remove()
+            assert os.statvfs(disk).f_bfree > 0
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk, **when):
+    return FillDisk(rank=0, folder=disk, size=12_345, **when)
+
+
+def test_a_disk_has_room_again_after_some_steps_or_seconds_or_at_the_end(tmp_path):
+    import keras
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    faults = [fill(disk, step=1, steps=2), fill(disk, step=3, epoch=0, steps=2), fill(disk, step=4, seconds=1000)]
+    stays, seen = fill(disk, step=5), []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append([os.path.exists(fault.path) for fault in faults])
+
+    plan = FaultPlan([*faults, stays])
+    fit(plan, tmp_path / "run", others=[Look()])
+    assert seen == [[i in wanted for wanted in ({1, 2}, {3, 4}, {4, 5, 6, 7})] for i in range(8)]
+    assert os.listdir(disk) == [os.path.basename(stays.path)] and os.path.getsize(stays.path) == 12_345
+    stays.remove()
+
+
+def test_a_worker_that_goes_on_removes_what_it_had_filled_before(tmp_path):
+    """It was killed; the time since then counts, and the disk has room although the training stands still."""
+    fault, later = fill(tmp_path, step=0, seconds=30), fill(tmp_path, step=1, steps=1)
+    for one in (fault, later):
+        one.happen()
+    os.utime(fault.path, (time.time() - 29.9,) * 2)
+    plan = FaultPlan([fault, later, Fail(rank=0, step=7)])
+    for one in (fault, later):
+        assert testing._first(tmp_path / "run", one)
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(plan, tmp_path / "run")
+    wait_for(lambda: not os.path.exists(fault.path))
+    assert not os.path.exists(later.path)
+
+
+def test_a_write_that_nobody_makes_is_said_at_the_end(tmp_path):
+    plan = FaultPlan([FailWrite(rank=0, step=3, number=errno.ENOSPC)])
+    with pytest.warns(UserWarning, match="behind a FailWrite, which did nothing: plant it earlier"):
+        fit(plan, tmp_path)
+    assert planted.taken() == []
+
+
+def test_planted_writes_fail_in_the_process_that_writes_and_are_tried_again(tmp_path):
+    writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"))
+    try:
+        FailWrite(rank=0, step=0, number=errno.ENOSPC, times=2).happen()
+        with pytest.warns(UserWarning, match="could not be written, and is tried again: OSError: .*No space left"):
+            writer.write(name_of(1), parts_of(1))
+            with pytest.raises(NotKeptError, match=f"{name_of(1)} could not be kept: OSError: .*No space left"):
+                writer.finish(60.0, failing=0.0)
+        writer.finish(60.0)
+        check(tmp_path / "run" / name_of(1), 1)
+        assert planted.taken() == []
+        writer.write(name_of(2), parts_of(2))
+        writer.finish(60.0, failing=0.0)
+        assert sorted(os.listdir(tmp_path / "run")) == [name_of(1), name_of(2)]
+    finally:
+        writer.close()
