@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pathlib
 import sys
@@ -14,18 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import click
 
-import raytf
-from raytf.compat import names, patching, recorded, signatures, versions
-
-_ROOT = pathlib.Path(raytf.__file__).parent
-
-
-def import_all() -> None:
-    """Imports the modules of raytf that say replacements or overrides."""
-    for file in sorted(_ROOT.rglob("*.py")):
-        text = file.read_text()
-        if file.stem != "__main__" and ("\n@patch(" in text or "    @overrides(" in text):
-            importlib.import_module(".".join(("raytf", *file.relative_to(_ROOT).with_suffix("").parts)))
+from raytf.compat import names, patching, recorded, selfcheck, signatures, versions
 
 
 def write(found: dict[str, str], path: str) -> None:
@@ -44,7 +32,7 @@ def write(found: dict[str, str], path: str) -> None:
 @click.option("--record", is_flag=True, help="Add the signatures of what is installed to raytf/compat/recorded.py.")
 def main(record: bool) -> None:
     found = names.listed()
-    import_all()
+    selfcheck.import_all()
     if record:
         write(signatures.current(), recorded.__file__)
         return

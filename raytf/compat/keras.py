@@ -41,6 +41,7 @@ __all__ = [
     "Functional",
     "LossFunctionWrapper",
     "TFOptimizer",
+    "added_to_masks",
     "array_slicing",
     "as_array",
     "backend_core",
@@ -78,6 +79,11 @@ def shared_seed_generator() -> Any:
     Keras names the key GLOBAL_SEED_GENERATOR since 3.13.
     """
     return global_state.get_global_attribute("global_seed_generator")
+
+
+def added_to_masks() -> float:
+    """What Keras adds to the number of a mask's values before it divides by it: a loss of two halves needs it once."""
+    return 0.0 if at_least("keras", 3, 13) else keras.backend.epsilon()
 
 
 class _Recorder(saving_lib.H5IOStore):

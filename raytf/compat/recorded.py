@@ -122,6 +122,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.data._internal.logical.operators:ListFiles": (
         "(paths, file_indexer, filesystem, source_paths, file_partitioner=, file_extensions=, partition_filter=, shuffle_config_factory=, predicate=, projected_columns=, limit=, partition_pruner=)",
         "(paths, file_indexer, filesystem, source_paths, file_partitioner=, file_extensions=, partition_filter=, shuffle_config_factory=)",
+        "(paths, file_indexer, filesystem, source_paths, file_partitioner=, file_extensions=, partition_filter=, shuffle_config_factory=, predicate=, projected_columns=, limit=)",
     ),
     "ray.data._internal.logical.operators:MapBatches": (
         "(fn, fn_args=, fn_kwargs=, fn_constructor_args=, fn_constructor_kwargs=, ray_remote_args_fn=, can_modify_num_rows=, batch_size=, batch_format=, zero_copy_batch=, min_rows_per_bundled_input=, compute=, ray_remote_args=, per_block_limit=, *, input_dependencies)",

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import pathlib
+
 from raytf.compat import names, signatures, versions
 from raytf.errors import UnsupportedVersionError
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+def import_all() -> None:
+    """Imports the modules of raytf that say replacements or overrides."""
+    for file in sorted(_ROOT.rglob("*.py")):
+        text = file.read_text()
+        if file.stem != "__main__" and ("\n@patch(" in text or "    @overrides(" in text):
+            importlib.import_module(".".join(("raytf", *file.relative_to(_ROOT).with_suffix("").parts)))
 
 
 def differences() -> list[str]:

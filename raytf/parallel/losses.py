@@ -13,7 +13,7 @@ from keras import tree
 from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum
 from raytf.compat import keras_objects
-from raytf.compat.keras import compile_utils, loss_module
+from raytf.compat.keras import added_to_masks, compile_utils, loss_module
 from raytf.compat.patching import patch
 from raytf.parallel import step as step_module
 
@@ -33,14 +33,15 @@ def reduce_weighted_values(
         weights = loss_module.apply_mask(
             None if sample_weight is None else tf.cast(sample_weight, loss.dtype), mask, loss.dtype, reduction
         )
-        divisor = tf.reduce_sum(tf.cast(weights, tf.float64))
+        divisor, added = tf.reduce_sum(tf.cast(weights, tf.float64)), 0.0
     elif mask is not None:
-        divisor = tf.reduce_sum(tf.cast(mask, tf.float64))
+        divisor, added = tf.reduce_sum(tf.cast(mask, tf.float64)), added_to_masks()
     else:
         return loss
     divisor = tf.where(step.rows > 0, divisor, 0.0)
     (total,) = all_sum([divisor])
-    return loss * tf.cast(tf.math.divide_no_nan(divisor, total), loss.dtype) * step.upscale(loss.dtype)
+    own = tf.where(step.rows > 0, divisor + added, 0.0)  # what Keras has divided by here
+    return loss * tf.cast(tf.math.divide_no_nan(own, total + added), loss.dtype) * step.upscale(loss.dtype)
 
 
 def _gathered(tensor, rows, offset, total):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytf.compat import legacy_keras
+from raytf.compat import legacy_keras, selfcheck
 from raytf.compat.fast_import import import_keras
 from raytf.console import output
 from raytf.train import dry_run  # noqa: F401 - asked of the first process
@@ -11,13 +11,21 @@ from raytf.worker.session import RaySession
 
 
 def import_raytf() -> None:
-    """What a worker needs; no TensorFlow operation runs."""
+    """What a worker needs; no TensorFlow operation runs.
+
+    Raises:
+        UnsupportedVersionError: what raytf imports is elsewhere in a version that is not tested.
+    """
     output.say_who(output.CHECK)
     import_keras()
     from raytf.data import feed  # noqa: F401
 
     if not legacy_keras.is_on():
-        from raytf.worker import fit  # noqa: F401
+        try:
+            from raytf.worker import fit  # noqa: F401
+        except ImportError as error:
+            selfcheck.explain(error)
+            raise
 
 
 def train(task: TrainJob, session=None) -> dict | None:

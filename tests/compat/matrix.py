@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,24 +57,31 @@ class Versions:
         title: in the table.
         pinned: versions of packages by name, without the last part.
         constraints: file of all versions, or None.
+        python: "3.12"; None takes the Python that runs this.
     """
 
     title: str
     pinned: dict[str, str]
     constraints: str | None = None
+    python: str | None = None
 
 
 _OLD_KERAS, _NEW_KERAS = {"keras": "3.12"}, {"keras": "3.15"}
 _OLD_TENSORFLOW = {"tensorflow": "2.20", "tensorboard": "2.20", "tf_keras": "2.20"}
 _NEW_TENSORFLOW = {"tensorflow": "2.21", "tensorboard": "2.21", "tf_keras": "2.21"}
+_NEWEST = {"ray": "2.60"} | _NEW_KERAS | _NEW_TENSORFLOW
 SETS = {
-    "newest": Versions("newest", {"ray": "2.60"} | _NEW_KERAS | _NEW_TENSORFLOW, "constraints.txt"),
+    "newest": Versions("newest", _NEWEST, "constraints.txt"),
     "oldest": Versions("oldest", {"ray": "2.57"} | _OLD_KERAS | _OLD_TENSORFLOW, "constraints-oldest.txt"),
     "older-ray": Versions("older Ray, newest Keras", {"ray": "2.58"} | _NEW_KERAS | _NEW_TENSORFLOW),
     "oldest-keras": Versions("newest Ray, oldest Keras", {"ray": "2.60"} | _OLD_KERAS | _NEW_TENSORFLOW),
+    "python-3.12": Versions("newest", _NEWEST, "constraints.txt", python="3.12"),
+    "python-3.13": Versions("newest", _NEWEST, "constraints.txt", python="3.13"),
 }
 SMOKES = ("trainer", "stream", "sweep", "run")
-CHECKS = ("names", "parity", *SMOKES, "keras")
+CHECKS = ("names", "unit", "parity", *SMOKES, "keras")
+# Columns of the README's table.
+HEADS = {kind: kind for kind in CHECKS[1:]} | {"unit": "`tests/unit/compat`", "keras": "Keras' own tests"}
 
 
 def environment(name: str) -> str:
@@ -83,7 +91,9 @@ def environment(name: str) -> str:
     if (folder / "made").exists():
         return python
     chosen = SETS[name]
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    base = sys.executable if chosen.python is None else shutil.which(f"python{chosen.python}")
+    assert base, f"no python{chosen.python} on the PATH; --environment {name}=FOLDER takes a venv that is there"
+    subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True)
     wanted = [f"{package}[data,train,tune,default]" if package == "ray" else package for package in chosen.pinned]
     wanted = [f"{one}=={version}.*" for one, version in zip(wanted, chosen.pinned.values(), strict=True)]
     pinned = ["--constraint", chosen.constraints] if chosen.constraints else []
@@ -104,6 +114,13 @@ def call(python: str, *arguments: str, seconds: float = SECONDS) -> str:
 def check_names(python: str, folder: str) -> str:
     found = call(python, "-m", "raytf.compat")
     return found.rpartition("Private names (")[2].partition(")")[0] + " names"
+
+
+def check_unit(python: str, folder: str) -> str:
+    """The tests of `raytf/compat`: overrides are called, replacements stand in place, a version is looked at."""
+    options = ("-q", "-p", "no:cacheprovider", "--durations", "0", "-o", "timeout=600")
+    said = call(python, "-m", "pytest", *options, str(ROOT / "tests" / "unit" / "compat"))
+    return said.strip().splitlines()[-1].partition(" in ")[0].strip("= ")
 
 
 def check_smoke(kind: str):
@@ -176,20 +193,20 @@ def _keras_tests(python: str, folder: str, where: str, plugin: str | None) -> di
 
 def check(kind: str, python: str) -> str:
     """What a check found, in a few words."""
-    functions = {"names": check_names, "parity": check_parity, "keras": check_keras}
+    functions = {"names": check_names, "unit": check_unit, "parity": check_parity, "keras": check_keras}
     with tempfile.TemporaryDirectory() as folder:
         return functions.get(kind, check_smoke(kind))(python, folder)
 
 
 def table(found: dict[str, dict[str, str]]) -> str:
     """The table of the README."""
-    heads = ["", "Ray", "Keras", "TensorFlow", "parity", *SMOKES, "Keras' own tests"]
+    heads = ["", "Python", "Ray", "Keras", "TensorFlow", *HEADS.values()]
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, chosen in SETS.items():
         outcomes = found.get(name, {})
-        shown = [outcomes.get(kind, "not run") for kind in ("parity", *SMOKES, "keras")]
-        rows.append(f"| {chosen.title} | " + " | ".join(chosen.pinned[p] for p in ("ray", "keras", "tensorflow")))
-        rows[-1] += " | " + " | ".join(shown) + " |"
+        with_what = [outcomes.get("python", ""), *(chosen.pinned[p] for p in ("ray", "keras", "tensorflow"))]
+        row = [chosen.title, *with_what, *(outcomes.get(kind, "not run") for kind in HEADS)]
+        rows.append("| " + " | ".join(row) + " |")
     return "\n".join(rows) + "\n"
 
 
@@ -209,10 +226,10 @@ def main() -> None:
     there = dict(one.split("=", 1) for one in options.environment)
     FOLDER.mkdir(parents=True, exist_ok=True)
     notes = FOLDER / "found.json"
-    found = json.loads(notes.read_text()) if notes.exists() else {}
     failed = False
     for name in options.set or SETS:
         python = os.path.join(there[name], "bin", "python") if name in there else environment(name)
+        version = call(python, "-c", "import platform; print(platform.python_version())").strip()
         for kind in options.check or CHECKS:
             began = time.monotonic()
             try:
@@ -220,10 +237,11 @@ def main() -> None:
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 print(error)
                 outcome, failed = "fails", True
-            found.setdefault(name, {})[kind] = outcome
             print(f"{name}: {kind}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
+            found = json.loads(notes.read_text()) if notes.exists() else {}
+            found.setdefault(name, {}).update({"python": version, kind: outcome})
             notes.write_text(json.dumps(found))
-    write_table(found)
+            write_table(found)
     sys.exit(failed)
 
 

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from raytf.compat import __main__ as listing
 from raytf.compat import names, patching, selfcheck, signatures, versions
 from raytf.errors import UnsupportedVersionError
 
@@ -16,7 +15,7 @@ DOORS = ("keras_objects", "ray_configs", "ray_core", "ray_data", "ray_train", "r
 
 @pytest.fixture(scope="module", autouse=True)
 def all_imported():
-    listing.import_all()
+    selfcheck.import_all()
 
 
 def test_names_resolve():
