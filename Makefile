@@ -10,13 +10,17 @@ STAMP := $(VENV)/installed
 train: venv
 	$(BIN)/python jobs/digits.py --num-workers 2
 
+# Tests wait a good part of their time: two processes of pytest, each with a Ray of its own, take a file at a time.
+# They start many others, which are not to compile raytf each anew where the environment asks for that.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 # Real clusters on machines that others use, too: what fails is run once more, and shown and named (RERUN) all the same.
 test: venv
-	$(BIN)/python -m pytest --reruns 1 --rerun-show-tracebacks
+	$(PYTEST) --reruns 1 --rerun-show-tracebacks
 
 # What needs no cluster: single parts, and processes against one.
 test-fast: venv
-	$(BIN)/python -m pytest tests/unit tests/processes/test_parity.py
+	$(PYTEST) tests/unit tests/processes/test_parity.py
 
 lint: venv
 	$(BIN)/ruff check .

@@ -23,19 +23,67 @@ _FREE_VARIABLES = (
     *("PYTEST_", "RAY_", "TF2_BEHAVIOR", "TF_", "KMP_", "GRPC_", "PYTHON", "COLUMNS", "TPU_", "OMP_"),
     *("HDF5_", "ENABLE_RUNTIME_", "CRC32C_SW_MODE"),
 )
-
-
 # Tests of what runs from the start in what others leave of the machine; they come last, in this order.
 _BEHIND = ("processes/test_parity.py", "processes/test_resume.py")
+# Files of which each takes minutes. They come first, so that at the end no process of pytest waits for another.
+_LONG = (
+    *("cluster/test_ended.py", "jobs/test_run.py", "cluster/test_sweep.py", "cluster/test_parameter_server.py"),
+    *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
+)
+_BEHIND_KEY = pytest.StashKey()
 
 
 def pytest_collection_modifyitems(items):
     """Puts those last for whose processes, which run behind all else, nobody is to wait meanwhile."""
-    items.sort(key=lambda item: 1 + _BEHIND.index(_file(item)) if _file(item) in _BEHIND else 0)
+    order = {name: i - len(_LONG) for i, name in enumerate(_LONG)} | {name: i + 1 for i, name in enumerate(_BEHIND)}
+    items.sort(key=lambda item: order.get(_file(item.nodeid), 0))
 
 
-def _file(item) -> str:
-    return "/".join(item.path.parts[-2:])
+def _file(nodeid: str) -> str:
+    return "/".join(nodeid.partition("::")[0].split("/")[-2:])
+
+
+def pytest_collection_finish(session):
+    """Starts what runs behind all else, unless other processes of pytest run the tests, or this is one of these."""
+    config = session.config
+    if not (hasattr(config, "workerinput") or config.option.collectonly):
+        _start_behind(config, [item.nodeid for item in session.items])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tells a process of pytest-xdist where that leaves its results."""
+    node.workerinput["behind"] = _behind(node.config).folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    _start_behind(node.config, ids)
+
+
+def _behind(config):
+    from tests.processes.behind import Behind
+
+    if _BEHIND_KEY not in config.stash:
+        config.stash[_BEHIND_KEY] = Behind()
+    return config.stash[_BEHIND_KEY]
+
+
+def _start_behind(config, ids) -> None:
+    collected = {_file(nodeid) for nodeid in ids}
+    wanted = [name for name in _BEHIND if name in collected]
+    if not wanted or _behind(config).started:
+        return
+    from tests.processes import groups, resume_groups
+
+    kinds = dict(zip(_BEHIND, (groups.parity_stages, resume_groups.stages), strict=True))
+    _behind(config).start({name: kinds[name] for name in wanted})
+
+
+def pytest_sessionfinish(session):
+    """Ends what runs behind all else."""
+    if (behind := session.config.stash.get(_BEHIND_KEY, None)) is not None:
+        behind.end()
 
 
 def pytest_unconfigure():
@@ -89,22 +137,13 @@ def gives_back(request):
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def behind(request, tmp_path_factory):
-    """What `_BEHIND` compares: {file: its folder}, and the processes that leave results there."""
-    collected = {_file(item) for item in request.session.items}
-    wanted = [name for name in _BEHIND if name in collected]
-    if not wanted:
-        yield None
-        return
-    from tests.processes import groups, resume_groups
+@pytest.fixture(scope="session")
+def behind(request):
+    """The results of the processes of `_BEHIND`: a `Results`."""
+    from tests.processes.behind import Results
 
-    kinds = dict(zip(_BEHIND, (groups.parity_stages, resume_groups.stages), strict=True))
-    folders = {name: tmp_path_factory.mktemp("behind") for name in wanted}
-    stages = [stage for name in wanted for stage in kinds[name](folders[name])]
-    processes = groups.Behind(stages, tmp_path_factory.mktemp("behind") / "log")
-    yield folders, processes
-    processes.end()
+    given = getattr(request.config, "workerinput", None)
+    return Results(given["behind"] if given else _behind(request.config).folder)
 
 
 @pytest.fixture(scope="session")

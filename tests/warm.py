@@ -1,16 +1,18 @@
-"""Warm starts of Ray's workers in tests: forks of a process that has imported TensorFlow, Ray and raytf.
+"""Warm starts of Ray's workers and of drivers in tests: forks of a process that has imported TensorFlow, Ray and raytf.
 
 These imports take 4 s of a core, and most of what a small test on a cluster takes is that. For each environment that an
 import would see otherwise there is a process of its own; of these the last `_MOST` that were asked are kept.
 
 `warm(folder)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
-SOCKET` listens to that program, and starts `python -m tests.warm FILE`, which imports TensorFlow; forks of that import
-Ray, and forks of these are the workers.
+listen` listens to that program, and starts `python -m tests.warm tensorflow`, which imports it; forks of that import
+Ray, and forks of these are the workers. `Driver` asks for a script, which is a fork of `python -m tests.warm ray`, or
+of these where it is to have TensorFlow.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import gc
 import json
@@ -18,12 +20,16 @@ import os
 import pathlib
 import random
 import runpy
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 import traceback
+import types
 from collections.abc import Iterator
 
 from raytf.compat import legacy_keras
@@ -37,6 +43,10 @@ _READ = (
     "VIRTUAL_ENV",
 )
 _RAYS = ("RAY_",)
+# Of these: what a driver reads when it begins.
+_LATER = ("RAY_ADDRESS",)
+_WITH, _WITHOUT = "with TensorFlow", "without TensorFlow"
+_CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
 
 # Hands its arguments, environment and files over, and stays for as long as the fork does.
@@ -73,15 +83,107 @@ def warm(folder: pathlib.Path) -> Iterator[str]:
     address, program = str(folder / "s"), folder / "python"
     program.write_text(_PROGRAM.format(python=sys.executable, address=address))
     program.chmod(0o755)
-    process = subprocess.Popen([sys.executable, "-m", "tests.warm", address], cwd=ROOT, start_new_session=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen(64)
+        command = [sys.executable, "-m", "tests.warm", "listen", str(listening.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, pass_fds=[listening.fileno()])
     try:
+        _addresses.append(address)
         yield str(program)
     finally:
+        _addresses.remove(address)
         process.terminate()
         process.wait()
 
 
-def listen(address: str) -> None:
+_addresses: list[str] = []
+
+
+class Driver:
+    """A script that runs as a fork within a `warm`: what tests use of `subprocess.Popen`.
+
+    Its number of process is in no command line: a test that looks for that, or for what only a start from scratch
+    does, starts a process.
+
+    Args:
+        command: what stands behind `python`: "-m MODULE", "-c TEXT" or a path of a script, and arguments.
+        env: its environment.
+        cwd: its folder; by default the current one.
+        stdout, stderr: `subprocess.PIPE`, or None for this process' own.
+        tensorflow: whether TensorFlow is to be there already.
+    """
+
+    def __init__(self, command, *, env, cwd=None, stdout=None, stderr=None, tensorflow=False):
+        self.args, self.returncode = list(map(str, command)), None
+        self.stdout, out = _pipe(stdout, 1)
+        self.stderr, err = _pipe(stderr, 2)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(_addresses[-1])
+        kind = _WITH if tensorflow else _WITHOUT
+        content = json.dumps([self.args, dict(env), str(cwd or os.getcwd()), kind]).encode()
+        _send(self._socket, content, [nothing, out, err])
+        for file in (nothing, *([out] if self.stdout else ()), *([err] if self.stderr else ())):
+            os.close(file)
+        self._socket.settimeout(120)
+        (self.pid,) = _CODE.unpack(self._socket.recv(_CODE.size))
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._socket], [], [], 0)[0]:
+            self._hear()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self._hear()
+        return self.returncode
+
+    def _hear(self) -> None:
+        (self.returncode,) = _CODE.unpack(self._socket.recv(_CODE.size))
+        self._socket.close()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """What it has printed and was not read yet; waits for its end."""
+        found: dict = {}
+        read = lambda pipe: found.update({pipe: pipe.read()})
+        pipes = [pipe for pipe in (self.stdout, self.stderr) if pipe]
+        threads = [threading.Thread(target=read, args=(pipe,), daemon=True) for pipe in pipes]
+        until = None if timeout is None else time.monotonic() + timeout
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        self.wait(None if until is None else max(0.0, until - time.monotonic()))
+        for pipe in pipes:
+            pipe.close()
+        return found.get(self.stdout), found.get(self.stderr)
+
+
+def _pipe(asked, own: int):
+    """(a file to read from, or None; the number of the file that the driver gets)."""
+    if asked is None:
+        return None, own
+    assert asked == subprocess.PIPE
+    read, write = os.pipe()
+    return os.fdopen(read, encoding="utf-8", errors="replace"), write
+
+
+def listen(listening: socket.socket) -> None:
     """Hands each request to the process of its environment."""
     there: dict[str, socket.socket] = {}
     processes: list[subprocess.Popen] = []
@@ -92,16 +194,15 @@ def listen(address: str) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen(64)
+    with listening:
         while True:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(ConnectionError):
                 content, files = _received(connection, 3)
-                arguments, environment, _ = json.loads(content)
+                arguments, environment, _, *kind = json.loads(content)
                 its = environment | _context(arguments).get("env_vars", {})
-                own = _own(its, _READ)
+                without = kind == [_WITHOUT]
+                own = _own(its, (*_READ, *_RAYS) if without else _READ) + "".join(kind)
                 other_way = legacy_keras.is_on(its) or _context(arguments).get("command_prefix")
                 if own in there:
                     there[own] = there.pop(own)  # the last one asked
@@ -109,8 +210,9 @@ def listen(address: str) -> None:
                     if len(there) == _MOST:
                         there.pop(next(iter(there))).close()
                     there[own], other = socket.socketpair()
-                    its = {name: value for name, value in its.items() if not name.startswith(_RAYS)}
-                    command = [sys.executable, "-m", "tests.warm", str(other.fileno())]
+                    its = {name: value for name, value in its.items() if without or not name.startswith(_RAYS)}
+                    what = "ray" if without else "tensorflow"
+                    command = [sys.executable, "-m", "tests.warm", what, str(other.fileno())]
                     with other:
                         processes.append(
                             subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
@@ -133,11 +235,13 @@ def import_tensorflow(requests: socket.socket) -> None:
     from raytf.compat.fast_import import import_keras
 
     import_keras()
+    import tensorboard.summary.v2  # noqa: F401  (which its first summary imports)
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     there: dict[str, socket.socket] = {}
     while True:
         content, files = _received(requests, 4)
-        arguments, environment, _ = json.loads(content)
+        arguments, environment, _, *_ = json.loads(content)
         own = _own(environment | _context(arguments).get("env_vars", {}), _RAYS)
         if own not in there:
             there[own], other = socket.socketpair()
@@ -156,8 +260,8 @@ def import_tensorflow(requests: socket.socket) -> None:
             os.close(file)
 
 
-def import_ray(requests: socket.socket) -> None:
-    """Becomes, in a fork each, the workers that are asked for; ends when nothing more can be."""
+def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
+    """Becomes, in a fork each, the workers and drivers that are asked for; ends when nothing more can be."""
     import ray._private.workers.default_worker
     import ray.actor
 
@@ -167,8 +271,14 @@ def import_ray(requests: socket.socket) -> None:
     import ray.train
     import ray.tune
 
-    import raytf.train.entry
-    import raytf.worker.fit  # noqa: F401
+    if tensorflow:
+        import raytf.train.entry
+        import raytf.worker.fit
+    else:
+        import raytf.cli_options
+        import raytf.launch.launcher
+        import raytf.train.keras_trainer
+        import raytf.tune.sweep  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert _ids_of_two_forks_differ(), "something that is imported draws from Ray's random numbers"
@@ -183,7 +293,8 @@ def import_ray(requests: socket.socket) -> None:
             os._exit(0)
         if not os.fork():
             requests.close()
-            _become(*json.loads(content), files, paths)
+            arguments, environment, place, *driver = json.loads(content)
+            (_drive if driver else _become)(arguments, environment, place, files, paths)
         for file in files:
             os.close(file)
 
@@ -212,6 +323,14 @@ def _ids_of_two_forks_differ() -> bool:
         os.close(read)
         os.close(write)
     return found[0] != found[1]
+
+
+def import_ray_alone(requests: socket.socket) -> None:
+    """As `import_ray`, without TensorFlow."""
+    import_ray(requests, tensorflow=False)
+
+
+_PROCESSES = {"listen": listen, "tensorflow": import_tensorflow, "ray": import_ray_alone}
 
 
 def _become(arguments: list[str], environment: dict[str, str], place: str, files: list[int], paths: list[str]) -> None:
@@ -249,9 +368,65 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
         os._exit(code)
 
 
+def _drive(arguments: list[str], environment: dict[str, str], place: str, files: list[int], paths: list[str]) -> None:
+    """Runs a script in a fork, and tells its number and how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection, *others = files
+    if pid := os.fork():
+        for file in others:
+            os.close(file)
+        os.write(connection, _CODE.pack(pid))
+        os.write(connection, _CODE.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+        os._exit(0)
+    import numpy as np
+
+    os.close(connection)
+    for number, file in enumerate(others):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(place)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    np.random.seed()
+    first, *rest = arguments
+    code = 0
+    try:
+        if first in ("-m", "-c"):
+            what, *rest = rest
+            sys.path[:] = [place if first == "-m" else "", *_python_path(), *paths]
+        else:
+            sys.path[:] = [os.path.dirname(os.path.abspath(first)), *_python_path(), *paths]
+        sys.argv[:] = [first if first != "-m" else what, *rest]
+        if first == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        elif first == "-c":
+            main = types.ModuleType("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+        else:
+            runpy.run_path(first, run_name="__main__")
+    except SystemExit as error:
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    # as Python ends
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
 def _own(environment: dict[str, str], read: tuple[str, ...]) -> str:
     """What an import would read of a worker's environment."""
-    return json.dumps({name: value for name, value in sorted(environment.items()) if name.startswith(read)})
+    names = sorted(name for name in environment if name.startswith(read) and name not in _LATER)
+    return json.dumps({name: environment[name] for name in names})
 
 
 def _context(arguments: list[str]) -> dict:
@@ -285,8 +460,6 @@ def _received(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():
-        with contextlib.suppress(ConnectionError):
-            import_tensorflow(socket.socket(fileno=int(sys.argv[1])))
-    else:
-        listen(sys.argv[1])
+    what, number = sys.argv[1:]
+    with contextlib.suppress(ConnectionError):
+        _PROCESSES[what](socket.socket(fileno=int(number)))

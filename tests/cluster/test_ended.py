@@ -22,19 +22,24 @@ from ray.util.placement_group import placement_group_table
 
 from cluster import local
 from raytf.compat import ray_core
+from tests import warm
 
 pytestmark = pytest.mark.slow
 
 
-def started(tmp_path, name, workers, environment=None, node=()):
-    return driver_of("-m", "tests.cluster.ended_job", tmp_path, name, workers, *node, environment=environment)
+def started(tmp_path, name, workers, environment=None, node=(), **how):
+    arguments = ("-m", "tests.cluster.ended_job", tmp_path, name, workers, *node)
+    return driver_of(*arguments, environment=environment, tensorflow=workers == 0, **how)
 
 
-def driver_of(*arguments, environment=None):
-    """Starts Python with these arguments; on the common cluster, unless the environment names another."""
+def driver_of(*arguments, environment=None, tensorflow=False, from_scratch=False):
+    """Starts Python with these arguments, as a fork (`warm.Driver`) or from scratch; on the common cluster, unless the
+    environment names another."""
     environment = environment or os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    if from_scratch:
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    return warm.Driver(arguments, env=environment, stderr=subprocess.PIPE, tensorflow=tensorflow)
 
 
 def finished(driver, code=0):
@@ -129,7 +134,7 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path):
     finished(started(tmp_path, "other", 2))  # what Ray itself starts for a first run, and keeps
     before = left(tmp_path)
     (tmp_path / "run_hold").write_text("1 4")
-    driver = started(tmp_path, "run", 2)
+    driver = started(tmp_path, "run", 2, from_scratch=True)
     until(lambda: steps(tmp_path, "run", 1)[-1:] == [(1, 4)], driver)
     during = left(tmp_path) - before
     assert {kind for kind, *_ in during} == {"process", "group", "actor"}
@@ -139,19 +144,21 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path):
     deadline = time.monotonic() + 60
     while left(tmp_path) - before:
         assert time.monotonic() < deadline, left(tmp_path) - before
-        time.sleep(0.5)
+        time.sleep(0.1)
     for folder in (tempfile.gettempdir(), "/dev/shm"):
         assert not [name for name in os.listdir(folder) if any(owner in name for owner in owners)]
+    (tmp_path / "run_hold").unlink()  # a worker that is killed leaves it
     finished(started(tmp_path, "run", 2))  # it goes on
 
 
 @pytest.fixture
-def three_hosts(warm_starts):
+def three_hosts(warm_starts, monkeypatch):
     """A head that takes no workers, as heads of large clusters do, and three nodes with room for two each; made anew
     for each try of a test, as a node that was drained takes nothing any more."""
     nodes = [["--num-cpus=0"], ["--node-name=one"], ["--node-name=two"], ["--node-name=three"]]
     with warm_starts(), local.local_cluster(nodes=4, cpus=2, options=nodes) as cluster:
         yield cluster
+        monkeypatch.setattr(local, "GRACE_SECONDS", 2)  # a node that was drained does not end by itself
 
 
 @pytest.mark.timeout(900)
@@ -217,18 +224,20 @@ def build_model(config):
 
 @pytest.fixture
 def command_line(tmp_path):
-    """Starts a command of raytf in a folder with a model and data, as it is typed there."""
+    """Starts a command of raytf in a folder with a model and data, as it is typed there; as a fork unless told."""
     (tmp_path / "slow.py").write_text(SLOW)
     pq.write_table(pa.table({"x": np.linspace(0, 1, 400), "y": np.linspace(0, 1, 400)}), tmp_path / "rows.parquet")
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     environment["PYTHONPATH"] = os.pathsep.join([str(pathlib.Path.cwd()), environment.get("PYTHONPATH", "")])
     raytf = pathlib.Path(sys.executable).with_name("raytf")
 
-    def start(command, *arguments):
+    def start(command, *arguments, from_scratch=False):
         known = ["slow:build_model", "--data", "rows.parquet", "--features", "x", "--labels", "y", "--storage", "runs"]
         known += ["--batch-size", "4", "--name", command, "--set", f"fast={tmp_path}/fast"]
         line = [raytf, command, *known, *arguments]
-        return subprocess.Popen(line, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        if from_scratch:
+            return subprocess.Popen(line, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        return warm.Driver(line, env=environment, cwd=tmp_path, stderr=subprocess.PIPE)
 
     return start
 
@@ -236,12 +245,12 @@ def command_line(tmp_path):
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(900)
 def test_exit_codes_of_raytf_train(tmp_path, command_line):
-    finished(command_line("train", "--no-such-option"), 2)
+    finished(command_line("train", "--no-such-option", from_scratch=True), 2)
     assert "Error: batch_size is the global batch" in finished(command_line("train", "--num-workers=8"), 1)
     signals = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
     kept = 0
     for number, code in signals:
-        driver = command_line("train", "--checkpoint-every", "1 step")
+        driver = command_line("train", "--checkpoint-every", "1 step", from_scratch=number == signal.SIGTERM)
         until(lambda: any(step > kept for step in whole(tmp_path / "runs" / "train")), driver)  # noqa: B023
         driver.send_signal(number)
         (step,) = map(int, re.findall(r"has ended after step (\d+)", finished(driver, code)))

@@ -261,7 +261,7 @@ def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
     on behind it, until worker 1 is killed in step 24; the next one goes on behind step 20."""
 
     def started(name):
-        return driver_of("-c", KEPT, tmp_path, name)
+        return driver_of("-c", KEPT, tmp_path, name, tensorflow=True)
 
     (tmp_path / "quiet_killed").touch()
     quiet = started("quiet")

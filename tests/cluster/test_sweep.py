@@ -17,6 +17,7 @@ from ray import tune
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
+from tests import warm
 from tests.cluster import models
 from tests.cluster.test_ended import driver_of, finished, steps, until
 from tests.cluster.test_ended import weights as noted_weights
@@ -297,19 +298,21 @@ def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
         address = ray_cluster.get_runtime_context().gcs_address
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         environment = os.environ | {"RAY_ADDRESS": address, "PYTHONPATH": root}
-        command = [sys.executable, "-c", RESUMED, str(tmp_path), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+        driver = warm.Driver(
+            ["-c", RESUMED, tmp_path, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        return driver.communicate(timeout=250), driver.returncode
 
-    first = run()
-    assert first.returncode == -signal.SIGKILL, first.stdout + first.stderr
+    said, code = run()
+    assert code == -signal.SIGKILL, said
     state = tmp_path / "interrupted" / "tuner.pkl"
     state.chmod(0o646)
     with pytest.raises(raytf.ConfigError, match=r"kept as pickles, .*tuner.pkl', to which others than its owner"):
         raytf.sweep(trainer(tmp_path, workers=1), resume=state.parent)
     state.chmod(0o644)
-    done = run(str(tmp_path / "interrupted"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"0.0": 2, "0.1": 2, "0.2": 2}
+    (out, err), code = run(tmp_path / "interrupted")
+    assert code == 0, out + err
+    assert json.loads(out.splitlines()[-1]) == {"0.0": 2, "0.1": 2, "0.2": 2}
     made = (tmp_path / "epochs").read_text().split("\n")
     assert made.count("0.0 0") == made.count("0.0 1") == 1, "a trial that had ended is not run again"
     assert made.count("0.2 1") == 1

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import pathlib
-import pickle
-import signal
-import subprocess
-import sys
-import time
-
 from tests.processes.optimizer_scenarios import SCENARIOS
-
-ROOT = pathlib.Path(__file__).parents[2]
-# Until a group has ended, from the first question on.
-_SECONDS = 4000.0
 
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
@@ -59,48 +45,6 @@ WANTED = {
 def processes(place: str) -> int:
     """How many processes a place has."""
     return int(place) if place.isdigit() else 1
-
-
-class Behind:
-    """Groups of processes (`worker.py`) that run behind all else on the machine.
-
-    Args:
-        stages: lists of groups; one begins when all of the one before have ended.
-        log: file of the process that starts them.
-    """
-
-    def __init__(self, stages, log):
-        self._log = log
-        command = [sys.executable, "-m", "tests.processes.worker", *map(json.dumps, stages)]
-        environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        with open(log, "w") as out:
-            self._process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=ROOT
-            )
-        # Ray lowers the priority of its workers, so that a nice value would hardly be behind them
-        os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
-
-    def results(self, folder, name) -> list:
-        """What each rank of a group returned for a scenario; waits for the group.
-
-        Raises:
-            AssertionError: the group failed, or has not ended in time; it has the logs.
-        """
-        until = time.monotonic() + _SECONDS
-        while not (folder / "codes.json").exists():
-            assert time.monotonic() < until, f"{folder.name} has not ended within {_SECONDS} s"
-            assert self._process.poll() is None or (folder / "codes.json").exists(), self._log.read_text()[-4000:]
-            time.sleep(0.1)
-        codes = json.loads((folder / "codes.json").read_text())
-        logs = [(folder / f"log.{rank}").read_text()[-4000:] for rank in range(len(codes))]
-        assert not any(codes.values()), f"exit codes {codes}\n" + "\n".join(logs)
-        return [pickle.loads((folder / f"{name}.{rank}.pkl").read_bytes()) for rank in range(len(codes))]
-
-    def end(self):
-        """Ends what still runs."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def parity_folder(folder, dtype: str, place: str):

@@ -16,10 +16,8 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 @pytest.mark.parametrize(("dtype", "place", "name"), CASES, ids=[f"{n}-{p}-{d}" for d, p, n in CASES])
 def test_equals_one_process(behind, dtype, place, name):
     """`bits:` results must be equal between workers alone, `chief:` ones are the chief's, others equal everywhere."""
-    folders, processes = behind
-    (one,), many = (
-        processes.results(parity_folder(folders["processes/test_parity.py"], dtype, its), name) for its in ("1", place)
-    )
+    folder = behind.of("processes/test_parity.py")
+    (one,), many = (behind.results(parity_folder(folder, dtype, its), name) for its in ("1", place))
     for outcome in (one, *many):
         assert not isinstance(outcome, str), outcome
     for rank, other in enumerate(many[1:], 1):

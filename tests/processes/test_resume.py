@@ -12,10 +12,10 @@ from tests.processes.resume_scenarios import CHAIN
 @pytest.fixture
 def outcome(behind):
     """outcome(stage, place, case): what each rank returned."""
-    folders, processes = behind
+    folder = behind.of("processes/test_resume.py")
 
     def found(stage, place, case):
-        ranks = processes.results(folder_of(folders["processes/test_resume.py"], stage, place), f"{case}:{stage}")
+        ranks = behind.results(folder_of(folder, stage, place), f"{case}:{stage}")
         for told in ranks:
             assert not isinstance(told, str), told
         return ranks

@@ -204,7 +204,16 @@ def test_what_is_no_state_is_refused(entry):
 @pytest.mark.parametrize(
     "value",
     [
-        *([1, 2.5, None, True, "é\ud800"], (1, (2,), [()]), {3, 1}, frozenset({"b", "a"}), b"\0\xff", 1j, -0.0, 10**40),
+        *(
+            [1, 2.5, None, True, "é\ud800"],
+            (1, (2,), [()]),
+            {3, 1},
+            pytest.param(frozenset({"b", "a"}), id="a frozenset"),
+            b"\0\xff",
+            1j,
+            -0.0,
+            10**40,
+        ),
         *({1: "a", "1": 2}, {"$": 1}, {(1, 2): {"x": float("inf")}}, collections.deque([1], 3), np.float64("nan")),
         *(
             np.int64(3),
