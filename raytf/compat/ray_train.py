@@ -233,7 +233,10 @@ def count_failure(policy) -> None:
     policy._worker_group_failures += 1
 
 
-@uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_state")
+@uses(
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_state",
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._world_rank_to_ongoing_poll",
+)
 def exchange(group, new: Mapping[int, Worker]) -> None:
     """Puts workers into the places of others; Ray Train does so for groups that it manages itself alone."""
     state = group._worker_group_state

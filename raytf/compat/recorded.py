@@ -223,12 +223,16 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.execution.worker_group.poll:WorkerStatus": (
         "(running, error=, training_report=, return_value=, preemption_info=)",
     ),
+    "ray.train.v2._internal.execution.worker_group.thread_runner:ThreadRunner.get_error": ("(self)",),
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._clear_state": ("(self)",),
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._create_placement_group": (
         "(self, scaling_config, worker_group_context)",
     ),
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._create_workers": (
         "(self, num_workers, placement_group, resources_per_worker, placement_group_bundle_indices=, starting_world_rank=, world_size=, replica_group_size=)",
+    ),
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._init_train_context": (
+        "(self, workers, sync_actor)",
     ),
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._poll_workers_and_collect_errors": (
         "(self, timeout)",
