@@ -84,6 +84,7 @@ class Healing:
         self._made: dict[int, Worker] = {}
         self.new: dict[int, Worker] = {}
         self.why, self.another = "", False
+        self._lock, self._given_up = threading.Lock(), False
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="raytf_healing")
         self._thread.start()
@@ -109,8 +110,10 @@ class Healing:
         except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
             self.why = str(error) if isinstance(error, NotHealedError) else in_a_line(error)
             self.another = isinstance(error, ray.exceptions.RayActorError)
-            for worker in self._made.values():
-                ray.kill(worker.actor)
+            with self._lock:
+                self._given_up = True
+                for worker in self._made.values():
+                    ray.kill(worker.actor)
             if not isinstance(error, (RaytfError, ray.exceptions.RayError, OSError)):
                 raise
 
@@ -148,7 +151,12 @@ class Healing:
     def _start(self) -> None:
         try:
             for rank in sorted(self._lost):
-                self._made[rank] = self._asked.place(rank)
+                made = self._asked.place(rank)
+                with self._lock:
+                    if self._given_up:  # what starts late would hold the place of one that all start anew with
+                        ray.kill(made.actor)
+                        return
+                    self._made[rank] = made
             self._asked.started(self._made)
         except BaseException as error:
             self._failed = error

@@ -451,9 +451,13 @@ class _WorkerGroup(WorkerGroup):
                 return found
         elif self._healing.done:
             self._end_healing(found)
-        lost = frozenset() if self._healing is None else self._healing.lost
+        if self._healing is None:
+            return found
+        lost = self._healing.lost
         return [
-            WorkerStatus(running=True, training_report=status.training_report) if rank in lost else status
+            WorkerStatus(running=True, training_report=status.training_report)
+            if rank in lost or (status.error is not None and is_consequence(status.error))
+            else status
             for rank, status in enumerate(found)
         ]
 
