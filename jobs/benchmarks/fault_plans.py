@@ -169,11 +169,11 @@ def judged(error: Exception, plan: FaultPlan, notes: str) -> str:
     last = max(breaking, key=when.get)
     # of two workers that no longer hear each other each takes the other for lost
     ranks = range(WORKERS) if isinstance(last, CutOff) else [last.rank]
-    if not isinstance(error, raytf.RaytfError):
+    if not isinstance(error, raytf.TrainingError):
         return "NOT RAYTF'S ERROR"
-    if not any(re.search(rf"[Ww]orker {rank}\b", str(error)) for rank in ranks):
+    if error.rank not in ranks:
         return "WRONG WORKER"
-    return "clear error" if re.search(CAUSES[type(last)], str(error)) else "WRONG CAUSE"
+    return "clear error" if re.search(CAUSES[type(last)], error.cause) else "WRONG CAUSE"
 
 
 def noted(plan: FaultPlan, notes: str):
