@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import RayActorError, RuntimeEnvSetupError
 from ray.train import ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -19,7 +19,6 @@ from raytf.compat.ray_core import WARN_BLOCKING_GET
 from raytf.compat.ray_train import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
 from raytf.console.output import Output
 from raytf.console.progress import Entries
-from raytf.errors import UnsupportedVersionError
 from raytf.runtime import resources
 from raytf.runtime.allocator import allocator
 from raytf.runtime.answers import as_they_come, collect
@@ -84,7 +83,6 @@ class WarmPool:
 
         Raises:
             NoAnswerError: none started, or the function did not end, in time.
-            UnsupportedVersionError: raytf does not fit what is installed there.
         """
         failed = None
         for _, ready in as_they_come(list(self._ready), _START_SECONDS, "the start of a process", names=self._names()):
@@ -95,10 +93,6 @@ class WarmPool:
             except (RayActorError, RuntimeEnvSetupError) as error:
                 failed = error
                 continue
-            except RayTaskError as error:  # of the preload: it is the user's to read, without Ray's frames
-                if isinstance(error.cause, UnsupportedVersionError):
-                    raise error.cause from None
-                raise
             self.settle()
             return answer
         raise failed

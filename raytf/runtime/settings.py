@@ -133,7 +133,6 @@ class WorkerSetup:
         warned: where warnings are claimed by the worker that shows them, a `progress.Entries`.
         board: where the chief says how far a `fit` of a train loop is, a `progress.Board`.
         log_level: from which on Ray Train's own lines are shown.
-        tried: a process has tried the model before, and what is installed with it.
     """
 
     config: TensorflowConfig = field(default_factory=TensorflowConfig)
@@ -144,7 +143,6 @@ class WorkerSetup:
     warned: Any = field(default=None, repr=False)
     board: Any = field(default=None, repr=False)
     log_level: str = field(default="WARNING", repr=False)
-    tried: bool = field(default=False, repr=False)
 
 
 def check_ports(ports: tuple[int, int]) -> None:

@@ -24,7 +24,6 @@ from raytf.runtime import ports, settings
 from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
-from raytf.train import dry_run
 
 # The workers' processes are there; this is for one that stands still.
 _ANSWER_SECONDS = 300.0
@@ -84,8 +83,6 @@ def _worker_context(setup: WorkerSetup):
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
     logging.getLogger(inspect.getfile(TrainContext)).setLevel(setup.log_level)
     chief = ray.train.get_context().get_world_rank() == 0
-    if chief and not setup.tried and not legacy_keras.is_on():
-        dry_run.check_versions()
     with (
         output.telling(),
         autograph.in_memory(),

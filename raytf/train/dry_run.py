@@ -64,22 +64,6 @@ def inspect(
     return _in_a_copy(answer)
 
 
-def check_versions() -> None:
-    """Looks at versions that raytf is not tested with, in a process that has run no TensorFlow yet; says so in a line.
-
-    For workers whose model no process has tried before, see `inspect`.
-
-    Raises:
-        UnsupportedVersionError: raytf does not fit them.
-    """
-    if not versions.untested():
-        return
-    said = _in_a_copy(_look_at_versions)
-    if isinstance(said, Exception):
-        raise said
-    print(said, file=sys.stderr)
-
-
 def _look_at_versions():
     os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
     from raytf.parallel import step_check

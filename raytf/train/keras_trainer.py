@@ -379,7 +379,6 @@ class KerasTrainer:
             strategy=self.strategy,
             servers=self.servers()[1],
             tpu=bool(self.scaling_config.use_tpu),
-            tried=True,
         )
 
     def _train(self, launch: Startup, blocks: dict, told: dict[str, Any]) -> ray.train.Result:

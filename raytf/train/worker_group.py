@@ -36,7 +36,7 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
-from raytf.train import backend, dry_run, ends
+from raytf.train import backend, ends
 from raytf.train.entry import import_raytf
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import ending
@@ -359,11 +359,8 @@ class GroupWorker(Process):
     def open(self, setup, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
         backend.set_environment(setup.config, addresses, rank, cpus, token)
-        import_keras()
         from raytf.worker import context
 
-        if rank == 0 and not setup.tried:
-            dry_run.check_versions()
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(context.prepared(setup))
         self._stack.enter_context(backend.spoken(rank == 0, None))

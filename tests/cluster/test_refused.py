@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import numpy as np
@@ -12,8 +11,6 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 
 import raytf
-from raytf.errors import UnsupportedVersionError
-from raytf.runtime.processes import Process, WarmPool
 from tests.cluster import models
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -163,17 +160,3 @@ def test_refused(tmp_path, case):
         fit(tmp_path, **changes())
     assert len(str(caught.value).splitlines()) == 1 and str(caught.value).count(". ") <= 4
     assert not (tmp_path / "refused").exists(), "a run was started"
-
-
-def does_not_fit():
-    raise UnsupportedVersionError("raytf does not fit keras 4.0.0")
-
-
-def test_what_does_not_fit_a_version_is_told_without_frames_of_ray():
-    processes = WarmPool(Process, ScalingConfig(num_workers=1), RunConfig(), 1, does_not_fit)
-    try:
-        with pytest.raises(UnsupportedVersionError) as told:
-            processes.ask(os.getpid)
-    finally:
-        processes.cancel()
-    assert str(told.value) == "raytf does not fit keras 4.0.0"

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,6 +43,8 @@ PARITY = (
         "vae_with_add_loss",
     ),
 )
+# Of these, for another Python with versions that all were run with.
+FEW = ("cnn_sgd", "mlp_adam", "lstm_adamw", "batch_normalization", "train_step_OwnStep")
 TOLERANCE = 1e-9
 # What of Keras' own tests raytf's replacements reach.
 KERAS_TESTS = ("trainers", "losses", "metrics", "optimizers", "callbacks", "models", "backend/tensorflow")
@@ -58,12 +61,14 @@ class Versions:
         pinned: versions of packages by name, without the last part.
         constraints: file of all versions, or None.
         python: "3.12"; None takes the Python that runs this.
+        scenarios: of parity.
     """
 
     title: str
     pinned: dict[str, str]
     constraints: str | None = None
     python: str | None = None
+    scenarios: tuple[str, ...] = PARITY
 
 
 _OLD_KERAS, _NEW_KERAS = {"keras": "3.12"}, {"keras": "3.15"}
@@ -75,8 +80,8 @@ SETS = {
     "oldest": Versions("oldest", {"ray": "2.57"} | _OLD_KERAS | _OLD_TENSORFLOW, "constraints-oldest.txt"),
     "older-ray": Versions("older Ray, newest Keras", {"ray": "2.58"} | _NEW_KERAS | _NEW_TENSORFLOW),
     "oldest-keras": Versions("newest Ray, oldest Keras", {"ray": "2.60"} | _OLD_KERAS | _NEW_TENSORFLOW),
-    "python-3.12": Versions("newest", _NEWEST, "constraints.txt", python="3.12"),
-    "python-3.13": Versions("newest", _NEWEST, "constraints.txt", python="3.13"),
+    "python-3.12": Versions("newest", _NEWEST, "constraints.txt", "3.12", FEW),
+    "python-3.13": Versions("newest", _NEWEST, "constraints.txt", "3.13", FEW),
 }
 SMOKES = ("trainer", "stream", "sweep", "run")
 CHECKS = ("names", "unit", "parity", *SMOKES, "keras")
@@ -127,9 +132,9 @@ def check_smoke(kind: str):
     return lambda python, folder: call(python, "-m", "tests.compat.smoke", kind, folder).strip().splitlines()[-1]
 
 
-def check_parity(python: str, folder: str) -> str:
-    """Two processes equal one for each of `PARITY`, and so do two devices of one for what `LOCAL` has of them."""
-    wanted = {"1": PARITY, "2": PARITY, "mirrored": tuple(name for name in PARITY if name in LOCAL)}
+def check_parity(python: str, folder: str, scenarios: Sequence[str]) -> str:
+    """Two processes equal one for each of the scenarios, and so do two devices of one for what `LOCAL` has of them."""
+    wanted = {"1": scenarios, "2": scenarios, "mirrored": [name for name in scenarios if name in LOCAL]}
     groups = []
     for place, names in wanted.items():
         where = pathlib.Path(folder) / place
@@ -191,10 +196,12 @@ def _keras_tests(python: str, folder: str, where: str, plugin: str | None) -> di
     return found
 
 
-def check(kind: str, python: str) -> str:
+def check(kind: str, chosen: Versions, python: str) -> str:
     """What a check found, in a few words."""
-    functions = {"names": check_names, "unit": check_unit, "parity": check_parity, "keras": check_keras}
+    functions = {"names": check_names, "unit": check_unit, "keras": check_keras}
     with tempfile.TemporaryDirectory() as folder:
+        if kind == "parity":
+            return check_parity(python, folder, chosen.scenarios)
         return functions.get(kind, check_smoke(kind))(python, folder)
 
 
@@ -204,8 +211,9 @@ def table(found: dict[str, dict[str, str]]) -> str:
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, chosen in SETS.items():
         outcomes = found.get(name, {})
-        with_what = [outcomes.get("python", ""), *(chosen.pinned[p] for p in ("ray", "keras", "tensorflow"))]
-        row = [chosen.title, *with_what, *(outcomes.get(kind, "not run") for kind in HEADS)]
+        pinned = (chosen.pinned[package] for package in ("ray", "keras", "tensorflow"))
+        found_out = (outcomes.get(kind, "not run") for kind in HEADS)
+        row = [chosen.title, outcomes.get("python", chosen.python or ""), *pinned, *found_out]
         rows.append("| " + " | ".join(row) + " |")
     return "\n".join(rows) + "\n"
 
@@ -233,7 +241,7 @@ def main() -> None:
         for kind in options.check or CHECKS:
             began = time.monotonic()
             try:
-                outcome = check(kind, python)
+                outcome = check(kind, SETS[name], python)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 print(error)
                 outcome, failed = "fails", True
