@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -36,7 +37,7 @@ from raytf.compat import legacy_keras
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Environments, and jobs in each of these, for which a process is kept.
-_MOST, _MOST_JOBS = 5, 3
+_MOST, _MOST_JOBS = 5, 6
 # What an import reads; Ray's settings, which name the job and the node, are read where Ray is imported.
 _READ = (
     *("PYTHON", "TF_", "KERAS_", "XLA_", "CUDA", "LD_", "MALLOC", "ARROW_", "HDF5_", "ABSL_", "GRPC_"),
@@ -48,6 +49,9 @@ _LATER = ("RAY_ADDRESS",)
 _WITH, _WITHOUT = "with TensorFlow", "without TensorFlow"
 _CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
+_MOST_FILES = 8
+# Of Linux' sched.h.
+_CLONE_NEWNET = 0x40000000
 
 # Hands its arguments, environment and files over, and stays for as long as the fork does.
 _PROGRAM = """#!{python} -IS
@@ -58,7 +62,8 @@ if any(argument.endswith("default_worker.py") for argument in sys.argv[1:3]):
         s = socket.socket(socket.AF_UNIX)
         s.connect({address!r})
         content = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
-        files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))
+        network = os.open("/proc/self/ns/net", os.O_RDONLY)
+        files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2, network]))
         s.sendmsg([struct.pack("<Q", len(content))], [files])
         s.sendall(content)
         taken = s.recv(1) == b"y"
@@ -198,7 +203,7 @@ def listen(listening: socket.socket) -> None:
         while True:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(ConnectionError):
-                content, files = _received(connection, 3)
+                content, files = _received(connection)
                 arguments, environment, _, *kind = json.loads(content)
                 its = environment | _context(arguments).get("env_vars", {})
                 without = kind == [_WITHOUT]
@@ -240,7 +245,7 @@ def import_tensorflow(requests: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     there: dict[str, socket.socket] = {}
     while True:
-        content, files = _received(requests, 4)
+        content, files = _received(requests)
         arguments, environment, _, *_ = json.loads(content)
         own = _own(environment | _context(arguments).get("env_vars", {}), _RAYS)
         if own not in there:
@@ -288,7 +293,7 @@ def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
     gc.freeze()
     while True:
         try:
-            content, files = _received(requests, 4)
+            content, files = _received(requests)
         except ConnectionError:
             os._exit(0)
         if not os.fork():
@@ -341,10 +346,11 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
     try:
         os.setpgid(0, 0)  # Ray ends a worker with its group
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        connection, *others = files
+        connection, *others, network = files
         for number, file in enumerate(others):
             os.dup2(file, number)
             os.close(file)
+        _enter(network)
         os.write(connection, b"y")
         os.chdir(place)
         os.environ.clear()
@@ -366,6 +372,15 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def _enter(network: int) -> None:
+    """Goes to another network namespace, of a host that is one; this process has one thread."""
+    if os.fstat(network).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
 
 
 def _drive(arguments: list[str], environment: dict[str, str], place: str, files: list[int], paths: list[str]) -> None:
@@ -443,9 +458,9 @@ def _send(to: socket.socket, content: bytes, files: list[int]) -> None:
     to.sendall(content)
 
 
-def _received(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
     """A message, and the files that came with it."""
-    head, others, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_SPACE(count * array.array("i").itemsize))
+    head, others, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MOST_FILES * array.array("i").itemsize))
     if not head:
         raise ConnectionError("nothing more is asked for")
     files = array.array("i")

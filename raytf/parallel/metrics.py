@@ -174,6 +174,10 @@ def finish_logs(model, logs: Mapping) -> None:
     model.__dict__["_raytf_logs"] = dict(logs)
 
 
+def _is_read_as_a_sum(held) -> bool:
+    return getattr(held, "synchronization", None) == tf.VariableSynchronization.ON_READ
+
+
 @patch((backend_core.Variable, "_direct_assign"))
 def direct_assign(original, self, value):
     """`Variable._direct_assign`; under CentralStorageStrategy, where replicas share variables, each changes its part.
@@ -182,10 +186,14 @@ def direct_assign(original, self, value):
     was there before counted once for each of them. What is no sum becomes the mean. A replica without rows changes
     nothing.
     """
+    held = keras_objects.held_by(self)
+    if tf.distribute.in_cross_replica_context() and _is_read_as_a_sum(held):
+        # with a read of it, which nobody asks for, all workers would meet for each variable of each metric
+        held.assign(tf.cast(value, held.dtype), read_value=False)
+        return
     if tf.distribute.in_cross_replica_context() or not step_module.is_shared(self):
         original(self, value)
         return
-    held = keras_objects.held_by(self)
     before = tf.convert_to_tensor(held)
     value = tf.cast(value, before.dtype)
     step = step_module.current()

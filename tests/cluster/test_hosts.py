@@ -23,7 +23,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def five_hosts():
+def five_hosts(warm_starts):
     """(hosts, cluster): a head, and four hosts with a place for a worker, of which each test loses one."""
     with pytest.MonkeyPatch.context() as patched:
         # as Ray has them, a host that does not answer is dead after half a minute or more
@@ -33,6 +33,7 @@ def five_hosts():
         options = [[], *[['--resources={"place": 1}', "--num-cpus=1"]] * 4]
         with (
             namespaces.hosts(5) as hosts,
+            warm_starts(),
             local.local_cluster(nodes=5, cpus=3, options=options, hosts=hosts) as cluster,
         ):
             yield hosts, cluster
