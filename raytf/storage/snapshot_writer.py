@@ -248,6 +248,9 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # its end is that of the other side
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+    if settings["cpus"] is not None:
+        with contextlib.suppress(OSError):  # its cgroup has none of them any more
+            os.sched_setaffinity(0, settings["cpus"])
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
     server = _Server(control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, folder, settings["keep"]))
