@@ -118,7 +118,7 @@ def measure(script: str, *arguments: str, environment: Mapping[str, str] | None 
 def measure_group(
     script: str, *arguments: str, workers: int, environment: Mapping[str, str] | None = None, together: bool = True
 ) -> list:
-    """`measure` in `workers` processes, which know each other by a hand-set TF_CONFIG if `together`; what each gives."""
+    """`measure` in `workers` processes, which know each other by a hand-set TF_CONFIG if `together`; all answers."""
     from raytf.runtime.topology import tf_config
 
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]

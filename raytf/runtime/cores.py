@@ -173,7 +173,7 @@ def choose(free: frozenset[int], count: int, levels: Mapping[int, list[frozenset
 
 
 def levels(core: int, system: pathlib.Path = _SYSTEM) -> list[frozenset[int]]:
-    """The cores that share a physical core, a cache or a NUMA node with one, itself included; what Linux tells of it."""
+    """The cores that share a physical core, a cache or a NUMA node with one, itself included, as Linux tells."""
     here = system / f"cpu{core}"
     files = [here / "topology/thread_siblings_list", *here.glob("cache/index*/shared_cpu_list")]
     files += here.glob("node*/cpulist")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import json
 import os
@@ -81,6 +82,32 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
                 os.kill(os.getpid(), sig)
 
     return Kill()
+
+
+def tell_cores(folder):
+    """A callback that notes, at the second epoch, where a worker computes, and where its writer of checkpoints does."""
+    import keras
+
+    from raytf.runtime import cores
+    from raytf.storage.snapshots import SnapshotWriter
+
+    class Tell(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch != 1:
+                return
+            writers = [one.pid for one in gc.get_objects() if isinstance(one, SnapshotWriter) and one.pid]
+            before = sorted(cores.before() or os.sched_getaffinity(0))
+            told = {
+                "own": sorted(cores.own()),
+                "before": before,
+                "claimed": [core for core in before if cores._is_claimed(core)],
+                "threads": [sorted(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")],
+                "writers": [sorted(os.sched_getaffinity(pid)) for pid in writers],
+            }
+            with open(os.path.join(folder, f"cores_{rank()}.json"), "w") as file:
+                json.dump(told, file)
+
+    return Tell()
 
 
 def mlp_killed_writing(config):
