@@ -21,9 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-
-from raytf.runtime import ports
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # Between two looks at which cores others have claimed.
 _LOOK_SECONDS = 1.0
@@ -34,17 +32,17 @@ _SYSTEM = pathlib.Path("/sys/devices/system/cpu")
 
 
 class Cores:
-    """Cores that this process has claimed, and the process that is kept to them.
+    """Cores that are claimed for this process, which is kept to them.
 
-    Attributes:
+    Args:
         own: which they are.
         before: what this process could use before.
+        claims: what holds them; nothing where another process, which outlives this one, has claimed them for it.
     """
 
-    def __init__(self, own: dict[int, socket.socket], before: frozenset[int]):
+    def __init__(self, own: Iterable[int], before: frozenset[int], claims: Iterable[socket.socket] = ()):
         self.own, self.before = frozenset(own), before
-        self._claims = list(own.values())
-        self._pid, self._now = 0, before
+        self._claims, self._now = list(claims), before
         self._end, self._thread = threading.Event(), None
 
     @classmethod
@@ -66,15 +64,14 @@ class Cores:
                     _close(got.values())  # another was not waited for, see `_one_at_a_time`
                     free -= lost
                     continue
-                return cls(got, before)
+                return cls(got, before, got.values())
         return None
 
-    def keep(self, pid: int) -> None:
-        """Keeps the threads of a process off cores that others have claimed, those that it starts later included.
+    def keep(self) -> None:
+        """Keeps the threads of this process off cores that others have claimed, those that it starts later included.
 
         Threads that have other cores than this process had are left alone.
         """
-        self._pid = pid
         self._look()
         self._thread = threading.Thread(target=self._watch, name="raytf-cores", daemon=True)
         self._thread.start()
@@ -88,7 +85,7 @@ class Cores:
 
     def _move(self, to: frozenset[int]) -> None:
         if to != self._now:
-            move(self._pid, self._now, to)
+            _move_threads(self._now, to)
             self._now = to
 
     def close(self) -> None:
@@ -113,7 +110,13 @@ def claim(count: int) -> bool:
 
 def keep() -> None:
     """Keeps this process to the cores that it has claimed, and to those that nobody has."""
-    _mine[0].keep(os.getpid())
+    _mine[0].keep()
+
+
+def adopt(own: Iterable[int]) -> None:
+    """Keeps this process to cores that another one, which outlives it, has claimed for it."""
+    _mine[:] = [Cores(own, frozenset(os.sched_getaffinity(0)))]
+    keep()
 
 
 def release() -> None:
@@ -144,7 +147,7 @@ def agreed(addresses: Sequence[str], claimed: Sequence[bool]) -> list[bool]:
         addresses: "host:port" of the workers of a run.
         claimed: whether each has claimed cores.
     """
-    hosts = [ports.split(address)[0] for address in addresses]
+    hosts = [address.rpartition(":")[0] for address in addresses]
     without = {host for host, has in zip(hosts, claimed, strict=True) if not has}
     return [host not in without for host in hosts]
 
@@ -187,14 +190,11 @@ def _listed(text: str) -> frozenset[int]:
     return frozenset(core for first, _, last in parts for core in range(int(first), int(last or first) + 1))
 
 
-def move(pid: int, was: frozenset[int], to: frozenset[int]) -> None:
-    """Has those threads of a process that may use certain cores use others; a process that has ended is none."""
-    moved = True
-    while moved:  # one that is started meanwhile has what its starter has
-        moved = False
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for name in os.listdir(f"/proc/{pid}/task"):
-                moved = _moved(int(name), was, to) or moved
+def _move_threads(was: frozenset[int], to: frozenset[int]) -> None:
+    """Has those threads of this process that may use certain cores use others."""
+    # again: one that is started meanwhile has what its starter has
+    while sum(_moved(int(name), was, to) for name in os.listdir("/proc/self/task")):
+        pass
 
 
 def _moved(thread: int, was: frozenset[int], to: frozenset[int]) -> bool:

@@ -58,7 +58,7 @@ class TensorflowBackend(Backend):
         count = len(worker_group)
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
-        asked = [(backend_config.config.ports, to_claim(backend_config, cpus))] * count
+        asked = [(backend_config.config.ports, to_claim(backend_config, resources.get("CPU", 1)))] * count
         addresses, claimed = zip(*_from_all(worker_group, "its address", reserve, asked), strict=True)
         pinned, token = cores.agreed(addresses, claimed), ring.new_token()
         told = [(backend_config.config, list(addresses), rank, cpus, token, pinned[rank]) for rank in range(count)]
@@ -133,11 +133,11 @@ def reserve(allowed: tuple[int, int], count: int) -> tuple[str, bool]:
     return ports.reserve_address(allowed), count > 0 and cores.claim(count)
 
 
-def to_claim(setup: WorkerSetup, cpus: int) -> int:
-    """How many cores a worker claims that has so many CPUs of Ray."""
+def to_claim(setup: WorkerSetup, cpus: float) -> int:
+    """How many cores a worker claims that has so many CPUs of Ray; those of less than one share them."""
     if setup.config.pin_cpus is False or setup.servers is not None:  # a coordinator only sends steps to its servers
         return 0
-    return cpus
+    return int(cpus)
 
 
 def set_environment(

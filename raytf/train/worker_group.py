@@ -135,7 +135,7 @@ class WorkerGroup:
     ):
         group = group or ray.util.get_current_placement_group()
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        cpus = max(1, int(resources.get("CPU", 0)))
+        cpus = resources.get("CPU", 0)
         self.workers = [
             (_take(spares, nodes[i]) if spares else None)
             or placed_actor(kind or GroupWorker, group, i, resources, runtime_env=environment)
@@ -151,7 +151,7 @@ class WorkerGroup:
             self.close(well=False)
             raise
 
-    def _open(self, setup, cpus: int) -> None:
+    def _open(self, setup, cpus: float) -> None:
         asked = setup.config.ports, backend.to_claim(setup, cpus)
         found = self._all("reserve", *asked, seconds=_OPEN_SECONDS, what="the start of its process")
         addresses = [address for address, _, _ in found]
@@ -161,7 +161,8 @@ class WorkerGroup:
         self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
         token, nodes = ring.new_token(), tuple(place.node for place in self._places.values())
         self.nodes = frozenset(nodes)
-        arguments = [(setup, addresses, rank, cpus, token, pinned[rank], nodes) for rank in range(len(addresses))]
+        threads = max(1, int(cpus))
+        arguments = [(setup, addresses, rank, threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
     def begin(self, job: TrialRun) -> None:
