@@ -57,7 +57,7 @@ class Cores:
         before = frozenset(os.sched_getaffinity(0))
         found = {core: levels(core) for core in before}
         with _one_at_a_time():
-            free = frozenset(core for core in before if not _is_claimed(core))
+            free = before - claimed(before)
             while len(free) >= count:
                 got = {core: _claimed(core) for core in choose(free, count, found)}
                 if lost := {core for core, claim in got.items() if claim is None}:
@@ -81,7 +81,7 @@ class Cores:
             self._look()
 
     def _look(self) -> None:
-        self._move(frozenset(core for core in self.before if core in self.own or not _is_claimed(core)))
+        self._move(self.before - claimed(self.before - self.own))
 
     def _move(self, to: frozenset[int]) -> None:
         if to != self._now:
@@ -138,18 +138,33 @@ def before() -> frozenset[int] | None:
     return _mine[0].before if _mine else None
 
 
-def agreed(addresses: Sequence[str], claimed: Sequence[bool]) -> list[bool]:
+def agreed(addresses: Sequence[str], have: Sequence[bool]) -> list[bool]:
     """Whether each worker keeps to its cores: where all of its host have some.
 
     One that shares a core while others have theirs alone would be the slowest, for which all wait.
 
     Args:
         addresses: "host:port" of the workers of a run.
-        claimed: whether each has claimed cores.
+        have: whether each has claimed cores.
     """
     hosts = [address.rpartition(":")[0] for address in addresses]
-    without = {host for host, has in zip(hosts, claimed, strict=True) if not has}
+    without = {host for host, has in zip(hosts, have, strict=True) if not has}
     return [host not in without for host in hosts]
+
+
+def claimed(among: Iterable[int]) -> frozenset[int]:
+    """Those of some cores that are claimed on this host, by anybody."""
+    found = set()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
+        for core in among:
+            try:
+                asks.connect(_name(core))
+            except ConnectionRefusedError:
+                continue
+            except OSError:  # a stranger's socket, of another kind
+                pass
+            found.add(core)
+    return frozenset(found)
 
 
 def choose(free: frozenset[int], count: int, levels: Mapping[int, list[frozenset[int]]]) -> list[int]:
@@ -223,17 +238,6 @@ def _claimed(core: int) -> socket.socket | None:
         made.close()
         return None
     return made
-
-
-def _is_claimed(core: int) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
-        try:
-            asks.connect(_name(core))
-        except ConnectionRefusedError:
-            return False
-        except OSError:  # a stranger's, of another kind
-            return True
-    return True
 
 
 def _close(claims) -> None:

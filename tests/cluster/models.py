@@ -100,7 +100,7 @@ def tell_cores(folder):
             told = {
                 "own": sorted(cores.own()),
                 "before": before,
-                "claimed": [core for core in before if cores._is_claimed(core)],
+                "claimed": sorted(cores.claimed(before)),
                 "threads": [sorted(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")],
                 "writers": [sorted(os.sched_getaffinity(pid)) for pid in writers],
             }
