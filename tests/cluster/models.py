@@ -85,7 +85,7 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
 
 
 def tell_cores(folder):
-    """A callback that notes, at the second epoch, where a worker computes, and where its writer of checkpoints does."""
+    """A callback that notes, at the fourth epoch, where a worker computes, and where its writer of checkpoints does."""
     import keras
 
     from raytf.runtime import cores
@@ -93,7 +93,7 @@ def tell_cores(folder):
 
     class Tell(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
-            if epoch != 1:
+            if epoch != 3:
                 return
             writers = [one.pid for one in gc.get_objects() if isinstance(one, SnapshotWriter) and one.pid]
             before = sorted(cores.before() or os.sched_getaffinity(0))
