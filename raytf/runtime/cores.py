@@ -72,9 +72,10 @@ class Cores:
 
         Threads that have other cores than this process had are left alone.
         """
-        self._look()
-        self._thread = threading.Thread(target=self._watch, name="raytf-cores", daemon=True)
-        self._thread.start()
+        if self._thread is None:
+            self._look()
+            self._thread = threading.Thread(target=self._watch, name="raytf-cores", daemon=True)
+            self._thread.start()
 
     def _watch(self) -> None:
         while not self._end.wait(_LOOK_SECONDS):
