@@ -45,9 +45,10 @@ class TensorflowConfig:
         pin_cpus: "auto": where a host has enough cores for all workers of the run there, each worker has as many of its
             own as Ray gave it CPUs, which no other worker has, not of another run either; see `raytf/runtime/cores.py`.
             Cores of a host that no worker has claimed may be used by each of them, as threads that read or decode rows
-            would else wait beside idle ones. So it acts most where workers take up the host: without it Linux puts two
-            of them on one core for minutes. Processes that write checkpoints are not bound. Nothing happens outside
-            Linux, on hosts with more workers than cores, and with parameter servers. False leaves all to Linux.
+            would else wait beside idle ones. So it acts most where workers take up the host, as Linux may put two that
+            talk on one core while another idles. Processes that write checkpoints are not bound. Nothing happens
+            outside Linux, on hosts with more workers than cores, for workers of less than one CPU, and with parameter
+            servers. False leaves all to Linux.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
         ports: the first and the last port on which workers listen, for TensorFlow and for raytf's ring: at least two a
             worker of a host. None of them is for anybody else; see `cluster/README.md`.
