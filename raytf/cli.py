@@ -292,6 +292,12 @@ def sweep(ctx, model, domains, space, **_):
     show_default=True,
     help="Say who waits for whom after so many seconds, and end it three or thirty times as late; 0 never does.",
 )
+@click.option(
+    "--pin-cpus/--no-pin-cpus",
+    default=False,
+    show_default=True,
+    help="Keep each process to cores of its own, where a host has enough for all.",
+)
 @click.option("--address", help="Of the Ray cluster.  [default: RAY_ADDRESS, the job's, or a Ray on this machine]")
 @click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the processes; without a value ours.")
 @click.option("--legacy-keras", is_flag=True, help="Keras 2 in the place of Keras 3; needs tf_keras.")
@@ -320,7 +326,8 @@ def run(script, arguments, address, env, ports, **options):
 
 def _tell_of_options_behind(arguments) -> None:
     """Says which options of `raytf run` the script gets, as it may have some of the same names."""
-    ours = {name for option in run.params for name in option.opts if name.startswith("--")}
+    named = {name for option in run.params for name in (*option.opts, *option.secondary_opts)}
+    ours = {name for name in named if name.startswith("--")}
     if behind := sorted(ours & {word.partition("=")[0] for word in arguments}):
         text = f"raytf: {', '.join(behind)} behind the script: given to it. Options of raytf stand before the script"
         click.echo(text, err=True)

@@ -115,8 +115,10 @@ def measure(script: str, *arguments: str, environment: Mapping[str, str] | None 
     return run_together([[sys.executable, script, *arguments]], [dict(environment or {})], timeout)[0]
 
 
-def measure_group(script: str, *arguments: str, workers: int, environment: Mapping[str, str] | None = None) -> Any:
-    """`measure` in `workers` processes that know each other by a hand-set TF_CONFIG; what the first gives."""
+def measure_group(
+    script: str, *arguments: str, workers: int, environment: Mapping[str, str] | None = None, together: bool = True
+) -> list:
+    """`measure` in `workers` processes, which know each other by a hand-set TF_CONFIG if `together`; all answers."""
     from raytf.runtime.topology import tf_config
 
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
@@ -124,10 +126,10 @@ def measure_group(script: str, *arguments: str, workers: int, environment: Mappi
     for s in sockets:
         s.close()
     environments = [dict(environment or {}) for _ in range(workers)]
-    if workers > 1:
+    if workers > 1 and together:
         for rank, own in enumerate(environments):
             own["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
-    return run_together([[sys.executable, script, *arguments]] * workers, environments, 600)[0]
+    return run_together([[sys.executable, script, *arguments]] * workers, environments, 600)
 
 
 def environment(own: Mapping[str, str] | None = None) -> dict[str, str]:

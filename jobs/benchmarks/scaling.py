@@ -96,6 +96,7 @@ def once(address: str, workers: str, batch: str, steps: str) -> None:
         raytf.TensorflowTrainer(
             _loop,
             train_loop_config={"batch": batch, "file": file},
+            tensorflow_config=raytf.TensorflowConfig(pin_cpus=False),  # the loop does
             datasets={"train": ray.data.from_arrow(table)},
             # on a cluster with a node of two CPUs for each worker this leaves no node with two workers
             scaling_config=ScalingConfig(num_workers=workers, placement_strategy="SPREAD"),

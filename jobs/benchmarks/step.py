@@ -1,11 +1,15 @@
-"""Steps a second on two workers of this machine, one thread each; all ways in turn.
+"""Time of a step on two workers of this machine, one thread each; all ways in turn.
 
 python jobs/benchmarks/step.py
 
 "tf_keras" is Keras 2 under MultiWorkerMirroredStrategy, which is all that Ray's TensorflowTrainer offers; "by hand" a
 `strategy.run` loop with a hand-set TF_CONFIG, on Keras 3; "raytf" is Keras 3's `fit` as raytf's workers run it. Batches
-lie ready in memory. A number behind a way is its `steps_per_execution`; "grpc" is raytf with gradients summed by
-TensorFlow's own collectives instead of raytf's ring of sockets, "bfloat16" the ring with 16-bit gradients.
+lie ready in memory. A number behind a way is its `steps_per_execution`, which is 20 for the tabular model and else 1;
+"grpc" is raytf with gradients summed by TensorFlow's own collectives instead of raytf's ring of sockets, "bfloat16" the
+ring with 16-bit gradients, "unpinned" raytf without `pin_cpus`, which keeps each worker to a core of its own. Two
+processes that do not talk, each on a core of its own, too, are the limit of the machine.
+
+CPU time is what all threads of a worker compute for a step, the mean of both; the wall time is that of the slower one.
 """
 
 from __future__ import annotations
@@ -17,16 +21,23 @@ import time
 
 import common
 
-BATCH = 64
-MODELS = ("cnn", "mlp")
-STEPS = {"cnn": 150, "mlp": 20}
-WAYS = ("one process", "tf_keras", "tf_keras 20", "by hand", "raytf grpc", "raytf", "raytf 20", "raytf bfloat16")
+MODELS = ("cnn", "mlp", "tabular")
+BATCH = {"cnn": 64, "mlp": 64, "tabular": 512}
+STEPS = {"cnn": 150, "mlp": 20, "tabular": 1500}
+EXECUTION = {"cnn": 1, "mlp": 1, "tabular": 20}
+APART = "two that do not talk"
+RAYTF = ("raytf grpc", "raytf unpinned", "raytf", "raytf 20", "raytf bfloat16")
+WAYS = ("one process", APART, "tf_keras", "tf_keras 20", "by hand", *RAYTF)
 
 
 def _model(keras, kind: str):
-    parts = common.small_cnn(keras)
-    if kind == "mlp":  # 10 million parameters
-        layers = keras.layers
+    layers = keras.layers
+    if kind == "cnn":
+        parts = common.small_cnn(keras)
+    elif kind == "tabular":
+        dense = [layers.Dense(64, activation="relu"), layers.Dense(64, activation="relu"), layers.Dense(2)]
+        parts = [keras.Input((32,)), *dense]
+    else:  # 10 million parameters
         parts = [
             keras.Input((784,)),
             layers.Dense(2560, activation="relu"),
@@ -43,12 +54,17 @@ def _rows(kind: str, count: int):
     import numpy as np
 
     rng = np.random.default_rng(0)
-    shape = (28, 28, 1) if kind == "cnn" else (784,)
-    return rng.normal(size=(count, *shape)).astype("float32"), rng.integers(0, 10, count)
+    shape = {"cnn": (28, 28, 1), "mlp": (784,), "tabular": (32,)}[kind]
+    classes = 2 if kind == "tabular" else 10
+    return rng.normal(size=(count, *shape)).astype("float32"), rng.integers(0, classes, count)
 
 
 def once(way: str, kind: str, steps: str) -> None:
-    """One way in this process, which may be one of a group; gives steps a second."""
+    """One way in this process, which may be one of a group; gives wall and CPU seconds of a step."""
+    from raytf.runtime import cores
+
+    if way in (APART, *RAYTF) and way != "raytf unpinned" and cores.claim(1):
+        cores.keep()
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -67,19 +83,22 @@ def once(way: str, kind: str, steps: str) -> None:
             stack.enter_context(context.prepared(WorkerSetup(config=config)))
         many = "TF_CONFIG" in os.environ
         strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
-        common.give(_rate(strategy, name, kind, int(steps), execution))
+        common.give(_seconds(strategy, name, kind, int(steps), execution))
+        cores.release()
 
 
-def _rate(strategy, name: str, kind: str, steps: int, execution: str) -> float:
+def _seconds(strategy, name: str, kind: str, steps: int, execution: str) -> tuple[float, float]:
     import tensorflow as tf
 
-    execution = int(execution) if execution.isdigit() else 1
-    batch = tf.data.Dataset.from_tensors(_rows(kind, BATCH)).repeat(2 * steps)
+    execution = int(execution) if execution.isdigit() else EXECUTION[kind]
+    batch = tf.data.Dataset.from_tensors(_rows(kind, BATCH[kind])).repeat(3 * steps)
     run = _by_hand(strategy, kind, batch) if name == "by" else _fit(name, strategy, kind, batch, execution)
     run(steps)
-    began = time.perf_counter()
+    began, computed = time.perf_counter(), time.process_time()
     run(steps)
-    return steps / (time.perf_counter() - began)
+    found = (time.perf_counter() - began) / steps, (time.process_time() - computed) / steps
+    run(steps)  # one that does not talk goes on while the other is measured
+    return found
 
 
 def _fit(name: str, strategy, kind: str, batch, execution: int):
@@ -115,7 +134,7 @@ def _by_hand(strategy, kind: str, batch):
     def step(iterator):
         def replica(x, y):
             with tf.GradientTape() as tape:
-                value = tf.reduce_sum(loss(y, model(x, training=True))) / (BATCH * replicas)
+                value = tf.reduce_sum(loss(y, model(x, training=True))) / (BATCH[kind] * replicas)
             gradients = tape.gradient(value, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return value
@@ -142,27 +161,37 @@ def main(arguments=None):
     figures, rows = {}, []
     for kind in options.models:
         steps = STEPS[kind] // (6 if options.smoke else 1)
-        found = figures[kind] = {way: [] for way in options.ways}
+        # 20 is what the others of the tabular model have, too
+        ways = [way for way in options.ways if not (kind == "tabular" and way.endswith(" 20"))]
+        found = figures[kind] = {way: {"wall": [], "cpu": []} for way in ways}
         for _ in range(repeats):
-            for way in options.ways:
+            for way in ways:
                 legacy = {"TF_USE_LEGACY_KERAS": "1"} if way.startswith("tf_keras") else {}
-                ours = allocator(1) if way.startswith("raytf") else {}
-                rate = common.measure_group(
-                    __file__,
-                    *("--once", way, kind, str(steps)),
-                    workers=1 if way == "one process" else 2,
-                    environment=legacy | ours,
+                ours = allocator(1) if way in RAYTF else {}
+                wall, cpu = zip(
+                    *common.measure_group(
+                        __file__,
+                        *("--once", way, kind, str(steps)),
+                        workers=1 if way == "one process" else 2,
+                        environment=legacy | ours,
+                        together=way != APART,
+                    ),
+                    strict=True,
                 )
-                print(f"{kind} {way}: {rate:.1f} steps/s", file=sys.stderr)
-                found[way].append(rate)
-        middle = {way: common.spread(rates)[0] for way, rates in found.items()}
-        best = max((rate for way, rate in middle.items() if way.startswith("raytf")), default=0.0)
-        for way in options.ways:
-            median, least, most = common.spread(found[way])
-            rows.append([kind, way, median, f"{least:.1f} to {most:.1f}", f"{best / median:.2f}x"])
-    title = f"Step: steps/s, batch {BATCH} a worker, median of {repeats}"
-    shown = common.table(title, ["model", "way", "steps/s", "spread", "raytf's best against it"], rows)
-    common.finish(options, "step", shown, figures)
+                found[way]["wall"].append(max(wall))
+                found[way]["cpu"].append(sum(cpu) / len(cpu))
+                told = f"{1000 * max(wall):.2f} ms a step, {1000 * found[way]['cpu'][-1]:.2f} ms of CPU"
+                print(f"{kind} {way}: {told}", file=sys.stderr)
+        rates = {way: common.spread(1 / wall for wall in its["wall"]) for way, its in found.items()}
+        best = max((rates[way][0] for way in ways if way in RAYTF), default=0.0)
+        for way in ways:
+            median, least, most = rates[way]
+            each = [f"{1000 * common.spread(found[way][which])[0]:.3g}" for which in ("wall", "cpu")]
+            rows.append([kind, way, median, f"{least:.1f} to {most:.1f}", *each, f"{best / median:.2f}x"])
+    sizes = ", ".join(f"{size} ({kind})" for kind, size in BATCH.items())
+    title = f"Step: rows of a worker {sizes}, median of {repeats}"
+    head = ["model", "way", "steps/s", "spread", "ms a step", "ms of CPU", "raytf's best against it"]
+    common.finish(options, "step", common.table(title, head, rows), figures)
 
 
 if __name__ == "__main__":

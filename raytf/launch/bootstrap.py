@@ -23,7 +23,7 @@ from collections.abc import Callable
 from raytf import activity
 from raytf.collectives import ring
 from raytf.compat import fast_import, legacy_keras, legacy_names
-from raytf.runtime import settings
+from raytf.runtime import cores, settings
 
 _prepared = contextlib.ExitStack()
 # Questions to a script's process.
@@ -40,12 +40,14 @@ class BootOptions:
         asked: of a socket on which its starter asks what the training does; see `_answer`.
         module: the script is the name of a module.
         ports: the first and the last port on which it may listen.
+        cores: those that its starter has claimed for it; none leaves it where it is.
     """
 
     alive: int
     asked: int
     module: bool
     ports: tuple[int, int]
+    cores: list[int] = dataclasses.field(default_factory=list)
 
     def text(self) -> str:
         """For the command line."""
@@ -60,6 +62,8 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     threading.Thread(target=_answer, args=(order.asked,), daemon=True).start()
     activity.here.train_here()
+    if order.cores:
+        cores.adopt(order.cores)
     if not legacy_keras.is_on():
         sys.meta_path.insert(0, _AfterImport(functools.partial(_prepare, tuple(order.ports))))
     sys.argv = [script, *rest]

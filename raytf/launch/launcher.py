@@ -21,7 +21,7 @@ from raytf.collectives import ring
 from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.launch.runner import BEAT_SECONDS, Place, TaskRunner
 from raytf.launch.spec import LaunchSpec
-from raytf.runtime import resources, roles, settings
+from raytf.runtime import cores, resources, roles, settings
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.connection import connect, located
 from raytf.runtime.hang_watch import HangWatch
@@ -159,10 +159,14 @@ class ScriptCluster:
         """Starts tasks: all with new addresses, or one where it stood."""
         if len(tasks) == len(self._tasks):
             folder = shared_folders.folder(os.getcwd())
-            refs = [self._runners[task].reserve.remote(folder, self._script.ports) for task in tasks]
+            wanted = self._script.ports, self._script.to_claim()
+            refs = [self._runners[task].reserve.remote(folder, *wanted) for task in tasks]
             found = self._answers(tasks, refs, _START_SECONDS, "the start of its process")
             self._places = dict(zip(tasks, found, strict=True))
             self._configs = roles.environment({task: place.address for task, place in self._places.items()})
+            places = self._places.values()
+            agreed = cores.agreed([place.address for place in places], [place.claimed for place in places])
+            self._pinned = dict(zip(self._places, agreed, strict=True))
             self._token = ring.new_token()
             self._tell_folders(folder.path)
         script = self._script
@@ -175,6 +179,7 @@ class ScriptCluster:
                 {"TF_CONFIG": self._configs[task]} | script.variables(task),
                 self._token,
                 frozen_s,
+                self._pinned[task],
             )
             for task in tasks
         ]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from raytf.launch.bootstrap import STACK, TOLD, BootOptions
 from raytf.liveness import LOOK_SECONDS, Watch, look
-from raytf.runtime import guard, ports
+from raytf.runtime import cores, guard, ports
 from raytf.runtime.roles import Exit
 from raytf.storage import shared_folders
 from raytf.storage.shared_folders import Folder
@@ -48,10 +48,12 @@ class Place:
     Args:
         address: its "host:port".
         folder: where its script runs.
+        claimed: whether it has cores of its own.
     """
 
     address: str
     folder: str
+    claimed: bool = False
 
     @property
     def host(self) -> str:
@@ -67,21 +69,30 @@ class TaskRunner:
         self._number = 0
         self._place: Place | None = None
 
-    def reserve(self, folder: Folder, allowed: tuple[int, int]) -> Place:
-        """A port for this task.
+    def reserve(self, folder: Folder, allowed: tuple[int, int], count: int = 0) -> Place:
+        """A port for this task, and cores, for as long as this process lives.
 
         Args:
             folder: the one that the script is to run in; where this host does not see it, Ray's copy.
             allowed: the first and the last port on which the task's processes may listen.
+            count: of the cores.
         """
         self._ports = allowed
         self._place = Place(
-            ports.reserve_address(allowed), folder.path if shared_folders.is_seen(folder) else os.getcwd()
+            address=ports.reserve_address(allowed),
+            folder=folder.path if shared_folders.is_seen(folder) else os.getcwd(),
+            claimed=count > 0 and cores.claim(count),
         )
         return self._place
 
     def start(
-        self, command: list[str], module: bool, environment: dict[str, str], token: bytes, frozen_s: float
+        self,
+        command: list[str],
+        module: bool,
+        environment: dict[str, str],
+        token: bytes,
+        frozen_s: float,
+        pinned: bool = False,
     ) -> int:
         """Starts the script, in place of one before; its number, which `follow` takes.
 
@@ -91,12 +102,16 @@ class TaskRunner:
             environment: laid over this process's.
             token: of the ring of all tasks; it goes through the pipe, as others see arguments and environment.
             frozen_s: a script that is stopped for so many seconds is given up; infinity never does.
+            pinned: whether it keeps to the cores that are claimed for it, or these are given back.
         """
         if self._script is not None:
             self._script.end(0.0)
         ports.release_port()
+        if not pinned:
+            cores.release()
         self._number += 1  # first: what still follows the one before gets nothing of this one's
-        self._script = _Script(command, module, environment, self._place, frozen_s, token, self._ports)
+        own = sorted(cores.own())
+        self._script = _Script(command, module, environment, self._place, frozen_s, token, self._ports, own)
         return self._number
 
     def follow(self, number: int) -> list[tuple]:
@@ -152,6 +167,7 @@ class _Script:
         frozen_s: float,
         token: bytes,
         allowed: tuple[int, int],
+        own: list[int],
     ):
         self.events: queue.Queue = queue.Queue(_LINES)
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
@@ -162,7 +178,7 @@ class _Script:
         self._asks, asked = socket.socketpair()
         self._asks.settimeout(_ANSWER_SECONDS)
         self._asking, self._asked, self._answer = threading.Lock(), b"", b""
-        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, ports=allowed)
+        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, ports=allowed, cores=own)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],

@@ -39,6 +39,7 @@ class LaunchSpec:
             ever.
         hang_timeout: seconds after which it is said which task others wait for, see `TensorflowConfig.hang_timeout_s`;
             0 says nothing.
+        pin_cpus: keep each process to cores of its own, see `TensorflowConfig.pin_cpus`.
         environment: variables of the processes.
         legacy_keras: start them with Keras 2 in the place of Keras 3.
         quiet: show what the first task prints only.
@@ -60,6 +61,7 @@ class LaunchSpec:
     ports: tuple[int, int] = settings.PORTS
     frozen_after: float = STOPPED_SECONDS
     hang_timeout: float = 10.0
+    pin_cpus: bool = False
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     legacy_keras: bool = False
     quiet: bool = False
@@ -92,6 +94,10 @@ class LaunchSpec:
         trains = task.role in ("worker", "evaluator") or not self.num_ps
         gpus = {"GPU": self.gpus_per_worker} if trains and self.gpus_per_worker else {}
         return {"CPU": self.cpus_per_worker, **gpus}
+
+    def to_claim(self) -> int:
+        """How many cores each of its processes claims."""
+        return int(self.cpus_per_worker) if self.pin_cpus and not self.num_ps else 0
 
     def variables(self, task: Task) -> dict[str, str]:
         """The environment of a task's process, without TF_CONFIG; what the user gave is laid over it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from raytf.errors import ConfigError
 
@@ -46,6 +46,14 @@ class TensorflowConfig:
             pack in TensorFlow's.
         intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
         inter_op_threads: operations that run at the same time; None takes as many, and at least two.
+        pin_cpus: "auto": where a host has enough cores for all workers of the run there, each worker has as many of its
+            own as Ray gave it CPUs, which no other worker has, not of another run either; see `raytf/runtime/cores.py`.
+            Cores of a host that no worker has claimed may be used by each of them, as threads that read or decode rows
+            would else wait beside idle ones. So it acts most where workers take up the host, as Linux may put two that
+            talk on one core while another idles. Processes that write checkpoints are not bound. Nothing happens
+            outside Linux, on hosts with more workers than cores, for workers of less than one CPU, and with parameter
+            servers. False, the default, leaves all to Linux: other programs may be busy on a core, and a worker that
+            keeps to it cannot leave.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
         ports: the first and the last port on which workers listen, for raytf's ring or TensorFlow: at least one a
             worker of a host. None of them is for anybody else; see `cluster/README.md`.
@@ -68,6 +76,7 @@ class TensorflowConfig:
     bytes_per_pack: int = 0
     intra_op_threads: int | None = None
     inter_op_threads: int | None = None
+    pin_cpus: Literal["auto", False] = False
     memory_growth: bool = True
     ports: tuple[int, int] = PORTS
     seed: int | None = None
@@ -112,6 +121,8 @@ class TensorflowConfig:
                 self.first_step_timeout_s,
                 "Raise it",
             )
+        if self.pin_cpus != "auto" and self.pin_cpus is not False:
+            raise ConfigError('pin_cpus must be "auto" or False', repr(self.pin_cpus), "Choose one of them")
         if self.bytes_per_pack < 0:
             raise ConfigError("bytes_per_pack must be at least 0", self.bytes_per_pack, "Use 0 for one pack")
         check_ports(self.ports)

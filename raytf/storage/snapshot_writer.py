@@ -259,6 +259,9 @@ def main(arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its end is that of the other side
     _let_others_go_first()
+    if settings["cpus"] is not None:
+        with contextlib.suppress(OSError):  # its cgroup has none of them any more
+            os.sched_setaffinity(0, settings["cpus"])
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
     server = _Server(control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, folder, settings["keep"]))

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,8 @@ class SnapshotWriter:
         filesystem: a `pyarrow.fs.FileSystem` that can be pickled.
         folder: of the run there; it is made if there is none.
         keep: how many snapshots within epochs stay, at least 1; see `snapshot_store.needless`.
+        cpus: on which the other process runs; None: on those of this one. What trains is bound to some cores, and the
+            other process is not to take its time there.
 
     Attributes:
         written: what the other side said of the last snapshots that are whole: "name", "bytes", "seconds", "cpu" (its
@@ -216,7 +218,7 @@ class SnapshotWriter:
         ConfigError: the file system cannot be handed to another process.
     """
 
-    def __init__(self, filesystem, folder: str, keep: int = 2):
+    def __init__(self, filesystem, folder: str, keep: int = 2, cpus: Collection[int] | None = None):
         self.written: list[dict] = []
         self.left_out = 0
         self.pid: int | None = None
@@ -226,7 +228,8 @@ class SnapshotWriter:
         self._lock, self._closing = threading.RLock(), False
         self._failed, self._gone, self._late = "", False, 0
         self._said: set[str] = set()
-        settings = pickle.dumps({"filesystem": _pickled(filesystem), "folder": folder, "keep": max(1, keep)})
+        given = {"folder": folder, "keep": max(1, keep), "cpus": cpus}
+        settings = pickle.dumps({"filesystem": _pickled(filesystem), **given})
         self._buffers = [_Buffer(number) for number in range(_BUFFERS)]
         self._control, self._errors = None, os.memfd_create("raytf_snapshot_errors")
         self._start(settings)

@@ -20,7 +20,7 @@ from raytf.compat import autograph, legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import TrainContext, TrainingFramework, WorkerGroupStartupFailedError
 from raytf.console import once, output
-from raytf.runtime import ports, settings
+from raytf.runtime import cores, ports, settings
 from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
@@ -56,13 +56,12 @@ class TensorflowBackend(Backend):
 
     def on_start(self, worker_group, backend_config: WorkerSetup):
         count = len(worker_group)
-        addresses = _from_all(
-            worker_group, "its address", ports.reserve_address, [(backend_config.config.ports,)] * count
-        )
-        token = ring.new_token()
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
-        told = [(backend_config.config, addresses, rank, cpus, token) for rank in range(count)]
+        asked = [(backend_config.config.ports, to_claim(backend_config, resources.get("CPU", 1)))] * count
+        addresses, claimed = zip(*_from_all(worker_group, "its address", reserve, asked), strict=True)
+        pinned, token = cores.agreed(addresses, claimed), ring.new_token()
+        told = [(backend_config.config, list(addresses), rank, cpus, token, pinned[rank]) for rank in range(count)]
         _from_all(worker_group, "its environment", set_environment, told)
 
 
@@ -129,7 +128,21 @@ def spoken(chief: bool, board):
     return verbosity.of(chief, line)
 
 
-def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes) -> None:
+def reserve(allowed: tuple[int, int], count: int) -> tuple[str, bool]:
+    """This worker's "host:port", and whether it has claimed so many cores; of 0 it has none."""
+    return ports.reserve_address(allowed), count > 0 and cores.claim(count)
+
+
+def to_claim(setup: WorkerSetup, cpus: float) -> int:
+    """How many cores a worker claims that has so many CPUs of Ray; those of less than one share them."""
+    if setup.config.pin_cpus is False or setup.servers is not None:  # a coordinator only sends steps to its servers
+        return 0
+    return int(cpus)
+
+
+def set_environment(
+    config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes, pinned: bool = False
+) -> None:
     """Writes what TensorFlow reads from the environment; runs before TensorFlow is imported.
 
     Args:
@@ -138,7 +151,12 @@ def set_environment(config: TensorflowConfig, addresses: list[str], rank: int, c
         rank: this worker's.
         cpus: that Ray gave it.
         token: of the workers' ring, the same for all; it is kept in memory, where no other user's process reads it.
+        pinned: whether it keeps to the cores that it has claimed, or gives them back.
     """
+    if pinned:
+        cores.keep()
+    else:
+        cores.release()
     output.say_who(f"worker {rank}")
     ring.keep_token(token)
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)

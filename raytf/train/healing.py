@@ -22,7 +22,7 @@ from raytf.compat import ray_train
 from raytf.compat.ray_train import Worker
 from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
-from raytf.runtime import answers, ports
+from raytf.runtime import answers
 from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import cause_of
 from raytf.train import backend
@@ -50,7 +50,7 @@ class Asked:
         started: started({rank: Worker}) gives new processes the context of Ray Train.
         begin: begin(worker) has a new process train.
         config: the run's `settings.TensorflowConfig`.
-        cpus: of a worker.
+        cpus: of a worker, of which it claims as many `cores`.
         reported: reports that have come, by rank.
     """
 
@@ -60,6 +60,7 @@ class Asked:
     begin: Callable[[Worker], None]
     config: Any
     cpus: int
+    cores: int
     reported: Mapping[int, int]
 
 
@@ -177,22 +178,24 @@ class Healing:
             calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training")
         config = self._asked.config
-        addresses = self._ask(
-            [worker.actor.execute.remote(ports.reserve_address, config.ports) for worker in self._made.values()],
+        reserved = self._ask(
+            [
+                worker.actor.execute.remote(backend.reserve, config.ports, self._asked.cores)
+                for worker in self._made.values()
+            ],
             "an address",
         )
         known = {rank: _said(its.address) for rank, its in waiting.items()}
-        known |= dict(zip(self._made, addresses, strict=True))
-        all_ = [known[rank] for rank in sorted(known)]
-        token = ring.new_token()
-        told = [(config, all_, rank, self._asked.cpus, token) for rank in self._made]
-        self._ask(
-            [
-                w.actor.execute.remote(backend.set_environment, *its)
-                for w, its in zip(self._made.values(), told, strict=True)
-            ],
-            "its environment",
-        )
+        known |= {rank: address for rank, (address, _) in zip(self._made, reserved, strict=True)}
+        all_, token = [known[rank] for rank in sorted(known)], ring.new_token()
+        told = [
+            (config, all_, rank, self._asked.cpus, token, p) for rank, (_, p) in zip(self._made, reserved, strict=True)
+        ]
+        environment = [
+            worker.actor.execute.remote(backend.set_environment, *its)
+            for worker, its in zip(self._made.values(), told, strict=True)
+        ]
+        self._ask(environment, "its environment")
         for worker in self._made.values():
             self._asked.begin(worker)
 

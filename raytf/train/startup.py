@@ -494,6 +494,7 @@ class _WorkerGroup(WorkerGroup):
             begin=functools.partial(ray_train.begin_training, self),
             config=self.config,
             cpus=max(1, int(resources.get("CPU", 1))),
+            cores=0 if self.config.pin_cpus is False else int(resources.get("CPU", 1)),
             reported=self._reported,
         )
         self._healing = Healing(asked, lost, self._generation)

@@ -29,7 +29,7 @@ from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
 from raytf.errors import RaytfError, in_a_line
-from raytf.runtime import guard, ports
+from raytf.runtime import cores, guard
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.guard import FrozenError, Guard, Place
 from raytf.runtime.hang_watch import HangWatch
@@ -135,7 +135,7 @@ class WorkerGroup:
     ):
         group = group or ray.util.get_current_placement_group()
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        cpus = max(1, int(resources.get("CPU", 0)))
+        cpus = resources.get("CPU", 0)
         self.workers = [
             (_take(spares, nodes[i]) if spares else None)
             or placed_actor(kind or GroupWorker, group, i, resources, runtime_env=environment)
@@ -151,15 +151,18 @@ class WorkerGroup:
             self.close(well=False)
             raise
 
-    def _open(self, setup, cpus: int) -> None:
-        found = self._all("reserve_address", setup.config.ports, seconds=_OPEN_SECONDS, what="the start of its process")
-        addresses = [address for address, _ in found]
-        self._config, self._places = setup.config, {rank: place for rank, (_, place) in enumerate(found)}
+    def _open(self, setup, cpus: float) -> None:
+        asked = setup.config.ports, backend.to_claim(setup, cpus)
+        found = self._all("reserve", *asked, seconds=_OPEN_SECONDS, what="the start of its process")
+        addresses = [address for address, _, _ in found]
+        pinned = cores.agreed(addresses, [claimed for _, claimed, _ in found])
+        self._config, self._places = setup.config, {rank: place for rank, (_, _, place) in enumerate(found)}
         self._guard = Guard({f"worker {rank}": place for rank, place in self._places.items()})
         self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
-        token, nodes = ring.new_token(), tuple(place.node for _, place in found)
+        token, nodes = ring.new_token(), tuple(place.node for place in self._places.values())
         self.nodes = frozenset(nodes)
-        arguments = [(setup, addresses, rank, cpus, token, nodes) for rank in range(len(addresses))]
+        threads = max(1, int(cpus))
+        arguments = [(setup, addresses, rank, threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
     def begin(self, job: TrialRun) -> None:
@@ -348,17 +351,26 @@ class GroupWorker(Process):
         self._thread: threading.Thread | None = None
         self._session = None
 
-    def reserve_address(self, allowed: tuple[int, int]) -> tuple[str, Place]:
-        """Its "host:port", and its process."""
-        return ports.reserve_address(allowed), guard.here()
+    def reserve(self, allowed: tuple[int, int], count: int) -> tuple[str, bool, Place]:
+        """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
+        return *backend.reserve(allowed, count), guard.here()
 
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, when the group's actor has ended."""
         threading.Thread(target=_end_with, args=(leader,), daemon=True).start()
 
-    def open(self, setup, addresses: list[str], rank: int, cpus: int, token: bytes, nodes: tuple[str, ...]) -> None:
+    def open(
+        self,
+        setup,
+        addresses: list[str],
+        rank: int,
+        cpus: int,
+        token: bytes,
+        pinned: bool,
+        nodes: tuple[str, ...],
+    ) -> None:
         """Prepares TensorFlow and builds the strategy; all workers at once."""
-        backend.set_environment(setup.config, addresses, rank, cpus, token)
+        backend.set_environment(setup.config, addresses, rank, cpus, token, pinned)
         from raytf.worker import context
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes

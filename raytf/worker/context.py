@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from raytf.compat import legacy_keras
 from raytf.errors import ConfigError
-from raytf.runtime import ports
+from raytf.runtime import cores, ports
 from raytf.runtime.settings import WorkerSetup
 from raytf.worker import strategy
 
@@ -54,6 +54,7 @@ def prepared(setup: WorkerSetup):
         try:
             yield
         finally:
+            cores.release()
             ports.release_port()
             if context.servers is not None:
                 context.servers.close()

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raytf.runtime import cores
 from raytf.storage import checkpoint_files, division, snapshots
 from raytf.storage.division import Cutter
 from raytf.storage.images import Archive, Image
@@ -105,7 +106,7 @@ class Keeper:
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
                 self._alone = self._writer.alone
                 self._writer.close()
-        self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS)
+        self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.before())
         return self._writer.write(name, found, **how)
 
     def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:

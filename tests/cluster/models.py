@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import json
 import os
@@ -103,6 +104,32 @@ def tell_of_cluster(folder):
                 "replicas": self.model.distribute_strategy.num_replicas_in_sync,
             }
             with open(os.path.join(folder, f"cluster_{rank()}_of_{told['replicas']}"), "w") as file:
+                json.dump(told, file)
+
+    return Tell()
+
+
+def tell_cores(folder):
+    """A callback that notes, at the fourth epoch, where a worker computes, and where its writer of checkpoints does."""
+    import keras
+
+    from raytf.runtime import cores
+    from raytf.storage.snapshots import SnapshotWriter
+
+    class Tell(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch != 3:
+                return
+            writers = [one.pid for one in gc.get_objects() if isinstance(one, SnapshotWriter) and one.pid]
+            before = sorted(cores.before() or os.sched_getaffinity(0))
+            told = {
+                "own": sorted(cores.own()),
+                "before": before,
+                "claimed": sorted(cores.claimed(before)),
+                "threads": [sorted(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")],
+                "writers": [sorted(os.sched_getaffinity(pid)) for pid in writers],
+            }
+            with open(os.path.join(folder, f"cores_{rank()}.json"), "w") as file:
                 json.dump(told, file)
 
     return Tell()

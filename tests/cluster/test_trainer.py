@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pathlib
 import subprocess
 
 import numpy as np
@@ -57,16 +58,18 @@ def assert_equal(result, other, tolerance=1e-9):
 
 @pytest.fixture(scope="module")
 def undisturbed(ray_cluster, tmp_path_factory):
-    """Two workers, four epochs, nothing happens; callbacks with a memory."""
+    """Two workers, four epochs, nothing happens; callbacks with a memory, and one that tells where it computes."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return trainer(folder, config={"epochs": 4, "dropout": 0.2}, callbacks=_plateau).fit()
+    config = {"epochs": 4, "dropout": 0.2, "told": str(folder)}
+    return trainer(folder, config=config, callbacks=_plateau, tensorflow={"pin_cpus": "auto"}).fit()
 
 
 def _plateau(config):
     import keras
 
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.2)
-    return [plateau, *(models.kill_once(**kill) for kill in config.get("kill", ()))]
+    told = [models.tell_cores(config["told"])] if "told" in config else []
+    return [plateau, *told, *(models.kill_once(**kill) for kill in config.get("kill", ()))]
 
 
 @pytest.mark.slow
@@ -101,6 +104,19 @@ def test_one_two_and_three_workers_train_alike(tmp_path):
         assert_equal(one, other)
     events = os.path.join(results[1].path, "tensorboard", "train")
     assert len([f for f in os.listdir(events) if "tfevents" in f]) == 1, "the chief alone writes events"
+
+
+@pytest.mark.slow
+def test_workers_of_a_host_have_cores_of_their_own_and_what_writes_checkpoints_has_all(undisturbed):
+    folder = pathlib.Path(undisturbed.path).parent
+    told = [json.loads((folder / f"cores_{rank}.json").read_text()) for rank in range(2)]
+    others = {core for its in told for core in its["claimed"]} - {core for its in told for core in its["own"]}
+    if len(set(told[0]["before"]) - others) < 2:
+        pytest.skip("this machine has no core for each of two workers, or others have claimed them")
+    for mine, its in (told, reversed(told)):
+        assert len(mine["own"]) == 1 and mine["own"] != its["own"]
+        assert all(set(mine["own"]) <= set(mask) <= set(mine["before"]) - set(its["own"]) for mask in mine["threads"])
+    assert all(writer == told[0]["before"] for writer in told[0]["writers"])
 
 
 @pytest.mark.slow

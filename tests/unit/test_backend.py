@@ -89,6 +89,8 @@ def test_communication_options():
         ({"ports": (20_000, 70_000)}, r"ports must be the first and the last .* received: \(20000, 70000\)"),
         ({"ports": (30_000, 20_000)}, "ports must be the first and the last"),
         ({"ports": "20000-30000"}, "ports must be the first and the last"),
+        ({"pin_cpus": True}, 'pin_cpus must be "auto" or False; received: True'),
+        ({"pin_cpus": 0}, 'pin_cpus must be "auto" or False; received: 0'),
         ({"intra_op_threads": 0}, "intra_op_threads must be at least 1"),
     ],
 )

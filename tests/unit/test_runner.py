@@ -12,7 +12,7 @@ import raytf
 from raytf.collectives import ring
 from raytf.launch import runner as runner_module
 from raytf.launch.runner import Place, TaskRunner
-from raytf.runtime import settings
+from raytf.runtime import cores, settings
 from tests.unit.test_snapshots import wait_for
 
 LEAVES = """
@@ -37,9 +37,9 @@ def runner(tmp_path, monkeypatch):
     runner.stop(0.0)
 
 
-def start(runner, tmp_path, text, frozen_s=math.inf):
+def start(runner, tmp_path, text, frozen_s=math.inf, pinned=False):
     (tmp_path / "script.py").write_text(text)
-    return runner.start(["script.py"], False, {"PYTHONPATH": ROOT}, ring.new_token(), frozen_s)
+    return runner.start(["script.py"], False, {"PYTHONPATH": ROOT}, ring.new_token(), frozen_s, pinned)
 
 
 def follow(runner, number, seconds=30.0):
@@ -58,6 +58,25 @@ def test_the_end_does_not_wait_for_what_a_script_left_behind(runner, tmp_path):
     out, _, end = follow(runner, start(runner, tmp_path, LEAVES.format(then="sys.exit(3)")))
     os.kill(int(out[0]), signal.SIGKILL)
     assert out[1:] == ["x" * 50, "no end"] and end.code == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+def test_a_script_keeps_to_the_cores_that_are_claimed_for_it(runner, tmp_path, monkeypatch):
+    text = "import os, sys\nprint(sorted(os.sched_getaffinity(0)), 'ray' in sys.modules)"
+    everything = sorted(os.sched_getaffinity(0))
+    others = [cores._claimed(core) for core in everything[1:]]  # by this test, or by somebody else already
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(cores, "_name", lambda core: f"\0raytf_test/{os.getpid()}/{core}")
+            patch.setattr(cores, "choose", lambda free, count, levels: everything[:1])
+            assert cores.claim(1)
+        (line,), _, _ = follow(runner, start(runner, tmp_path, text, pinned=True))
+        assert line == f"{everything[:1]} False"
+        (line,), _, _ = follow(runner, start(runner, tmp_path, text))
+        assert line == f"{everything} False" and not cores.own()
+    finally:
+        cores.release()
+        cores._close(others)
 
 
 def test_the_end_of_one_is_not_taken_for_that_of_the_next(runner, tmp_path):
