@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -120,9 +120,9 @@ class Activity:
         if met is not None and met[0] in self._spent:
             self._spent[met[0]] += time.monotonic() - met[2]
 
-    def count(self, kind: str, number: int) -> None:
-        """Says how often workers have met, for one that was not there from the beginning."""
-        self._numbers[kind] = number
+    def count(self, numbers: Mapping[str, int]) -> None:
+        """Says how often workers have met, by kind, for one that was not there from the beginning."""
+        self._numbers.update(numbers)
 
     @contextlib.contextmanager
     def meeting(self, kind: str) -> Iterator[None]:

@@ -42,13 +42,13 @@ class Rejoin:
         addresses: (host, port) of all members' listeners, by rank.
         token: see `Listener.join`.
         generation: of the group.
-        sums: what `activity` counts as sums from here on, the same for all.
+        numbers: of meetings by kind, which `activity` counts on from, the same for all.
     """
 
     addresses: Sequence[tuple[str, int]]
     token: bytes = field(repr=False)
     generation: int
-    sums: int
+    numbers: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Waiting:
         address: (host, port) where it listens.
         held: (tag, bytes) that the one before has passed on last, or None.
         why: the loss, or None for a worker that is new.
-        sums: that `activity` has counted.
+        numbers: of meetings by kind, as `activity` has counted them.
     """
 
     step: int
@@ -71,7 +71,7 @@ class Waiting:
     address: tuple[str, int]
     held: tuple[int, bytes] | None
     why: str | None
-    sums: int
+    numbers: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class Healer:
             (listener.host, listener.port),
             old.held,
             None if error is None else str(error),
-            here.told()["numbers"][activity.SUM],
+            here.told()["numbers"],
         )
         try:
             with here.meeting(activity.HEALING):
@@ -290,7 +290,7 @@ class Healer:
         finally:
             listener.close()
             self._waiting = None
-        here.count(activity.SUM, told.sums)
+        here.count(told.numbers)
         holder.replace(ring)
         self._completed = holder.completed
         if self.place is not None:

@@ -145,7 +145,7 @@ class Healing:
             [waiting[rank].address for rank in sorted(everyone)],
             ring.new_token(),
             self._generation,
-            max(its.sums for its in waiting.values()),
+            {kind: max(its.numbers[kind] for its in waiting.values()) for kind in waiting[donor].numbers},
         )
         self._ask([worker.actor.execute.remote(healing.command, told) for worker in everyone.values()], "the next ring")
 

@@ -359,8 +359,12 @@ class KerasTrainer:
             validate=self.evaluator or self.validation_config is not None,
             checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
             memory_every=arguments.memory_steps(self.memory_every, self.strategy, self.num_ps),
-            heals=self.tensorflow_config.heal and arguments.survives_failures(self.run_config),
+            heals=self._heals(),
         )
+
+    def _heals(self) -> bool:
+        """Whether a worker that is lost is to be replaced in place."""
+        return self.tensorflow_config.heal and not self.num_ps and arguments.survives_failures(self.run_config)
 
     def _shuffle(self, blocks: dict) -> str:
         """What "auto" stands for."""
@@ -420,6 +424,7 @@ class KerasTrainer:
             beside=beside,
             shown=(list(self.datasets), self.config),
             dataset_config=self.dataset_config,
+            heals=task.heals,
         )
         with failures.first_cause():
             if task.board is None:

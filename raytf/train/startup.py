@@ -108,6 +108,7 @@ class EarlyStartTrainer(DataParallelTrainer):
         launch: the processes that are to become its own.
         beside: what runs beside the workers: an `evaluator.Beside`, or None.
         shown: (names of datasets, config) for Ray's dashboard, of a train loop that brings its own; or None.
+        heals: a worker that is lost is replaced in place, where that can be done.
 
     With num_workers=0 there is no other process, and the `launch` is a `local.Here`.
     """
@@ -115,8 +116,10 @@ class EarlyStartTrainer(DataParallelTrainer):
     _cancelled = False
     _ending: ends.Ending | None = None
 
-    def __init__(self, *args, run_config=None, launch: Startup | None = None, beside=None, shown=None, **kwargs):
-        self._launch, self._beside, self._shown = launch, beside, shown
+    def __init__(
+        self, *args, run_config=None, launch: Startup | None = None, beside=None, shown=None, heals=False, **kwargs
+    ):
+        self._launch, self._beside, self._shown, self._heals = launch, beside, shown, heals
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
         if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
@@ -207,6 +210,7 @@ class EarlyStartTrainer(DataParallelTrainer):
             self._reservation,
             self._beside,
             self.backend_config.config,
+            self._heals,
         )
         answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
         running = controller.run.remote()
@@ -225,11 +229,18 @@ class _Controller(TrainController):
         get_or_create_autoscaling_coordinator()  # a process that the first run of a cluster waits for
 
     def begin(
-        self, environment: dict[str, str], arguments: dict, processes: list, held: Reservation, beside, config
+        self,
+        environment: dict[str, str],
+        arguments: dict,
+        processes: list,
+        held: Reservation,
+        beside,
+        config: TensorflowConfig,
+        heals: bool,
     ) -> None:
         output.say_who("controller")
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
-        known["policy"] = arguments["failure_policy"]
+        known["policy"] = arguments["failure_policy"] if heals else None
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
@@ -463,20 +474,19 @@ class _WorkerGroup(WorkerGroup):
 
     def _lost(self, found: list[WorkerStatus]) -> set[int]:
         """Ranks of processes that have ended, or stand still and are ended; none where a worker failed by itself."""
-        ended = self._hangs.ended if self._hangs is not None else {}
         lost = {rank for rank, status in enumerate(found) if isinstance(cause_of(status.error), RayActorError)}
         lost |= {rank for rank, status in enumerate(found) if isinstance(status.error, WorkerFrozenError)}
         others = {rank for rank, status in enumerate(found) if status.error is not None} - lost
         if any(not is_consequence(found[rank].error) for rank in others) or len(lost) == len(found):
             return set()
-        for rank in ended:
-            ray.kill(self.get_workers()[rank].actor)
         return lost
 
     def _begin_healing(self, lost: set[int], found: list[WorkerStatus]) -> bool:
         if self._not_healed or self.policy is None or ray_train.failures_left(self.policy) < len(lost):
             return False
         if self._hangs is not None:
+            for rank in self._hangs.ended:
+                ray.kill(self.get_workers()[rank].actor)
             self._hangs.close()
             self._hangs = None
         why = "; ".join(f"worker {rank} was lost: {in_a_line(cause_of(found[rank].error))}" for rank in sorted(lost))

@@ -56,7 +56,8 @@ def train(task: TrainJob, session) -> dict | None:
         if job.ended(state, task):
             return None
         keras.utils.set_random_seed(task.sampling.seed % 2**32)
-        healing.here.wanted = task.heals
+        heals = task.heals and isinstance(session, RaySession)
+        healing.here.wanted = heals
         with distribution.scope():
             model = task.build_model(dict(task.config))
         static = context.uses_tpu()
@@ -99,7 +100,7 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         agreed |= dict(zip(("kept",), kept, strict=False))
         edges = replacement.Edges(position, place)
-        survivable = replacement.survivable(task, model, position, report, agreed, feeds["train"].order)
+        survivable = replacement.survivable(heals, model, position, report, agreed, feeds["train"].order)
         try:
             with survivable:
                 model.fit(

@@ -26,11 +26,11 @@ from raytf.worker import checkpoint, session
 
 
 @contextlib.contextmanager
-def survivable(task, model, position, report, agreed: dict[str, Any], order: dict) -> Iterator[None]:
+def survivable(heals: bool, model, position, report, agreed: dict[str, Any], order: dict) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
     Args:
-        task: the `job.TrainJob`.
+        heals: whether the run is to survive it.
         model: built.
         position: the `callbacks.FeedCallback`.
         report: the `callbacks.ReportCallback`.
@@ -38,7 +38,7 @@ def survivable(task, model, position, report, agreed: dict[str, Any], order: dic
         order: `Feed.order` of the training rows.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
-    refused = _refused(model, holder) if task.heals else "TensorflowConfig(heal=False)"
+    refused = _refused(model, holder) if heals else "the run is not to be healed"
     if refused is not None:
         healer.place = None
         healer.disarm(refused)
