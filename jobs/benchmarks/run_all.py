@@ -30,6 +30,7 @@ ALL = (
     "sweep",
     "seek",
     "checkpoint",
+    "recovery",
     "resume",
     "traffic",
 )
