@@ -96,13 +96,17 @@ class Place:
 
 
 class Detached:
-    """The ring of a worker that takes a lost one's place, until it meets the others: as if all were alike."""
+    """The ring of a worker that takes a lost one's place, until it meets the others: as if all were alike.
+
+    Args:
+        rank, size, timeout: of the ring that it will be in, see `Ring`.
+    """
 
     alone = True
     generation = 0
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size, self.sent = rank, size, 0
+    def __init__(self, rank: int, size: int, timeout: float | None):
+        self.rank, self.size, self.timeout, self.sent = rank, size, timeout, 0
         self.held: tuple[int, bytes] | None = None
 
     def padded(self, items: int) -> int:
@@ -137,11 +141,12 @@ class Healer:
         begun: of it, those that were made before by others.
         tag: of what was passed on last: twice the steps that were made, and one more where an epoch has begun since.
         at_end: whether the epoch's steps are all made, and its end, with the validation, goes on.
+        healed: whether a loss was survived since this was set to False; the same on all workers between two steps.
     """
 
     def __init__(self):
         self.place: Place | None = None
-        self.wanted = False
+        self.wanted = self.healed = False
         self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
         self.disarm()
 
@@ -284,7 +289,7 @@ class Healer:
                     list(told.addresses),
                     told.token,
                     _JOIN_SECONDS,
-                    getattr(old, "timeout", None),
+                    old.timeout,
                     generation=told.generation,
                 )
         finally:
@@ -292,7 +297,7 @@ class Healer:
             self._waiting = None
         here.count(told.numbers)
         holder.replace(ring)
-        self._completed = holder.completed
+        self._completed, self.healed = holder.completed, True
         if self.place is not None:
             self.tag, self.place = self.place.tag, None
 

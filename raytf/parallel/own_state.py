@@ -6,6 +6,7 @@ to the next one of the ring, for a process that takes its place when it is lost;
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import keras
@@ -15,6 +16,8 @@ import tensorflow as tf
 from raytf.collectives import gradient_ring, healing
 from raytf.compat import keras_objects
 from raytf.compat.keras import shared_seed_generator
+from raytf.errors import RaytfError
+from raytf.parallel import model_optimizers
 from raytf.parallel import step as step_module
 
 # Of TensorFlow's own numbers, those that have bytes.
@@ -64,6 +67,30 @@ def began(model) -> None:
         function = tf.function(lambda: [strategy.experimental_local_results(v)[0] for v in strategy.run(read)])
         model.__dict__["_raytf_own_state"] = key, function
     healing.here.began(holder, b"".join(value.numpy().tobytes() for value in function()))
+
+
+def check_alike(model) -> None:
+    """After a loss that was survived: all workers must have the same weights and state of optimizers.
+
+    Raises:
+        RaytfError: they have not.
+    """
+    healing.here.healed = False
+    own = {id(v) for v in variables_of(model)}
+    alike = [v for v in (*model.variables, *model_optimizers.variables(model)) if id(v) not in own]
+    mine = 0
+    for variable in {id(v): v for v in alike}.values():
+        mine = zlib.crc32(np.ascontiguousarray(np.asarray(variable)).tobytes(), mine)
+    holder = gradient_ring.of(model.distribute_strategy)
+    found = np.zeros(holder.ring.size, np.int64)
+    found[holder.ring.rank] = mine
+    (found,) = holder.add_arrays([found])
+    if len(set(found.tolist())) > 1:
+        raise RaytfError(
+            "A worker can be replaced in place where a step changes weights by its summed gradients alone, received: "
+            "other weights on some workers behind the step in which one was replaced. A train_step that changes them "
+            "before its optimizer does, such as a moving copy of weights, needs TensorflowConfig(heal=False)."
+        )
 
 
 def take(model, content: bytes) -> None:

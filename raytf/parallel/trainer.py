@@ -138,6 +138,8 @@ def _told(model, function: Callable, training: bool) -> Callable:
         try:
             with healing.here.execution():
                 outputs = function(iterator)
+            if healing.here.healed:
+                own_state.check_alike(model)
         except BaseException:  # the data has ended, too
             here.at(activity.CALLBACKS)
             raise

@@ -80,7 +80,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     place = healing.here.place
     joined = gradient_ring.join(
         members,
-        detached=None if place is None else healing.Detached(members.rank, len(members.addresses)),
+        detached=None if place is None else healing.Detached(members.rank, len(members.addresses), config.timeout_s),
         join_timeout_s=_JOIN_FACTOR * config.first_step_timeout_s,
         timeout_s=config.timeout_s,
         pack_bytes=config.bytes_per_pack,

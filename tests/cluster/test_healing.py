@@ -110,3 +110,37 @@ def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_pat
     processes = [len({process for process, *_ in steps(notes, rank)}) for rank in range(3)]
     assert processes == [3, 2, 2], "of those that were not lost, each has kept its own"
     assert_equal(result, expected, 0)
+
+
+def with_a_moving_copy(config):
+    """A model whose step moves a copy of its weights before it has gradients."""
+    import keras
+    from keras import layers
+
+    class Copying(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.net = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(4, "softmax")])
+            self.shadow = layers.Dense(4, trainable=False)
+            self.shadow.build((None, 8))
+
+        def call(self, x):
+            return self.net(x)
+
+        def train_step(self, data):
+            for copy, its in zip(self.shadow.weights, self.net.trainable_variables[-2:], strict=True):
+                copy.assign(0.9 * copy + 0.1 * its)
+            return super().train_step(data)
+
+    keras.config.set_floatx("float64")
+    model = Copying()
+    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_path):
+    """In the one that takes a place these have moved twice, which is found out before a callback sees it."""
+    expected, _ = run(tmp_path, "quiet", build=with_a_moving_copy)
+    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), build=with_a_moving_copy)
+    assert_equal(result, expected, 0)
+    assert [len({process for process, *_ in steps(notes, rank)}) for rank in range(2)] == [2, 3]
