@@ -29,7 +29,9 @@ from raytf.train import backend
 
 # For the others to come to the sum that the lost one does not make: the rest of a step, and what callbacks do.
 _BREAK_SECONDS = 30.0
-# For a process that takes a place: its start, TensorFlow, the model, the first step's graphs.
+# For a process to start: where its host is gone, and no other has room, all start anew with what there is.
+_START_SECONDS = 45.0
+# For it to come to the step: TensorFlow, the model, graphs.
 _PLACE_SECONDS = 100.0
 _ANSWER_SECONDS = 20.0
 # Between two looks at whether all wait.
@@ -133,11 +135,11 @@ class Healing:
             raise NotHealedError("the others are not in one step: some have applied an update that others have not")
         donor = min(self._rest)
         (place,) = self._ask([self._rest[donor].actor.execute.remote(healing.image)], "a copy of the training's state")
-        starting.join(_PLACE_SECONDS)
+        starting.join(_START_SECONDS)
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
-            raise NotHealedError(f"no process came into its place within {_PLACE_SECONDS:g} s")
+            raise NotHealedError(f"no process has started in its place within {_START_SECONDS:g} s")
         self._take_places(place, waiting)
         everyone = self._rest | self._made
         waiting |= self._all_wait(self._made, _PLACE_SECONDS, "make the step")
