@@ -180,7 +180,7 @@ def run(seed: int, kinds: list[str], limit: float) -> list[dict]:
             scaling_config=ScalingConfig(num_workers=2),
             steps_per_execution=1,
             checkpoint_every="epoch",
-            tensorflow_config=raytf.TensorflowConfig(hang_timeout_s=limit),
+            tensorflow_config=raytf.TensorflowConfig(hang_timeout_s=limit, heal=False),  # what was ended is noted
             run_config=RunConfig(
                 name="hangs",
                 storage_path=folder,

@@ -108,7 +108,8 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
     again, _ = run("broken")
     with pytest.warns(UserWarning, match=f"Damaged: {steps[-1]}.*In its place {steps[-2]} is taken"):
         result = again.fit()
-    assert batches(notes, 1)[-1][0] == (2, 6)
+    # of those that come faster than they are written some are left out
+    assert batches(notes, 1)[-1][0] == divmod(int(steps[-2].removeprefix("step_")), 14)
     assert_equal(result, expected, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
     for mine, its in zip(*(raytf.load_model(r).optimizer.variables for r in (result, expected)), strict=True):

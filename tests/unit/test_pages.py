@@ -37,7 +37,7 @@ def test_options_that_the_readme_names_exist():
     known = {option for command in main.commands.values() for p in command.params for option in p.opts}
     lines = [line for line in (ROOT / "README.md").read_text().splitlines() if not line.startswith("ray start")]
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines)))
-    of_others = {"--help", "--address", "--working-dir", "--generate"}
+    of_others = {"--help", "--address", "--working-dir", "--generate", "--plans"}
     assert named - known <= of_others
     commands = set(re.findall(r"`raytf ([a-z]+)", "\n".join(lines)))
     assert commands and commands <= main.commands.keys() and isinstance(main, click.Group)
