@@ -63,14 +63,30 @@ def once(way: str, steps: str) -> None:
         data = worker_part.mark_worker_part(data)
         model.fit(data, steps_per_epoch=8, epochs=1, verbose=0)
         ring = gradient_ring.of(distribution)
-        begin = []  # behind what workers exchange at the begin of `fit`: all weights
-        note = lambda *_: begin.append((time.perf_counter(), ring.ring.sent if ring else 0))
-        noting = keras.callbacks.LambdaCallback(on_epoch_begin=note)
+        noting = _noting(keras, ring)
         history = model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[noting])
-        ((began, sent),) = begin
-        seconds = time.perf_counter() - began
-        sent = (ring.ring.sent - sent) / steps if ring else None
+        sent = noting.sent / steps if ring else None
+        seconds = noting.seconds
         common.give({"rate": steps / seconds, "sent": sent, "loss": history.history["loss"][-1]})
+
+
+def _noting(keras, ring):
+    """A callback that counts from the first step to the last, without what workers exchange before and behind them."""
+
+    class Noting(keras.callbacks.Callback):
+        raytf_local_batches = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self._began = time.perf_counter(), self._sent()
+
+        def on_train_batch_end(self, batch, logs=None):
+            began, sent = self._began
+            self.seconds, self.sent = time.perf_counter() - began, self._sent() - sent
+
+        def _sent(self):
+            return ring.ring.sent if ring else 0
+
+    return Noting()
 
 
 def measure(hosts, way: str, steps: int) -> dict:
