@@ -37,6 +37,8 @@ CAUSES = {
     "deadlock": r"is in Planted.on_train_batch_end after step \d+",
     "disk": r"is in Planted.on_train_batch_end after step \d+",
 }
+# What the ring says of workers that make different exchanges.
+_OTHER = "All workers must sum the same sizes in the same order"
 # And what its stack shows, but for those that stop somewhere.
 STACKS = {"input": "forever", "collective": "all_reduce", "deadlock": "lock", "disk": "open"}
 
@@ -203,6 +205,8 @@ def _judged(fault: Planted, folder: pathlib.Path, ended: list, lines: list) -> d
     if not began.exists():
         return {"kind": fault.kind, "right": False, "why": "it did not happen"}
     began = float(began.read_text())
+    if fault.kind in ("steps", "collective"):
+        return _refused(fault, began, ended)
     after = [each for each in ended if each[0] > began and each[2]]
     if not after:
         return {"kind": fault.kind, "right": False, "why": "nobody was named"}
@@ -221,6 +225,17 @@ def _judged(fault: Planted, folder: pathlib.Path, ended: list, lines: list) -> d
         "ended": when - began,
         "text": f"worker {rank}: {text}",
     }
+
+
+def _refused(fault: Planted, began: float, ended: list) -> dict:
+    """Of one that makes another exchange than the others: the ring refuses it at once, and says what each is at."""
+    text = next((text for when, _, _, text, _ in ended if when > began and _OTHER in text), None)
+    if text is None:
+        return {"kind": fault.kind, "right": False, "why": "nobody was named"}
+    seconds = next(when for when, _, _, its, _ in ended if when > began and its == text) - began
+    right = all(f"worker {rank}" in text for rank in range(2))
+    found = {"kind": fault.kind, "right": right, "why": "" if right else f"{fault}: {text}", "said": seconds}
+    return found | {"ended": seconds, "text": text.partition(_OTHER)[1]}
 
 
 def main(arguments: list[str] | None = None) -> None:
