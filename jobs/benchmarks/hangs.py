@@ -186,7 +186,7 @@ def run(seed: int, kinds: list[str], limit: float) -> list[dict]:
             run_config=RunConfig(
                 name="hangs",
                 storage_path=folder,
-                failure_config=FailureConfig(max_failures=len(faults)),
+                failure_config=FailureConfig(max_failures=3 * len(faults)),  # a start may fail, too
                 callbacks=[Noted(folder)],
             ),
             progress=False,
