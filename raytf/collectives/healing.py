@@ -136,7 +136,6 @@ class Healer:
 
     Attributes:
         place: of a lost worker that this one takes, or None.
-        wanted: whether the training that is to begin is to survive losses.
         within: steps of the execution that goes on which this process has made.
         begun: of it, those that were made before by others.
         tag: of what was passed on last: twice the steps that were made, and one more where an epoch has begun since.
@@ -146,7 +145,7 @@ class Healer:
 
     def __init__(self):
         self.place: Place | None = None
-        self.wanted = self.healed = False
+        self.healed = False
         self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
         self.disarm()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,10 @@ import ray.train
 
 # A process that the first run of a cluster waits for, made early.
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
-from ray.train.v2._internal.callbacks import DatasetsCallback  # a manager of datasets: not needed without any
+from ray.train.v2._internal.callbacks import (
+    DatasetsCallback,  # a manager of datasets: not needed without any
+    placement_group_callback,  # where a helper is started
+)
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback  # starts later here
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback  # runs as a thread, not an actor
 from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback  # what the dashboard shows of a run
@@ -63,6 +67,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
     PlacementGroupHandle,  # what a worker group asks of its group
 )
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus  # what the controller hears of a worker
+from ray.train.v2._internal.state import state_actor  # where another one is
 from ray.train.v2._internal.util import (
     TrainingFramework,  # the name in the dashboard
     construct_train_func,  # a loop with its config and context
@@ -212,6 +217,32 @@ def result_of(manager, storage):
 
 
 # ------------------------------------------------------------------------------------------ the controller's parts
+
+
+@uses(
+    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleaner",
+    "ray.train.v2._internal.state.state_actor:TrainStateActor",
+)
+def have_helpers_know_their_cluster() -> None:
+    """Tells the processes that Ray Train starts beside a controller, from this process on, which cluster is theirs.
+
+    They ask Ray's state API whether controllers live, which looks for a Ray on the machine, and where it finds several
+    that were started by `ray.init` they fail, with a traceback in every driver's terminal.
+    """
+    for module, name in ((placement_group_callback, "PlacementGroupCleaner"), (state_actor, "TrainStateActor")):
+        setattr(module, name, _knowing(getattr(module, name), ray.get_runtime_context().gcs_address))
+
+
+def _knowing(helper: type, address: str) -> type:
+    """The same class in processes that have RAY_ADDRESS; as a local class it needs no raytf on the head."""
+
+    class Knowing(helper):
+        def __init__(self, *args, **kwargs):
+            os.environ.setdefault("RAY_ADDRESS", address)
+            super().__init__(*args, **kwargs)
+
+    Knowing.__name__ = helper.__name__
+    return Knowing
 
 
 @uses("ray.train.v2._internal.execution.preemption:PreemptionWatcher._stop_event")

@@ -147,6 +147,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train._internal.data_config:DataConfig._get_user_execution_options": ("(self, dataset_name)",),
     "ray.train._internal.data_config:DataConfig._resolve_execution_options": ("(self, dataset_name)",),
     "ray.train._internal.storage:get_fs_and_path": ("(storage_path, storage_filesystem=)",),
+    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleaner": (
+        "(controller_actor_id, check_interval_s, get_actor_timeout_s, stop_timeout)",
+    ),
     "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback": (
         "(check_interval_s=, get_actor_timeout_s=, stop_timeout=)",
     ),
@@ -244,6 +247,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup": (
         "(train_run_context, worker_group_context, callbacks=)",
+    ),
+    "ray.train.v2._internal.state.state_actor:TrainStateActor": (
+        "(enable_state_actor_reconciliation=, reconciliation_interval_s=, get_actor_timeout_s=, controllers_to_poll_per_iteration=)",
     ),
     "ray.train.v2._internal.util:TrainingFramework": (
         "(value, names=, *, module=, qualname=, type=, start=, boundary=)",

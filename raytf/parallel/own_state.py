@@ -45,7 +45,7 @@ def bytes_of(model) -> int | None:
 def passing_on(model, replica_step):
     """A replica's step that passes on what it has changed, where the workers' ring can be healed."""
     holder = gradient_ring.of(model.distribute_strategy)
-    if holder is None or not healing.here.wanted:
+    if holder is None or not healing.here.armed:
         return replica_step
 
     def step(data):

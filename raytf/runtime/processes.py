@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RuntimeEnvSetupError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RuntimeEnvSetupError
 from ray.train import ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -70,9 +70,11 @@ class WarmPool:
             # Ray sets it for a process that asks for CPUs
             variables = {"OMP_NUM_THREADS": str(_cpus(scaling_config))}
             for node in resources.likely_nodes(scaling_config, workers):
-                self.there.append((node, _start(kind, run_config, scaling_config, node, variables)))
+                # Ray takes `soft` for any node at all where an actor needs no CPU
+                place = NodeAffinitySchedulingStrategy(node, soft=False)
+                self.there.append((node, _start(kind, run_config, scaling_config, place, variables)))
         if not self.there:
-            here = ray.get_runtime_context().get_node_id()
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
             self._extra.append(_start(kind, run_config, scaling_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
         self.warned = Entries("warned")
         self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
@@ -90,7 +92,7 @@ class WarmPool:
                 ray.get(ready)
                 call = self._ready[ready].execute.remote(function, *arguments)
                 (answer,) = collect([call], _ASK_SECONDS, "what it finds out about the model", names=["a process"])
-            except (RayActorError, RuntimeEnvSetupError) as error:
+            except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
                 failed = error
                 continue
             self.settle()
@@ -141,10 +143,9 @@ def _cpus(scaling_config) -> int:
     return max(1, int(resources_per_worker(scaling_config).get("CPU", 1)))
 
 
-def _start(kind, run_config, scaling_config, node: str, variables: dict[str, str]):
+def _start(kind, run_config, scaling_config, place: NodeAffinitySchedulingStrategy, variables: dict[str, str]):
     environment = worker_environment(run_config, scaling_config, get_env_vars_to_propagate() | variables)
-    strategy = NodeAffinitySchedulingStrategy(node, soft=True)
-    return ray.remote(kind).options(num_cpus=0, runtime_env=environment, scheduling_strategy=strategy).remote()
+    return ray.remote(kind).options(num_cpus=0, runtime_env=environment, scheduling_strategy=place).remote()
 
 
 def _end(actors) -> None:

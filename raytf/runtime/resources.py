@@ -60,7 +60,8 @@ def only_cpus(scaling_config) -> bool:
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:
     """The node of each of so many workers if Ray places them now; shorter where there is no room for all."""
-    nodes = ray_core.free_by_node()
+    drained = ray_core.draining()
+    nodes = {node: free for node, free in ray_core.free_by_node().items() if node not in drained}
     return placed(nodes, per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy)
 
 

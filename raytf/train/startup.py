@@ -16,7 +16,7 @@ import threading
 import time
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
 
@@ -239,6 +239,7 @@ class _Controller(TrainController):
         heals: bool,
     ) -> None:
         output.say_who("controller")
+        ray_train.have_helpers_know_their_cluster()
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
         known["policy"] = arguments["failure_policy"] if heals else None
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
@@ -401,7 +402,7 @@ class _WorkerGroup(WorkerGroup):
         try:
             asked = [actor.get_metadata.remote() for actor in there.values()]
             metadata = answers.collect(asked, _START_SECONDS, "the processes that become workers")
-        except (RayActorError, answers.NoAnswerError) as error:
+        except (RayActorError, ActorUnschedulableError, answers.NoAnswerError) as error:
             for actor in there.values():
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError("A process that was to become a worker has died") from error
@@ -474,7 +475,10 @@ class _WorkerGroup(WorkerGroup):
 
     def _lost(self, found: list[WorkerStatus]) -> set[int]:
         """Ranks of processes that have ended, or stand still and are ended; none where a worker failed by itself."""
-        lost = {rank for rank, status in enumerate(found) if isinstance(cause_of(status.error), RayActorError)}
+        causes = [cause_of(status.error) for status in found]
+        if any(isinstance(cause, DrainedError) for cause in causes):  # the others end after that step, too
+            return set()
+        lost = {rank for rank, cause in enumerate(causes) if isinstance(cause, RayActorError)}
         lost |= {rank for rank, status in enumerate(found) if isinstance(status.error, WorkerFrozenError)}
         others = {rank for rank, status in enumerate(found) if status.error is not None} - lost
         if any(not is_consequence(found[rank].error) for rank in others) or len(lost) == len(found):

@@ -334,10 +334,11 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     Ray's key-value store says which are taken: a worker of another group would answer only at the end of its step.
     """
     me = ray.get_runtime_context().current_actor
+    gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError, ray.exceptions.GetTimeoutError)
     for there, actor in spares:
         if there != node or ray_core.put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
             continue
-        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        with contextlib.suppress(*gone):
             ray.get(actor.end_with.remote(me), timeout=_SPARE_SECONDS)
             return actor
     return None

@@ -57,7 +57,6 @@ def train(task: TrainJob, session) -> dict | None:
             return None
         keras.utils.set_random_seed(task.sampling.seed % 2**32)
         heals = task.heals and isinstance(session, RaySession)
-        healing.here.wanted = heals
         with distribution.scope():
             model = task.build_model(dict(task.config))
         static = context.uses_tpu()

@@ -161,11 +161,26 @@ def three_hosts(warm_starts, monkeypatch):
         monkeypatch.setattr(local, "GRACE_SECONDS", 2)  # a node that was drained does not end by itself
 
 
+POOL = """
+import ray
+from ray.train import RunConfig, ScalingConfig
+from raytf.runtime.processes import Process, WarmPool
+
+ray.init(log_to_driver=False)
+pool = WarmPool(Process, ScalingConfig(num_workers=6), RunConfig(), 6, lambda: None)
+here = lambda: ray.get_runtime_context().get_node_id()
+found = [(ray.get(actor.execute.remote(here)), node) for node, actor in pool.there]
+pool.cancel()
+assert len(found) == 6 and all(is_on == said for is_on, said in found), found
+"""
+
+
 @pytest.mark.timeout(900)
 def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts):
-    """Both workers are on the node that is drained, behind step 19 and in step 20. They end after it, and start again
-    on another node; FailureConfig allows no failure, as this is none. So do those of a trial. Then the last node is
-    drained, too, with the driver on it: its run ends as by SIGTERM."""
+    """Processes that start before their run are where they are said to be. Then both workers are on the node that is
+    drained, behind step 19 and in step 20. They end after it, and start again on another node; FailureConfig allows no
+    failure, as this is none. So do those of a trial. Then the last node is drained, too, with the driver on it: its run
+    ends as by SIGTERM."""
     environment = os.environ | three_hosts.environment | {"RAY_ADDRESS": three_hosts.address}
 
     def drained_in_step_20(name, node="head"):
@@ -178,12 +193,14 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts):
         subprocess.run([*drain, "--deadline-remaining-seconds", "120"], env=environment, check=True, timeout=60)
         return driver, there
 
+    finished(driver_of("-c", POOL, environment=environment))
     quiet = started(tmp_path, "quiet", 2, environment)
     finished(quiet)
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for name in ("trial", "run"):
         driver, left = drained_in_step_20(name)
-        finished(driver)
+        said = finished(driver)
+        assert len(nodes(tmp_path, name)) == 2, (left, noted(tmp_path, name, 0), noted(tmp_path, name, 1), said)
         (last,) = nodes(tmp_path, name) - {left}
         assert steps(tmp_path, name, 0) == steps(tmp_path, name, 1) == everything
         for mine, its in zip(weights(tmp_path, name), weights(tmp_path, "quiet"), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import time
@@ -110,3 +111,22 @@ def test_who_answers_is_not_looked_at():
     finally:
         process.kill()
         process.wait()
+
+
+def test_what_ray_train_starts_beside_a_controller_knows_its_cluster():
+    """Where several Rays run on a machine, each started by `ray.init`, it would find none that is its own."""
+
+    def told():
+        from raytf.compat import ray_train
+
+        ray_train.have_helpers_know_their_cluster()
+        cleaner = ray_train.placement_group_callback.PlacementGroupCleaner
+        found = []
+        for kind, arguments in ((cleaner, ("00", 1.0, 1.0, None)), (ray_train.state_actor.TrainStateActor, ())):
+            os.environ.pop("RAY_ADDRESS", None)
+            kind(*arguments)
+            found.append(os.environ["RAY_ADDRESS"])
+        return found, ray.get_runtime_context().gcs_address
+
+    found, address = ray.get(ray.remote(num_cpus=0, max_calls=1)(told).remote())
+    assert found == [address, address]
