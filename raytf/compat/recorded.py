@@ -251,9 +251,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.state.state_actor:TrainStateActor": (
         "(enable_state_actor_reconciliation=, reconciliation_interval_s=, get_actor_timeout_s=, controllers_to_poll_per_iteration=)",
     ),
-    "ray.train.v2._internal.util:TrainingFramework": (
-        "(value, names=, *, module=, qualname=, type=, start=, boundary=)",
-    ),
     "ray.train.v2._internal.util:construct_train_func": ("(train_func, config, train_func_context, fn_arg_name=)",),
     "ray.train.v2._internal.util:construct_user_exception_with_traceback": ("(e, exclude_frames=)",),
     "ray.train.v2._internal.util:time_monotonic": ("()",),
@@ -268,13 +265,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer._initialize_and_run_controller": (
         "(self, **controller_init_kwargs)",
     ),
-    "ray.train.v2.api.report_config:CheckpointConsistencyMode": (
-        "(value, names=, *, module=, qualname=, type=, start=, boundary=)",
-    ),
     "ray.train.v2.api.reported_checkpoint:ReportedCheckpoint": ("(checkpoint, metrics, status)",),
-    "ray.train.v2.api.reported_checkpoint:ReportedCheckpointStatus": (
-        "(value, names=, *, module=, qualname=, type=, start=, boundary=)",
-    ),
     "ray.train.v2.api.result:Result._from_checkpoint_manager": ("(checkpoint_manager, storage_context, error=)",),
     "ray.train.v2.api.validation_config:ValidationConfig": ("(fn, task_config=, ray_remote_kwargs=)",),
     "ray.tune.schedulers.hyperband:HyperBandScheduler._process_bracket": ("(self, tune_controller, bracket)",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Iterable
 
@@ -51,7 +52,8 @@ def current() -> dict[str, str]:
 
 
 def _of(value: object) -> str | None:
-    if not callable(value) or (isinstance(value, type) and issubclass(value, BaseException)):
+    # each Python has another one for the kinds of classes that raytf only compares with
+    if not callable(value) or (isinstance(value, type) and issubclass(value, (BaseException, enum.Enum))):
         return None
     return shown(inspect.unwrap(value))
 
