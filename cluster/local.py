@@ -139,12 +139,22 @@ def up(
         address = _wait(lambda: written.is_file() and written.read_text(), cluster, deadline)
         cluster = _save(dataclasses.replace(cluster, address=address))
         for _ in range(nodes - 1):
-            cluster = _start(cluster, [f"--address={address}"], *next(places))
+            cluster = add(cluster, *next(places))
         dashboard = ask(cluster, nodes, deadline, head_host)["dashboard"]
         return _save(dataclasses.replace(cluster, dashboard=dashboard))
     except BaseException:
         down(cluster.folder)
         raise
+
+
+def add(cluster: Cluster, options: Sequence[str] = (), host: Host | None = None) -> Cluster:
+    """Starts one more node of a cluster that is up; it joins a moment later, and ends with the others.
+
+    Args:
+        cluster: from `up`, or from `add`, which gives the one that knows all nodes.
+        options, host: of this node, see `up`.
+    """
+    return _start(cluster, [f"--address={cluster.address}"], options, host)
 
 
 def down(folder: str | os.PathLike | None = None) -> None:

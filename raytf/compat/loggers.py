@@ -8,5 +8,7 @@ AUTO_INIT = "ray._private.auto_init_hook"
 DATA_PROGRESS = "ray.data._internal.progress"
 # Tells whoever reads a run's folder how a new run is started.
 TRAIN_CHECKPOINTS = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
+# Tells of what a training has raised, also where the run goes on.
+TRAIN_ERRORS = "ray.train.v2._internal.util"
 # Tells of each checkpoint.
 TUNE_STORAGE = "ray.train._internal.storage"

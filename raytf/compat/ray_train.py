@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -50,7 +50,10 @@ from ray.train.v2._internal.execution.context import (
 )
 from ray.train.v2._internal.execution.controller import TrainController  # starts before the run is known
 from ray.train.v2._internal.execution.preemption import PreemptionWatcher  # see PreemptionCallback
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy  # leaves room for what stands beside
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,  # leaves room for what stands beside
+    NoopDecision,  # what a policy answers
+)
 from ray.train.v2._internal.execution.storage import StorageContext, get_fs_and_path  # where a run's files lie
 from ray.train.v2._internal.execution.train_fn_utils import (
     LocalTrainFnUtils,  # `ray.train.report` and the others, in a process of one's own
@@ -104,6 +107,7 @@ __all__ = [
     "ElasticScalingPolicy",
     "LocalTrainContext",
     "LocalTrainFnUtils",
+    "NoopDecision",
     "PlacementGroupCleanerCallback",
     "PlacementGroupHandle",
     "PreemptionCallback",
@@ -298,9 +302,16 @@ def group_of(group):
     return group._worker_group_state.placement_group_handle.placement_group
 
 
-def reserved(found: list | dict) -> list[dict[str, float]]:
-    """Reserved resources of each node, as an ElasticScalingPolicy is given them: a list before 2.60, then by node."""
-    return list(found.values()) if isinstance(found, dict) else list(found)
+def reserved(found: list | dict, without: Collection[str] = ()) -> list[dict[str, float]]:
+    """Reserved resources of each node, as an ElasticScalingPolicy is given them: a list before 2.60, then by node.
+
+    Args:
+        found: them.
+        without: ids of nodes that are left out, where Ray tells of which node each is.
+    """
+    if not isinstance(found, dict):
+        return list(found)
+    return [its for node, its in found.items() if node not in without]
 
 
 def as_reserved(nodes: list[dict[str, float]]) -> list | dict:

@@ -209,7 +209,11 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(self, reserved_resources)",
         "(self, allocated_resources)",
     ),
+    "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy.make_decision_for_running_worker_group": (
+        "(self, worker_group_state, worker_group_status)",
+    ),
     "ray.train.v2._internal.execution.scaling_policy:ElasticScalingPolicy": ("(scaling_config)",),
+    "ray.train.v2._internal.execution.scaling_policy:NoopDecision": ("()",),
     "ray.train.v2._internal.execution.storage:StorageContext": (
         "(storage_path, experiment_dir_name, storage_filesystem=, read_only=)",
     ),

@@ -40,7 +40,7 @@ def agree(workers: Sequence, why: str) -> bool:
 
     Args:
         workers: actors with an `execute(function, *arguments)`, all of a group.
-        why: `ending.STOP` or `ending.DRAIN`.
+        why: `ending.STOP`, `ending.DRAIN` or `ending.RESIZE`.
 
     Returns:
         Whether any of them has begun a step; else they end after the first.
@@ -205,7 +205,16 @@ def end_of_drained(workers: Sequence, stay: bool) -> None:
         workers: see `agree`.
         stay: whether others can take their place; else the run ends, see `Ending.check`.
     """
+    _end(workers, ending.DRAIN if stay else ending.STOP, "a node is drained")
+
+
+def end_of_resized(workers: Sequence) -> None:
+    """Has workers end after the same step because others are to come, or some to go; see `end_of_drained`."""
+    _end(workers, ending.RESIZE, "the number of workers is to change")
+
+
+def _end(workers: Sequence, how: str, why: str) -> None:
     try:
-        agree(workers, ending.DRAIN if stay else ending.STOP)
+        agree(workers, how)
     except (RaytfError, RayActorError) as error:
-        print(f"raytf: a node is drained, and the workers could not be told: {in_a_line(error)}", file=sys.stderr)
+        print(f"raytf: {why}, and the workers could not be told: {in_a_line(error)}", file=sys.stderr)

@@ -19,7 +19,7 @@ import ray
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Place, Rejoin, Waiting
 from raytf.compat import ray_train
-from raytf.compat.ray_train import Worker
+from raytf.compat.ray_train import Worker, WorkerGroupStartupFailedError
 from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import answers
@@ -117,7 +117,7 @@ class Healing:
                 self._given_up = True
                 for worker in self._made.values():
                     ray.kill(worker.actor)
-            if not isinstance(error, (RaytfError, ray.exceptions.RayError, OSError)):
+            if not isinstance(error, (RaytfError, ray.exceptions.RayError, WorkerGroupStartupFailedError, OSError)):
                 raise
 
     def give_up(self) -> None:

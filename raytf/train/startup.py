@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from raytf.compat.ray_train import (
     DatasetsCallback,
     DefaultPlacementGroupHandle,
     ElasticScalingPolicy,
+    NoopDecision,
     PlacementGroupCleanerCallback,
     PlacementGroupHandle,
     PreemptionCallback,
@@ -60,7 +62,7 @@ from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing
-from raytf.worker.ending import DrainedError
+from raytf.worker.ending import MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
@@ -71,6 +73,11 @@ _SILENT_SECONDS, _SILENT_AT_MOST_SECONDS = 3.0, 15.0
 _START_SECONDS = 600.0
 # Ray Train's guard against the controller's end is a process that imports Ray Train, when all cores import TensorFlow.
 _GUARDS_START_AFTER_SECONDS = 20.0
+# Between two looks at whether an elastic run could have another number of workers: Ray Train's, and ours unless the
+# user said another; the change costs a start of workers, and no step.
+_RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 5.0
+# For workers to end after a step; later Ray Train ends them.
+_LEAVE_SECONDS = 120.0
 # Between two looks at which nodes are drained: a question to the head, of a millisecond.
 _DRAINS_SECONDS = 1.0
 
@@ -202,7 +209,9 @@ class EarlyStartTrainer(DataParallelTrainer):
     def _initialize_and_run_controller(self, **arguments):
         controller = self._launch.controller
         if isinstance(arguments["scaling_policy"], ElasticScalingPolicy):
-            arguments["scaling_policy"] = _Elastic(self.scaling_config, self._tasks_beside())
+            arguments["scaling_policy"] = _Elastic(
+                self.scaling_config, self._tasks_beside(), after_step=self._shown is not None
+            )
         beginning = controller.begin.remote(
             get_env_vars_to_propagate(),
             arguments,
@@ -258,16 +267,45 @@ class _Controller(TrainController):
 
 
 class _Elastic(ElasticScalingPolicy):
-    """Leaves room for what stands beside the workers."""
+    """Leaves room for what stands beside the workers, and nodes alone that go; has workers that can do so end after the
+    same step before their number changes, where Ray Train ends them in the middle of one.
 
-    def __init__(self, scaling_config, beside: dict[str, dict[str, float]]):
+    Args:
+        beside: resources of each task beside the workers, by name.
+        after_step: whether workers end after a step when they are asked to.
+    """
+
+    def __init__(self, scaling_config, beside: dict[str, dict[str, float]], after_step: bool):
+        scaling_config = copy.copy(scaling_config)
+        if scaling_config.elastic_resize_monitor_interval_s == _RAYS_RESIZE_SECONDS:
+            scaling_config.elastic_resize_monitor_interval_s = _RESIZE_SECONDS
         super().__init__(scaling_config)
-        self._bundles = list(beside.values())
+        self._bundles, self._after_step = list(beside.values()), after_step
+        self._asked = (-math.inf, -math.inf)  # the group that was asked to end by when it started, and when
 
     @overrides(ElasticScalingPolicy)
     def _count_possible_workers(self, reserved_resources) -> int:
-        left = resources.without(ray_train.reserved(reserved_resources), self._bundles)
+        # Ray's list of what is reserved is up to 20 s old
+        gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} | ray_core.draining().keys()
+        left = resources.without(ray_train.reserved(reserved_resources, without=gone), self._bundles)
         return 0 if left is None else super()._count_possible_workers(ray_train.as_reserved(left))
+
+    @overrides(ElasticScalingPolicy)
+    def make_decision_for_running_worker_group(self, worker_group_state, worker_group_status):
+        started, asked = self._asked
+        if started == worker_group_state.start_time and time.monotonic() < asked + _LEAVE_SECONDS:
+            return NoopDecision()
+        decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
+        if isinstance(decision, NoopDecision) or not self._after_step or started == worker_group_state.start_time:
+            return decision
+        before, after = worker_group_state.num_workers, decision.num_workers
+        output.say(
+            f"there is room for {after} workers, and the run has {before}: it goes on with {after} after this step"
+        )
+        self._asked = (worker_group_state.start_time, time.monotonic())
+        actors = [worker.actor for worker in worker_group_state.workers]
+        threading.Thread(target=ends.end_of_resized, args=(actors,), daemon=True).start()
+        return NoopDecision()
 
 
 def _is_slice(scaling_config) -> bool:
@@ -445,7 +483,7 @@ class _WorkerGroup(WorkerGroup):
         for rank, status in enumerate(found):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
                 self._watchdog.heard(rank)
-            if isinstance(cause_of(status.error), DrainedError):  # by itself it counts as the loss of a node
+            if isinstance(cause_of(status.error), MovedError):  # by itself it counts as the loss of a node
                 status.error = cause_of(status.error)
         for rank, how in self._watchdog.ended.items():
             error = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))
@@ -476,7 +514,7 @@ class _WorkerGroup(WorkerGroup):
     def _lost(self, found: list[WorkerStatus]) -> set[int]:
         """Ranks of processes that have ended, or stand still and are ended; none where a worker failed by itself."""
         causes = [cause_of(status.error) for status in found]
-        if any(isinstance(cause, DrainedError) for cause in causes):  # the others end after that step, too
+        if any(isinstance(cause, MovedError) for cause in causes):  # the others end after that step, too
             return set()
         lost = {rank for rank, cause in enumerate(causes) if isinstance(cause, RayActorError)}
         lost |= {rank for rank, status in enumerate(found) if isinstance(status.error, WorkerFrozenError)}

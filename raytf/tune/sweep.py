@@ -57,7 +57,7 @@ from raytf.tune.sweep_end import Asking, SweepEnd
 from raytf.tune.table import Stopper, Table
 from raytf.tune.trial import SweepSpec, Trial
 from raytf.worker import checkpoint
-from raytf.worker.ending import DrainedError
+from raytf.worker.ending import MovedError
 from raytf.worker.job import TrainJob
 
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
@@ -468,7 +468,7 @@ class _KerasLoop:
         """The steps after which the training was told to end; None where it came to its end."""
         try:
             ended = train(dataclasses.replace(self.task, config=config), session)
-        except DrainedError as drained:
+        except MovedError as drained:
             return drained.step
         return None if ended is None else ended["step"]
 

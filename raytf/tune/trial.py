@@ -22,7 +22,7 @@ from raytf.storage import checkpoint_files
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate, trial_steps
 from raytf.tune.sweep_end import SweepEnd
-from raytf.worker.ending import DRAIN, STOP, DrainedError
+from raytf.worker.ending import DRAIN, STOP, MovedError
 from raytf.worker.session import TRIAL, Within, read_files, write_files
 
 # A trial that lasts is saved this often, so that one whose worker dies does not start anew.
@@ -143,7 +143,7 @@ class Trial(tune.Trainable):
         kept = self._saved_step >= step or trial_steps.is_kept(self._within.filesystem, self._within.folder, step)
         if why == DRAIN:
             self._close()
-            raise DrainedError(step)  # which Tune takes for no failure, and starts the trial elsewhere
+            raise MovedError(step)  # which Tune takes for no failure, and starts the trial elsewhere
         self._plan.end.ended(self.trial_id, step, kept)
         return {}  # Tune has ended
 

@@ -16,14 +16,16 @@ from raytf.errors import RaytfError
 # From the question to what follows from all workers' answers.
 _TOLD_WITHIN_SECONDS = 30.0
 
-STOP, DRAIN = "stop", "drain"
+STOP, DRAIN, RESIZE = "stop", "drain", "resize"
+# Why workers end after a step to go on elsewhere, or with others.
+_MOVES = {DRAIN: "a node of the run is drained", RESIZE: "the run is to go on with another number of workers"}
 
 
 class Ended(BaseException):
     """Ends `model.fit` after a step; no `except Exception` of the user's holds it up.
 
     Args:
-        why: STOP or DRAIN.
+        why: STOP, DRAIN or RESIZE.
         step: steps that are made in all.
     """
 
@@ -32,20 +34,21 @@ class Ended(BaseException):
         self.why, self.step = why, step
 
 
-class DrainedError(RayActorError):
-    """A worker's node is drained, and the workers have ended after the same step: to Ray Train a loss of the node.
+class MovedError(RayActorError):
+    """The workers have ended after the same step, for the run to go on with others: to Ray Train a loss of a node.
 
     Args:
         step: steps that are made in all.
+        why: DRAIN, of a worker's node, or RESIZE.
     """
 
-    def __init__(self, step: int):
-        text = f"a node of the run is drained; all workers have ended after step {step}, from which the run goes on"
+    def __init__(self, step: int, why: str = DRAIN):
+        text = f"{_MOVES[why]}; all workers have ended after step {step}, from which the run goes on"
         super().__init__(error_msg=text, preempted=True)
-        self.step = step
+        self.step, self.why = step, why
 
     def __reduce__(self):
-        return type(self), (self.step,)
+        return type(self), (self.step, self.why)
 
 
 class NotToldError(RaytfError, TimeoutError):
@@ -56,7 +59,7 @@ class Gate:
     """Between the thread that trains and those that ask it to end.
 
     Attributes:
-        why: STOP or DRAIN, or None as long as nobody asks.
+        why: STOP, DRAIN or RESIZE, or None as long as nobody asks.
     """
 
     def __init__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 
@@ -11,7 +12,8 @@ import tensorflow as tf
 
 from raytf.collectives import healing
 from raytf.collectives.healing import Place
-from raytf.compat import keras_objects
+from raytf.compat import keras_objects, loggers
+from raytf.console import output
 from raytf.data import sampling
 from raytf.data.feed import Feed
 from raytf.errors import ConfigError
@@ -31,7 +33,7 @@ from raytf.worker import (
     within_epoch,
 )
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.ending import DRAIN, DrainedError, Ended
+from raytf.worker.ending import STOP, Ended, MovedError
 from raytf.worker.job import TrainJob
 from raytf.worker.session import Holders, RaySession
 from raytf.worker.writers import Writers
@@ -48,7 +50,7 @@ def train(task: TrainJob, session) -> dict | None:
         None where the training came to its end; else {"step": after which it was told to end}.
 
     Raises:
-        DrainedError: a worker's node is drained.
+        MovedError: it was told to end so that the run goes on with other workers.
     """
     distribution = context.get_strategy()
     with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
@@ -112,10 +114,19 @@ def train(task: TrainJob, session) -> dict | None:
                     shuffle=False,  # the feed does
                 )
         except Ended as ended:
-            if ended.why == DRAIN:
-                raise DrainedError(ended.step) from None
+            if ended.why != STOP:
+                raise _moved(ended, session) from None
             return {"step": ended.step}
     return None
+
+
+def _moved(ended: Ended, session) -> MovedError:
+    """What has Ray Train start others; said in a line, where Ray Train would tell of an error of the training."""
+    error = MovedError(ended.step, ended.why)
+    logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: MovedError.__name__ not in record.getMessage())
+    if session.rank == 0:
+        output.say(str(error))
+    return error
 
 
 def within_epochs(

@@ -31,7 +31,7 @@ from raytf.storage.checkpoint_files import DamagedCheckpointError
 from raytf.storage.snapshots import NotKeptError
 from raytf.worker import ending
 from raytf.worker.checkpoint import Moment
-from raytf.worker.ending import DrainedError
+from raytf.worker.ending import MovedError
 from raytf.worker.keeper import Keeper
 
 # Beside the files of a trial's checkpoints: what its sweep needs to know of them.
@@ -158,7 +158,7 @@ class RaySession:
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Ends what keeps checkpoints; one that is held is needless where the training ended with one."""
-        self._keeper.close(well=kind is None or issubclass(kind, DrainedError))
+        self._keeper.close(well=kind is None or issubclass(kind, MovedError))
 
     def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None, list[tuple[str, dict]]]:
         """The last whole checkpoint, of an epoch or within one.

@@ -1,9 +1,10 @@
 """A training that is told to end, and leaves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
 
-With the name "trial" it is the trial of a sweep. NODE is Ray's id of the node that the trainer is to be on, or "head";
-else it is on any node of this host. Each worker notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name
-an epoch and a batch, behind which the last worker stands still until it is asked to end, so that others may be one
-step ahead; it removes that file.
+With the name "trial" it is the trial of a sweep. WORKERS may be "1-3": as many as there is room for, without Dropout.
+NODE is Ray's id of the node that the trainer is to be on, or "head"; else it is on any node of this host. Each worker
+notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the last worker
+(of an elastic run: the chief) stands still until it is asked to end, so that others may be one step ahead; then it
+removes that file. It goes on when the file names another one, too.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ def noting(config):
                 file.write(f"{node} {self.epoch} {batch}\n")
             hold = pathlib.Path(f"{config['place']}_hold")
             here = f"{self.epoch} {batch}"
-            if rank == max(0, config["workers"] - 1) and hold.exists() and (hold.read_text() or "1 4") == here:
+            if rank == max(0, config["workers"] - 1) and hold.exists() and hold.read_text() == here:
                 until = time.monotonic() + _HELD_SECONDS
-                while ending.gate.why is None and time.monotonic() < until:
+                while ending.gate.why is None and hold.read_text() == here and time.monotonic() < until:
                     time.sleep(0.01)
-                hold.unlink()
+                if hold.read_text() == here:
+                    hold.unlink()
 
         def on_train_end(self, logs=None):
             if not config["workers"] or models.rank() == 0:
@@ -80,20 +82,29 @@ def stopped(*arguments) -> tuple[int, str]:
     return 0, ""
 
 
-def train(folder: str, name: str, workers: int) -> None:
+def train(folder: str, name: str, workers: int | tuple[int, int]) -> None:
     import ray.tune
 
     import raytf
 
+    elastic = isinstance(workers, tuple)
     trainer = raytf.KerasTrainer(
         models.mlp,
-        config={"batch_size": 7, "epochs": 3, "dropout": 0.2, "place": f"{folder}/{name}", "workers": workers},
+        config={
+            "batch_size": 7,
+            "epochs": 3,
+            "dropout": 0.0 if elastic else 0.2,
+            "place": f"{folder}/{name}",
+            "workers": 1 if elastic else workers,
+        },
         datasets={"train": models.dataset(), "validation": models.dataset(41, 1)},
         features=models.FEATURES,
         labels="label",
         callbacks=noting,
         scaling_config=ray.train.ScalingConfig(num_workers=workers),
-        run_config=ray.train.RunConfig(name=name, storage_path=folder),
+        run_config=ray.train.RunConfig(
+            name=name, storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=int(elastic))
+        ),
         progress=False,
     )
     if name == "trial":
@@ -103,4 +114,5 @@ def train(folder: str, name: str, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
+    least, _, most = sys.argv[3].partition("-")
+    main(sys.argv[1], sys.argv[2], (int(least), int(most)) if most else int(least), *sys.argv[4:])

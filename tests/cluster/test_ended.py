@@ -71,6 +71,13 @@ def noted(tmp_path, name, rank):
     return path.read_text().splitlines() if path.exists() else []
 
 
+def drain(cluster, node, environment):
+    """Tells Ray that a node will go."""
+    command = [pathlib.Path(sys.executable).with_name("ray"), "drain-node", "--address", cluster.address]
+    command += ["--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    subprocess.run([*command, "--deadline-remaining-seconds", "120"], env=environment, check=True, timeout=60)
+
+
 def weights(tmp_path, name):
     with np.load(tmp_path / f"{name}.npz") as file:
         return [file[key] for key in file]
@@ -188,9 +195,7 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts):
         driver = started(tmp_path, name, 2, environment, [node])
         until(lambda: steps(tmp_path, name, 1)[-1:] == [(1, 4)], driver)
         (there,) = nodes(tmp_path, name)
-        drain = [pathlib.Path(sys.executable).with_name("ray"), "drain-node", "--address", three_hosts.address]
-        drain += ["--node-id", there, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
-        subprocess.run([*drain, "--deadline-remaining-seconds", "120"], env=environment, check=True, timeout=60)
+        drain(three_hosts, there, environment)
         return driver, there
 
     finished(driver_of("-c", POOL, environment=environment))

@@ -18,7 +18,7 @@ from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
 from raytf.train.ends import Ending
 from raytf.worker import ending
-from raytf.worker.ending import DRAIN, STOP, DrainedError, Gate
+from raytf.worker.ending import DRAIN, STOP, Gate, MovedError
 
 
 class Worker(threading.Thread):
@@ -88,7 +88,7 @@ def test_errors_travel_and_bear_their_exit_codes():
     error = pickle.loads(pickle.dumps(StoppedError(signal.SIGTERM, "it stands there", 7)))
     assert (error.code, error.step, str(error)) == (143, 7, "SIGTERM: it stands there")
     assert isinstance(error, SystemExit) and StoppedError(signal.SIGINT, "").code == 130
-    drained = pickle.loads(pickle.dumps(DrainedError(7)))
+    drained = pickle.loads(pickle.dumps(MovedError(7)))
     assert drained.preempted and "after step 7, from which the run goes on" in str(drained)
 
 

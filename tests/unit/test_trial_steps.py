@@ -14,7 +14,7 @@ from raytf.storage.checkpoint_files import State
 from raytf.storage.step_folders import name_of
 from raytf.tune import sweep_end, trial_steps
 from raytf.tune.sweep_end import Asking, SweepEnd
-from raytf.worker.ending import DrainedError
+from raytf.worker.ending import MovedError
 from raytf.worker.session import TRIAL
 
 HERE = pyarrow.fs.LocalFileSystem()
@@ -121,7 +121,7 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(monkeypa
 
 def test_to_tune_a_drained_node_is_no_failure():
     """It counts errors of an actor that are not `preempted`."""
-    error = RayTaskError("step", "", DrainedError(7)).as_instanceof_cause()
+    error = RayTaskError("step", "", MovedError(7)).as_instanceof_cause()
     assert isinstance(error, RayActorError) and error.preempted and error.step == 7
 
 
