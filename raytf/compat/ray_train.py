@@ -245,7 +245,7 @@ def _knowing(helper: type, address: str) -> type:
             os.environ.setdefault("RAY_ADDRESS", address)
             super().__init__(*args, **kwargs)
 
-    Knowing.__name__ = helper.__name__
+    Knowing.__name__, Knowing.__qualname__ = helper.__name__, helper.__qualname__  # what Ray shows
     return Knowing
 
 

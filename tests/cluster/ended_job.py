@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.cluster import models
 
-_HELD_SECONDS = 60.0
+_HELD_SECONDS = 150.0
 
 
 def noting(config):
