@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from raytf.console import output
 from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
 from raytf.runtime import answers
 from raytf.storage import checkpoint_files
@@ -208,13 +209,17 @@ def end_of_drained(workers: Sequence, stay: bool) -> None:
     _end(workers, ending.DRAIN if stay else ending.STOP, "a node is drained")
 
 
-def end_of_resized(workers: Sequence) -> None:
-    """Has workers end after the same step because others are to come, or some to go; see `end_of_drained`."""
-    _end(workers, ending.RESIZE, "the number of workers is to change")
+def end_of_resized(workers: Sequence) -> bool:
+    """Has workers end after the same step because others are to come, or some to go; whether they will."""
+    return _end(workers, ending.RESIZE, "the number of workers is to change")
 
 
-def _end(workers: Sequence, how: str, why: str) -> None:
+def _end(workers: Sequence, how: str, why: str) -> bool:
     try:
         agree(workers, how)
+        return True
     except (RaytfError, RayActorError) as error:
-        print(f"raytf: {why}, and the workers could not be told: {in_a_line(error)}", file=sys.stderr)
+        for worker in workers:  # one is lost: the others are not to wait for a word that does not come
+            worker.execute.remote(ending.withdraw, how)
+        output.say(f"{why}, and the workers could not be told: {in_a_line(error)}")
+        return False

@@ -78,6 +78,7 @@ _GUARDS_START_AFTER_SECONDS = 20.0
 _RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 5.0
 # For workers to end after a step; later Ray Train ends them.
 _LEAVE_SECONDS = 120.0
+_NEVER = (-math.inf, -math.inf)
 # Between two looks at which nodes are drained: a question to the head, of a millisecond.
 _DRAINS_SECONDS = 1.0
 
@@ -281,7 +282,7 @@ class _Elastic(ElasticScalingPolicy):
             scaling_config.elastic_resize_monitor_interval_s = _RESIZE_SECONDS
         super().__init__(scaling_config)
         self._bundles, self._after_step = list(beside.values()), after_step
-        self._asked = (-math.inf, -math.inf)  # the group that was asked to end by when it started, and when
+        self._asked = _NEVER  # the group that was asked to end by when it started, and when
 
     @overrides(ElasticScalingPolicy)
     def _count_possible_workers(self, reserved_resources) -> int:
@@ -304,8 +305,12 @@ class _Elastic(ElasticScalingPolicy):
         )
         self._asked = (worker_group_state.start_time, time.monotonic())
         actors = [worker.actor for worker in worker_group_state.workers]
-        threading.Thread(target=ends.end_of_resized, args=(actors,), daemon=True).start()
+        threading.Thread(target=self._end, args=(actors,), daemon=True).start()
         return NoopDecision()
+
+    def _end(self, actors: list) -> None:
+        if not ends.end_of_resized(actors):
+            self._asked = _NEVER  # one is being replaced, or all start anew
 
 
 def _is_slice(scaling_config) -> bool:

@@ -69,13 +69,17 @@ class Gate:
     def reset(self) -> None:
         """Forgets what was asked: for another training in this process."""
         with self._changed:
-            self.why: str | None = None
+            self._asked: list[str] = []
             self._begun, self._end_after = 0, None
+
+    @property
+    def why(self) -> str | None:
+        return self._asked[0] if self._asked else None
 
     def ask(self, why: str) -> int:
         """The executions of steps that have begun, or begin without another look here; 0 before the training."""
         with self._changed:
-            self.why = self.why or why
+            self._asked.append(why)
             return self._begun
 
     def end_after(self, executions: int) -> None:
@@ -83,6 +87,13 @@ class Gate:
         with self._changed:
             self._end_after = self._end_after or max(1, executions)
             self._changed.notify_all()
+
+    def withdraw(self, why: str) -> None:
+        """Takes an `ask` back, unless it was said after which execution to end."""
+        with self._changed:
+            if self._end_after is None and why in self._asked:
+                self._asked.remove(why)
+                self._changed.notify_all()
 
     def begin(self) -> None:
         """Called as a training begins: its first execution is sure to come."""
@@ -123,3 +134,8 @@ def ask(why: str) -> int:
 def end_after(executions: int) -> None:
     """`Gate.end_after`, likewise."""
     gate.end_after(executions)
+
+
+def withdraw(why: str) -> None:
+    """`Gate.withdraw`, likewise."""
+    gate.withdraw(why)

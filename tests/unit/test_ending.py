@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pickle
 import random
@@ -18,7 +19,7 @@ from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
 from raytf.train.ends import Ending
 from raytf.worker import ending
-from raytf.worker.ending import DRAIN, STOP, Gate, MovedError
+from raytf.worker.ending import DRAIN, RESIZE, STOP, Gate, MovedError
 
 
 class Worker(threading.Thread):
@@ -82,6 +83,22 @@ def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(monkeypatch):
     gate.ask(STOP)
     with pytest.raises(ending.NotToldError, match="another one gave no answer"):
         gate.is_last()
+
+
+def test_a_question_that_is_taken_back_ends_nobody_and_another_one_still_does():
+    gate = Gate()
+    gate.begin()
+    gate.ask(RESIZE)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waits = threads.submit(gate.is_last)
+        gate.withdraw(RESIZE)
+        assert not waits.result(30)
+    gate.ask(RESIZE)
+    begun = gate.ask(STOP)
+    gate.withdraw(RESIZE)
+    gate.end_after(begun)
+    gate.withdraw(STOP)  # too late
+    assert gate.is_last() and gate.why == STOP
 
 
 def test_errors_travel_and_bear_their_exit_codes():
