@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from raytf.collectives import gradient_ring, healing
 from raytf.compat import keras_objects
-from raytf.compat.keras import shared_seed_generator
 from raytf.errors import RaytfError
 from raytf.parallel import model_optimizers
 from raytf.parallel import step as step_module
@@ -26,12 +25,8 @@ _OTHERS = (tf.string, tf.resource, tf.variant)
 
 def variables_of(model) -> list:
     """The variables, in the same order on all workers of a model."""
-    layers = keras_objects.layers_of(model)
-    states = [v for layer in layers for v in keras_objects.own_variables(layer)[1]]
-    shared = shared_seed_generator()
-    generators = [g for layer in layers for g in keras_objects.seed_generators_of(layer)]
-    seeds = [g.state for g in (*generators, *([shared] if shared is not None else []))]
-    return list({id(v): v for v in (*model.metrics_variables, *states, *seeds)}.values())
+    states = [v for layer in keras_objects.layers_of(model) for v in keras_objects.own_variables(layer)[1]]
+    return list({id(v): v for v in (*model.metrics_variables, *states, *keras_objects.seeds_of(model))}.values())
 
 
 def bytes_of(model) -> int | None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from raytf import activity
 from raytf.collectives import communicator
+from raytf.compat import keras_objects
 from raytf.data import worker_part
 from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers
 from raytf.storage import step_folders
@@ -242,7 +243,7 @@ class Resumption:
 
     def before_all(self, model) -> None:
         """Notes what was restored, before callbacks begin the training."""
-        variables = [*model.variables, *checkpoints.seeds_of(model), *model_optimizers.variables(model)]
+        variables = [*model.variables, *keras_objects.seeds_of(model), *model_optimizers.variables(model)]
         counted = {id(v) for v in model.metrics_variables}
         self._variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
         self._iterator = self._newest()
