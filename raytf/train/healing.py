@@ -234,5 +234,5 @@ def _said(address: tuple[str, int]) -> str:
 
 
 def _waiting() -> tuple[Waiting | str | None, BaseException | None]:
-    """On a worker: where it waits, see `healing.waiting`; what its training has failed of."""
-    return healing.waiting(), ray_train.training_error()
+    """On a worker: where it waits, see `Healer.waiting`; what its training has failed of."""
+    return healing.here.waiting(), ray_train.training_error()
