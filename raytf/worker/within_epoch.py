@@ -216,8 +216,8 @@ class Resumption:
         states: `callback_state.CallbackStates` of the user's callbacks.
         position: counts the steps, and tells the feed of the training rows.
         iterator: gives what is to begin at a step: begin_at(step, dataset).
-        first: steps of the first execution, where it is not as long as others.
-        ends: where no step is left, the logs of the checkpoint are those of the epoch.
+        first: steps of the first execution, of a worker that takes the place of one within it; or None: where no step
+            is left, the logs of the checkpoint are those of the epoch.
 
     Attributes:
         first: callback before all others.
@@ -232,9 +232,8 @@ class Resumption:
         position: FeedCallback,
         iterator: Callable = epoch_iterator.newest_iterator,
         first: int | None = None,
-        ends: bool = True,
     ):
-        self._first_steps, self._ends = first, ends
+        self._first_steps = first
         self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
         self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
         self._states, self._position, self._newest = states, position, iterator
@@ -275,7 +274,7 @@ class Resumption:
                 stacklevel=2,
             )
         self._place(iterator, epoch)
-        if self._ends and self._step >= self._position.steps:
+        if self._first_steps is None and self._step >= self._position.steps:
             metrics.finish_logs(model, self._logs)
 
     def _place(self, iterator, epoch: int) -> None:
