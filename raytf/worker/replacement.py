@@ -20,7 +20,6 @@ from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
 from raytf.compat import ray_train
 from raytf.parallel import double_writes, local_sgd, metrics, own_state
-from raytf.runtime import ports
 from raytf.storage import checkpoint_files, scratch
 from raytf.worker import checkpoint, session
 
@@ -46,9 +45,7 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
         return
 
     def listen() -> Listener:
-        group = gradient_ring.members(None)
-        address = group.addresses[group.rank]
-        return Listener(ports.split(address)[0], ports.own(address))
+        return gradient_ring.listener(gradient_ring.members(None))
 
     def image() -> Place:
         within = healer.within
