@@ -6,6 +6,7 @@ Where workers have raytf's ring, all of them go over it.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -163,11 +164,16 @@ def _copy(arrays: list[np.ndarray], start: int, piece: np.ndarray, out: bool) ->
         begin += array.size
 
 
+def bytes_of(variable) -> int:
+    """How many bytes a variable of numbers has."""
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+
+
 def groups(variables: Sequence, most_bytes: int = 4 * PIECE_BYTES) -> list[list]:
     """Variables in their order, put together up to `most_bytes`; a larger one stands alone."""
     made, size = [], 0
     for variable in variables:
-        its = int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+        its = bytes_of(variable)
         if not made or size + its > most_bytes:
             made.append([])
             size = 0

@@ -22,8 +22,10 @@ from raytf.collectives.ring import Ring
 from raytf.errors import ConfigError, RaytfError
 
 SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64, tf.int32})
+# TensorFlow's own, which have no fixed number of bytes.
+NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 # TensorFlow takes an array of NumPy's without a copy where it begins at such an address.
-_ALIGNED = 64
+ALIGNED = 64
 # What is smaller travels together.
 _SMALL_BYTES = 1 << 20
 
@@ -48,10 +50,11 @@ class Exchange:
     def replace(self, ring: Ring) -> None:
         """Takes another connected ring in the place of a broken one; what is traced stays, and uses it.
 
-        All its members call it between two steps, with rings of one generation. This worker keeps its rank.
+        All its members call it between two steps, with rings of one generation. This worker keeps its rank, and
+        `completed` begins anew.
         """
         self.close()
-        self.ring = ring
+        self.ring, self.completed = ring, 0
         sockets.was_joined(ring.generation)
 
     def close(self) -> None:
@@ -76,7 +79,7 @@ class Exchange:
         found: list[np.ndarray | None] = [None] * len(arrays)
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
-            step = max(1, _ALIGNED // dtype.itemsize)
+            step = max(1, ALIGNED // dtype.itemsize)
             starts = np.cumsum([0, *(-(-arrays[i].size // step) * step for i in places)])
             buffer = empty(self.ring.padded(int(starts[-1])), dtype)
             buffer[...] = 0
@@ -185,8 +188,12 @@ class Exchange:
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(array) for array in self._made(function, *(np.asarray(t) for t in tensors))]
         dtypes = [t.dtype for t in tensors] if dtypes is None else dtypes
+        return self._in_turn(functools.partial(self._made, function), tensors, dtypes)
+
+    def _in_turn(self, function: Callable, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+        """In a graph: calls a function of arrays after all exchanges before and before all that follow."""
         with tf.control_dependencies([self._turn.read_value()]):
-            found = tf.numpy_function(functools.partial(self._made, function), list(tensors), dtypes)
+            found = tf.numpy_function(function, list(tensors), dtypes)
         with tf.control_dependencies(found):
             self._turn.assign_add(1)
         return found
@@ -197,22 +204,19 @@ class Exchange:
     def pass_on(self, tensors: Sequence[tf.Tensor]) -> None:
         """Ends a step: hands what only this worker has to the next one, after all exchanges before; see `healing`."""
 
-        def stepped(*arrays: np.ndarray) -> np.bool_:
+        def stepped(*arrays: np.ndarray) -> list[np.bool_]:
             healing.here.stepped(self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays))))
-            return np.True_
+            return [np.True_]
 
         if tf.executing_eagerly():
             stepped(*(np.asarray(t) for t in tensors))
-            return
-        with tf.control_dependencies([self._turn.read_value()]):
-            done = tf.numpy_function(stepped, list(tensors), tf.bool)
-        with tf.control_dependencies([done]):
-            self._turn.assign_add(1)
+        else:
+            self._in_turn(stepped, tensors, [tf.bool])
 
 
 def _check_plain(tensors: Sequence[tf.Tensor]) -> None:
     for tensor in tensors:
-        if tensor.dtype in (tf.string, tf.resource, tf.variant):
+        if tensor.dtype in NO_NUMBERS:
             raise ConfigError("Workers exchange numbers", tensor.dtype.name, "Encode it as numbers")
 
 
@@ -223,8 +227,8 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 
 def empty(items: int, dtype: np.dtype) -> np.ndarray:
     """A flat array that TensorFlow takes without a copy."""
-    memory = np.empty(items * dtype.itemsize + _ALIGNED, np.uint8)
-    start = -memory.ctypes.data % _ALIGNED
+    memory = np.empty(items * dtype.itemsize + ALIGNED, np.uint8)
+    start = -memory.ctypes.data % ALIGNED
     return memory[start : start + items * dtype.itemsize].view(dtype)
 
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from raytf import activity
 from raytf.collectives import exchange, ring, scaled_float16
-from raytf.collectives.exchange import Exchange, empty
+from raytf.collectives.exchange import ALIGNED, Exchange, empty
 from raytf.collectives.healing import Detached
 from raytf.collectives.ring import Listener, Ring
 from raytf.errors import ConfigError, PeerLostError
@@ -28,8 +28,6 @@ from raytf.runtime import ports
 
 # Large enough that the sockets work at their rate, small enough that the backward pass still has something to compute.
 PACK_BYTES = 4 << 20
-# TensorFlow takes an array of NumPy's without a copy where it begins at such an address.
-_ALIGNED = 64
 # That stay in a core's cache.
 _BLOCKS_AT_ONCE = 32
 
@@ -53,11 +51,6 @@ class GradientRing(Exchange):
         self._pack_bytes = pack_bytes
         self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
         self.seconds = 0.0
-
-    def replace(self, ring: Ring) -> None:
-        """See `Exchange.replace`; `completed` begins anew."""
-        super().replace(ring)
-        self.completed = 0
 
     def commit(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The same gradients, none of which can be used before all are there; closes a `sum` that was not `last`."""
@@ -138,7 +131,7 @@ class GradientRing(Exchange):
             weight = rows / total
         dtype = pack[0].dtype
         wire = dtype if exact or dtype.itemsize == 2 else np.dtype(self._wire_dtype)
-        step = _ALIGNED // wire.itemsize
+        step = ALIGNED // wire.itemsize
         starts = np.cumsum([0, *(-(-g.size // step) * step for g in pack)])
         items = int(starts[-1])
         blocks = self.ring.padded(scaled_float16.blocks(items)) if wire == np.float16 else 0
@@ -285,12 +278,22 @@ def join(
     return GradientRing(joined, pack_bytes or PACK_BYTES, None if wire_dtype is None else tf.as_dtype(wire_dtype))
 
 
+def listener(group: Members) -> Listener:
+    """Listens at this worker's address, for a ring.
+
+    Raises:
+        ConfigError: something else listens there.
+    """
+    address = group.addresses[group.rank]
+    return Listener(ports.split(address)[0], ports.own(address))
+
+
 def connect(group: Members, token: bytes, generation: int, join_timeout_s: float, timeout_s: float | None) -> Ring:
     """A ring of one generation; all its members call it at once. See `join`."""
     addresses = [ports.split(address) for address in group.addresses]
-    listener = Listener(addresses[group.rank][0], ports.own(group.addresses[group.rank]))
+    listening = listener(group)
     with activity.here.meeting(activity.COLLECTIVE):
-        joined = listener.join(group.rank, addresses, token, join_timeout_s, timeout_s, generation=generation)
+        joined = listening.join(group.rank, addresses, token, join_timeout_s, timeout_s, generation=generation)
     ring.was_joined(generation)
     return joined
 

@@ -56,21 +56,15 @@ class Waiting:
     """A worker that waits for the next ring.
 
     Args:
-        step: steps of the training that it has made in all.
         tag: see `Healer.tag`.
-        within: of these steps, those of the execution that goes on.
         address: (host, port) where it listens.
         held: (tag, bytes) that the one before has passed on last, or None.
-        why: the loss, or None for a worker that is new.
         numbers: of meetings by kind, as `activity` has counted them.
     """
 
-    step: int
     tag: int
-    within: int
     address: tuple[str, int]
     held: tuple[int, bytes] | None
-    why: str | None
     numbers: dict[str, int]
 
 
@@ -79,7 +73,9 @@ class Place:
     """What a process needs that takes the place of a lost one.
 
     Args:
-        step, tag, within: see `Waiting`.
+        step: steps of the training that the others have made in all.
+        tag: see `Healer.tag`.
+        within: of these steps, those of the execution that goes on.
         at_end: see `Healer`.
         files: of a checkpoint of that step, by name; what another worker held.
         own: what the lost one had passed on after that step.
@@ -265,15 +261,7 @@ class Healer:
         while not self._commands.empty():
             self._commands.get()
         here = activity.here
-        self._waiting = Waiting(
-            self._step,
-            self.tag,
-            self.within + self.begun,
-            (listener.host, listener.port),
-            old.held,
-            None if error is None else str(error),
-            here.told()["numbers"],
-        )
+        self._waiting = Waiting(self.tag, (listener.host, listener.port), old.held, here.told()["numbers"])
         try:
             with here.meeting(activity.HEALING):
                 try:
@@ -322,13 +310,8 @@ here = Healer()
 # ------------------------------------------------------------------------------- what the driver has workers execute
 
 
-def waiting() -> Waiting | str | None:
-    """`Healer.waiting`, as a function that another process sends here."""
-    return here.waiting()
-
-
 def image() -> Place:
-    """`Healer.image`, likewise."""
+    """`Healer.image`, as a function that another process sends here."""
     return here.image()
 
 

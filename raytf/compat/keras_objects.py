@@ -1,4 +1,4 @@
-"""What Keras' objects hold and do not show: models, layers, optimizers, variables. Imports no Keras."""
+"""What Keras' objects hold and do not show: models, layers, optimizers, variables. Imports no Keras by itself."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def own_variables(layer) -> tuple[list, list]:
 def seed_generators_of(layer) -> list:
     """The layer's own sources of seeds; their states are among `variables`, but not told apart there."""
     return layer._seed_generators
+
+
+def seeds_of(model) -> list:
+    """The states of the model's seed generators, and of the global one where something draws from it."""
+    from raytf.compat.keras import shared_seed_generator
+
+    shared = shared_seed_generator()
+    generators = [g for layer in layers_of(model) for g in seed_generators_of(layer)]
+    return list({id(g): g.state for g in (*generators, *([shared] if shared is not None else []))}.values())
 
 
 @uses("keras.src.layers.core.embedding:Embedding._embeddings")

@@ -81,7 +81,7 @@ class TaskRunner:
         self._place = Place(
             address=ports.reserve_address(allowed),
             folder=folder.path if shared_folders.is_seen(folder) else os.getcwd(),
-            claimed=count > 0 and cores.claim(count),
+            claimed=cores.claim(count),
         )
         return self._place
 

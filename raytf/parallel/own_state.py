@@ -13,33 +13,26 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf.collectives import gradient_ring, healing
+from raytf.collectives import communicator, gradient_ring, healing
+from raytf.collectives.exchange import NO_NUMBERS
 from raytf.compat import keras_objects
-from raytf.compat.keras import shared_seed_generator
 from raytf.errors import RaytfError
 from raytf.parallel import model_optimizers
 from raytf.parallel import step as step_module
 
-# Of TensorFlow's own numbers, those that have bytes.
-_OTHERS = (tf.string, tf.resource, tf.variant)
-
 
 def variables_of(model) -> list:
     """The variables, in the same order on all workers of a model."""
-    layers = keras_objects.layers_of(model)
-    states = [v for layer in layers for v in keras_objects.own_variables(layer)[1]]
-    shared = shared_seed_generator()
-    generators = [g for layer in layers for g in keras_objects.seed_generators_of(layer)]
-    seeds = [g.state for g in (*generators, *([shared] if shared is not None else []))]
-    return list({id(v): v for v in (*model.metrics_variables, *states, *seeds)}.values())
+    states = [v for layer in keras_objects.layers_of(model) for v in keras_objects.own_variables(layer)[1]]
+    return list({id(v): v for v in (*model.metrics_variables, *states, *keras_objects.seeds_of(model))}.values())
 
 
 def bytes_of(model) -> int | None:
     """How many bytes they have; None where some have no fixed number."""
     found = variables_of(model)
-    if any(tf.as_dtype(v.dtype) in _OTHERS for v in found):
+    if any(tf.as_dtype(v.dtype) in NO_NUMBERS for v in found):
         return None
-    return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in found)
+    return sum(map(communicator.bytes_of, found))
 
 
 def passing_on(model, replica_step):
@@ -81,10 +74,10 @@ def check_alike(model) -> None:
     mine = 0
     for variable in {id(v): v for v in alike}.values():
         mine = zlib.crc32(np.ascontiguousarray(np.asarray(variable)).tobytes(), mine)
-    holder = gradient_ring.of(model.distribute_strategy)
-    found = np.zeros(holder.ring.size, np.int64)
-    found[holder.ring.rank] = mine
-    (found,) = holder.add_arrays([found])
+    ring = gradient_ring.of(model.distribute_strategy).ring
+    found = np.zeros(ring.size, np.int64)
+    found[ring.rank] = mine
+    (found,) = communicator.sum_over_workers(model.distribute_strategy, [found])
     if len(set(found.tolist())) > 1:
         raise RaytfError(
             "A worker can be replaced in place where a step changes weights by its summed gradients alone, received: "
@@ -102,8 +95,7 @@ def take(model, content: bytes) -> None:
     variables, values, begin = variables_of(model), [], 0
     for variable in variables:
         kind = tf.as_dtype(variable.dtype).as_numpy_dtype
-        size = int(np.prod(variable.shape))
-        end = begin + size * np.dtype(kind).itemsize
+        end = begin + communicator.bytes_of(variable)
         values.append(np.frombuffer(content[begin:end], kind).reshape(tuple(variable.shape)))
         begin = end
     if begin != len(content):

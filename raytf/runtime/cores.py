@@ -102,9 +102,9 @@ _mine: list[Cores] = []
 
 
 def claim(count: int) -> bool:
-    """Claims cores for this process, see `Cores.claim`; whether it has them."""
+    """Claims cores for this process, see `Cores.claim`; whether it has them. Of 0 it claims and has none."""
     release()
-    found = Cores.claim(count)
+    found = Cores.claim(count) if count else None
     _mine.extend([] if found is None else [found])
     return found is not None
 

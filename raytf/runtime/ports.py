@@ -40,7 +40,7 @@ def reserve_address(ports: tuple[int, int] = PORTS) -> str:
     _reserved[:] = [held]
     _claims.append(claim)
     port = held.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return joined(host, port)
 
 
 def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.socket]:
@@ -101,6 +101,11 @@ def split(address: str) -> tuple[str, int]:
     """Host, without brackets, and port of "host:port"."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def joined(host: str, port: int) -> str:
+    """ "host:port", of which `split` gives both; an IPv6 host has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def answers(address: str, seconds: float = 1.0) -> bool:

@@ -130,7 +130,7 @@ def spoken(chief: bool, board):
 
 def reserve(allowed: tuple[int, int], count: int) -> tuple[str, bool]:
     """This worker's "host:port", and whether it has claimed so many cores; of 0 it has none."""
-    return ports.reserve_address(allowed), count > 0 and cores.claim(count)
+    return ports.reserve_address(allowed), cores.claim(count)
 
 
 def to_claim(setup: WorkerSetup, cpus: float) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from raytf.compat import ray_train
 from raytf.compat.ray_train import Worker, WorkerGroupStartupFailedError
 from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
-from raytf.runtime import answers
+from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import cause_of
 from raytf.train import backend
@@ -71,18 +71,19 @@ class Healing:
 
     Args:
         asked: see `Asked`.
-        lost: ranks.
+        lost: ranks whose places are to be taken.
         generation: of the next ring.
 
     Attributes:
+        lost: these ranks.
         done: whether it has ended, well or not.
         new: the workers that took the places, once it is done; {} if it could not be done.
         why: why not, as a clause.
         another: whether another worker was lost meanwhile.
     """
 
-    def __init__(self, asked: Asked, lost: set[int], generation: int):
-        self._asked, self._lost, self._generation = asked, set(lost), generation
+    def __init__(self, asked: Asked, lost: Iterable[int], generation: int):
+        self._asked, self.lost, self._generation = asked, frozenset(lost), generation
         self._rest = {rank: worker for rank, worker in asked.workers.items() if rank not in lost}
         self._made: dict[int, Worker] = {}
         self.new: dict[int, Worker] = {}
@@ -96,16 +97,11 @@ class Healing:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    @property
-    def lost(self) -> frozenset[int]:
-        """The ranks whose places are to be taken."""
-        return frozenset(self._lost)
-
     def _run(self) -> None:
         try:
             self._heal()
             self.new = self._made
-            names = " and ".join(f"worker {rank}" for rank in sorted(self._lost))
+            names = " and ".join(f"worker {rank}" for rank in sorted(self.lost))
             output.say(
                 f"{names} was lost and is replaced in place, after {time.monotonic() - self._began:.1f} s; the others "
                 "kept their processes"
@@ -153,7 +149,7 @@ class Healing:
 
     def _start(self) -> None:
         try:
-            for rank in sorted(self._lost):
+            for rank in sorted(self.lost):
                 made = self._asked.place(rank)
                 with self._lock:
                     if self._given_up:  # what starts late would hold the place of one that all start anew with
@@ -167,7 +163,7 @@ class Healing:
     def _take_places(self, place: Place, waiting: Mapping[int, Waiting]) -> None:
         size = len(self._asked.workers)
         owned = {}
-        for rank in self._lost:
+        for rank in self.lost:
             holder = waiting.get((rank + 1) % size)
             held = None if holder is None else holder.held
             if held is None or held[0] != place.tag:
@@ -180,24 +176,19 @@ class Healing:
             calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training")
         config = self._asked.config
-        reserved = self._ask(
-            [
-                worker.actor.execute.remote(backend.reserve, config.ports, self._asked.cores)
-                for worker in self._made.values()
-            ],
-            "an address",
-        )
-        known = {rank: _said(its.address) for rank, its in waiting.items()}
-        known |= {rank: address for rank, (address, _) in zip(self._made, reserved, strict=True)}
-        all_, token = [known[rank] for rank in sorted(known)], ring.new_token()
-        told = [
-            (config, all_, rank, self._asked.cpus, token, p) for rank, (_, p) in zip(self._made, reserved, strict=True)
+        calls = [
+            worker.actor.execute.remote(backend.reserve, config.ports, self._asked.cores)
+            for worker in self._made.values()
         ]
-        environment = [
-            worker.actor.execute.remote(backend.set_environment, *its)
-            for worker, its in zip(self._made.values(), told, strict=True)
+        reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
+        known = {rank: ports.joined(*its.address) for rank, its in waiting.items()}
+        known |= {rank: address for rank, (address, _) in reserved.items()}
+        all_, cpus, token = [known[rank] for rank in sorted(known)], self._asked.cpus, ring.new_token()
+        calls = [
+            self._made[rank].actor.execute.remote(backend.set_environment, config, all_, rank, cpus, token, pinned)
+            for rank, (_, pinned) in reserved.items()
         ]
-        self._ask(environment, "its environment")
+        self._ask(calls, "its environment")
         for worker in self._made.values():
             self._asked.begin(worker)
 
@@ -228,11 +219,6 @@ class Healing:
             time.sleep(_LOOK_SECONDS)
 
 
-def _said(address: tuple[str, int]) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _waiting() -> tuple[Waiting | str | None, BaseException | None]:
-    """On a worker: where it waits, see `healing.waiting`; what its training has failed of."""
-    return healing.waiting(), ray_train.training_error()
+    """On a worker: where it waits, see `Healer.waiting`; what its training has failed of."""
+    return healing.here.waiting(), ray_train.training_error()

@@ -57,7 +57,7 @@ from raytf.runtime.guard import Place
 from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
-from raytf.runtime.settings import TensorflowConfig
+from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
@@ -551,7 +551,7 @@ class _WorkerGroup(WorkerGroup):
             begin=functools.partial(ray_train.begin_training, self),
             config=self.config,
             cpus=max(1, int(resources.get("CPU", 1))),
-            cores=0 if self.config.pin_cpus is False else int(resources.get("CPU", 1)),
+            cores=backend.to_claim(WorkerSetup(config=self.config), resources.get("CPU", 1)),
             reported=self._reported,
         )
         self._healing = Healing(asked, lost, self._generation)

@@ -153,7 +153,7 @@ def parts(
 
     entries, arrays = ([], []) if states is None else states.state()
     found = {
-        SEEDS: {f"arr_{i}": np.asarray(v) for i, v in enumerate(seeds_of(model))},
+        SEEDS: {f"arr_{i}": np.asarray(v) for i, v in enumerate(keras_objects.seeds_of(model))},
         RANDOM: random_state.taken(),
         model_optimizers.FILE: json.dumps(model_optimizers.noted(model)),
         CALLBACKS: json.dumps({"callbacks": entries}),
@@ -250,7 +250,7 @@ def restore(folder: str, model, config: Mapping | None = None) -> None:
             model.load_weights(file)
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
-        for variable, value in zip(seeds_of(model), values, strict=True):
+        for variable, value in zip(keras_objects.seeds_of(model), values, strict=True):
             variable.assign(value)
     except OSError as error:  # of HDF5
         raise checkpoint_files.damaged(name, f"{MODEL}: {first_line(error)}") from error
@@ -332,15 +332,6 @@ def metrics_of(folder: str) -> list[list]:
             metric, _, variable = name.partition(".")
             found.setdefault(int(metric), {})[int(variable)] = arrays[name]
     return [[of[i] for i in sorted(of)] for of in (found.get(m, {}) for m in range(max(found, default=-1) + 1))]
-
-
-def seeds_of(model) -> list:
-    """The states of the model's seed generators, and of the global one where something draws from it."""
-    from raytf.compat.keras import shared_seed_generator
-
-    shared = shared_seed_generator()
-    generators = [g for layer in keras_objects.layers_of(model) for g in keras_objects.seed_generators_of(layer)]
-    return list({id(g): g.state for g in (*generators, *([shared] if shared is not None else []))}.values())
 
 
 def remember(run: str, build_model: Callable, config: Mapping) -> None:

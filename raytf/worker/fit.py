@@ -99,8 +99,8 @@ def train(task: TrainJob, session) -> dict | None:
         report = report_callback(task, datasets["train"], states, state, to, steps=steps, writers=writers)
         before, after = resumed(folder, state, states, position, feeds["train"].order, place=place)
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
-        agreed |= dict(zip(("kept",), kept, strict=False))
-        edges = replacement.Edges(position, place)
+        if kept:
+            agreed["kept"] = kept[0]
         survivable = replacement.survivable(heals, model, position, report, agreed, feeds["train"].order)
         try:
             with survivable:
@@ -109,7 +109,15 @@ def train(task: TrainJob, session) -> dict | None:
                     validation_data=datasets.get("validation"),
                     epochs=task.config["epochs"],
                     initial_epoch=state.epoch if state else 0,
-                    callbacks=[edges.first, *before, *around, *after, report, *kept, edges.last],
+                    callbacks=[
+                        replacement.First(),
+                        *before,
+                        *around,
+                        *after,
+                        report,
+                        *kept,
+                        replacement.Last(position, place),
+                    ],
                     verbose=0,
                     shuffle=False,  # the feed does
                 )
@@ -170,21 +178,18 @@ def resumed(
 
     One that takes a lost worker's `place` goes on where the others are, also in the first step of an epoch.
     """
-    if place is not None:
-        resumption = within_epoch.Resumption(
-            folder, state, states, position, *iterator, first=replacement.first_execution(place), ends=False
-        )
-        return [resumption.first], [resumption.last]
-    if state is None or not state.epoch_step:
-        return [], []
-    if differs := sampling.differences(state.order, order):
-        warnings.warn(
-            f"Epoch {state.epoch + 1} begins anew, with weights that have seen {state.epoch_step} of its steps: these "
-            f"would have other rows now ({differs})",
-            stacklevel=2,
-        )
-        return [], []
-    resumption = within_epoch.Resumption(folder, state, states, position, *iterator)
+    if place is None:
+        if state is None or not state.epoch_step:
+            return [], []
+        if differs := sampling.differences(state.order, order):
+            warnings.warn(
+                f"Epoch {state.epoch + 1} begins anew, with weights that have seen {state.epoch_step} of its steps: "
+                f"these would have other rows now ({differs})",
+                stacklevel=2,
+            )
+            return [], []
+    first = None if place is None else replacement.first_execution(place)
+    resumption = within_epoch.Resumption(folder, state, states, position, *iterator, first=first)
     return [resumption.first], [resumption.last]
 
 

@@ -20,7 +20,6 @@ from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
 from raytf.compat import ray_train
 from raytf.parallel import double_writes, local_sgd, metrics, own_state
-from raytf.runtime import ports
 from raytf.storage import checkpoint_files, scratch
 from raytf.worker import checkpoint, session
 
@@ -46,9 +45,7 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
         return
 
     def listen() -> Listener:
-        group = gradient_ring.members(None)
-        address = group.addresses[group.rank]
-        return Listener(ports.split(address)[0], ports.own(address))
+        return gradient_ring.listener(gradient_ring.members(None))
 
     def image() -> Place:
         within = healer.within
@@ -87,24 +84,9 @@ def _refused(model, holder) -> str | None:
     return None
 
 
-class Edges:
-    """Says at a training's callbacks from where to where a loss can be survived: two callbacks around all others.
+class First(keras.callbacks.Callback):
+    """Before all other callbacks: says that what they do at an epoch's end is not to be survived."""
 
-    Args:
-        position: the `callbacks.FeedCallback`.
-        place: that this worker takes, or None.
-
-    Attributes:
-        first: callback before all others.
-        last: callback behind all others.
-    """
-
-    def __init__(self, position, place: Place | None):
-        self.position, self.place = position, place
-        self.first, self.last = _First(), _Last(self)
-
-
-class _First(keras.callbacks.Callback):
     raytf_local_batches = True
 
     def on_epoch_end(self, epoch, logs=None):
@@ -113,16 +95,23 @@ class _First(keras.callbacks.Callback):
             own_state.check_alike(self.model)
 
 
-class _Last(keras.callbacks.Callback):
+class Last(keras.callbacks.Callback):
+    """Behind all other callbacks: says from where on a loss can be survived, or takes the place of a lost worker.
+
+    Args:
+        position: the `callbacks.FeedCallback`.
+        place: that this worker takes, or None.
+    """
+
     raytf_local_batches = True
     raytf_after_agreement = True
 
-    def __init__(self, edges: Edges):
+    def __init__(self, position, place: Place | None):
         super().__init__()
-        self._edges = edges
+        self._position, self._place = position, place
 
     def on_epoch_begin(self, epoch, logs=None):
-        place, self._edges.place = self._edges.place, None
+        place, self._place = self._place, None
         if place is None and healing.here.armed:
             own_state.began(self.model)
         elif place is not None:
@@ -137,7 +126,7 @@ class _Last(keras.callbacks.Callback):
         healing.here.enter(place.within)
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._edges.position.epoch_step >= self._edges.position.steps and self._edges.place is None:
+        if self._position.epoch_step >= self._position.steps and self._place is None:
             healing.here.end_epoch()
 
 

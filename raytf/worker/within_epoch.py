@@ -20,6 +20,7 @@ import numpy as np
 
 from raytf import activity
 from raytf.collectives import communicator
+from raytf.compat import keras_objects
 from raytf.data import worker_part
 from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers
 from raytf.storage import step_folders
@@ -215,8 +216,8 @@ class Resumption:
         states: `callback_state.CallbackStates` of the user's callbacks.
         position: counts the steps, and tells the feed of the training rows.
         iterator: gives what is to begin at a step: begin_at(step, dataset).
-        first: steps of the first execution, where it is not as long as others.
-        ends: where no step is left, the logs of the checkpoint are those of the epoch.
+        first: steps of the first execution, of a worker that takes the place of one within it; or None: where no step
+            is left, the logs of the checkpoint are those of the epoch.
 
     Attributes:
         first: callback before all others.
@@ -231,9 +232,8 @@ class Resumption:
         position: FeedCallback,
         iterator: Callable = epoch_iterator.newest_iterator,
         first: int | None = None,
-        ends: bool = True,
     ):
-        self._first_steps, self._ends = first, ends
+        self._first_steps = first
         self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
         self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
         self._states, self._position, self._newest = states, position, iterator
@@ -242,7 +242,7 @@ class Resumption:
 
     def before_all(self, model) -> None:
         """Notes what was restored, before callbacks begin the training."""
-        variables = [*model.variables, *checkpoints.seeds_of(model), *model_optimizers.variables(model)]
+        variables = [*model.variables, *keras_objects.seeds_of(model), *model_optimizers.variables(model)]
         counted = {id(v) for v in model.metrics_variables}
         self._variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
         self._iterator = self._newest()
@@ -274,7 +274,7 @@ class Resumption:
                 stacklevel=2,
             )
         self._place(iterator, epoch)
-        if self._ends and self._step >= self._position.steps:
+        if self._first_steps is None and self._step >= self._position.steps:
             metrics.finish_logs(model, self._logs)
 
     def _place(self, iterator, epoch: int) -> None:

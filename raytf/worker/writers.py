@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Protocol
 
 import numpy as np
-import tensorflow as tf
 
 from raytf.collectives import communicator
 from raytf.parallel import model_optimizers
@@ -47,7 +45,7 @@ class Writers:
         """
         size, strategy = self._session.size, model.distribute_strategy
         variables = [*model.variables, *model_optimizers.variables(model)]
-        wanted = min(size, sum(map(_bytes, variables)) // LEAST_BYTES)
+        wanted = min(size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
         if wanted < 2 or not communicator.spans_workers(strategy):
             return 1
         mine = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
@@ -75,7 +73,3 @@ class Writers:
         text[: len(name)] = np.frombuffer(name.encode(), np.uint8)
         (told,) = communicator.from_chief(model.distribute_strategy, [text.view(np.int64)])
         return told.view(np.uint8).tobytes().rstrip(b"\0").decode()
-
-
-def _bytes(variable) -> int:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
