@@ -84,6 +84,25 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
     return Kill()
 
 
+def note_steps(folder, fail=None):
+    """A callback that notes each worker's batches, as (process, epoch, batch), and fails at [epoch, batch]."""
+    import keras
+
+    class Note(keras.callbacks.Callback):
+        raytf_local_batches = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            with open(os.path.join(folder, f"{rank()}.json"), "a") as file:
+                file.write(json.dumps([os.getpid(), self.epoch, batch]) + "\n")
+            if [self.epoch, batch] == fail:
+                raise KeyError("on purpose")
+
+    return Note()
+
+
 def tell_of_cluster(folder):
     """A callback that writes at the end what there is of TensorFlow's cluster in each of several workers."""
     import keras
@@ -196,25 +215,32 @@ def kill_server_once(marker, epoch, batch):
     return Kill()
 
 
+def death(marker, rank_, step):
+    """A function that kills worker `rank_` at its call number `step` in a process, from 1, the first time of all."""
+    # the model is tried outside of workers, too
+    mine = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index")
+    calls = []
+
+    def die():
+        calls.append(None)
+        if mine == rank_ and len(calls) == step and not os.path.exists(marker):
+            with open(marker, "w") as file:
+                file.write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
 def accumulating(config):
     """A classifier whose optimizer accumulates gradients; a worker dies inside a step, the first time that it is there.
 
-    `config["inside"]`: marker (a path), rank_, step (counted by the process from 1).
+    `config["inside"]`: arguments of `death`.
     """
     import keras
     import tensorflow as tf
     from keras import layers
 
-    # the model is tried outside of workers, too
-    mine = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index")
-    inside, steps = config["inside"], []
-
-    def die():
-        steps.append(None)
-        if mine == inside["rank_"] and len(steps) == inside["step"] and not os.path.exists(inside["marker"]):
-            with open(inside["marker"], "w") as file:
-                file.write(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
+    die = death(**config["inside"])
 
     class Dying(keras.Model):
         def train_step(self, data):

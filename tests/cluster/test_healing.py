@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 
@@ -19,19 +17,9 @@ def noted(config):
     """Each worker's batches, as (process, epoch, batch), what decides by metrics, and kills."""
     import keras
 
-    class Note(keras.callbacks.Callback):
-        raytf_local_batches = True
-
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
-
-        def on_train_batch_begin(self, batch, logs=None):
-            with open(os.path.join(config["notes"], f"{models.rank()}.json"), "a") as file:
-                file.write(json.dumps([os.getpid(), self.epoch, batch]) + "\n")
-
     plan = FaultPlan.from_json(config["plan"])
     plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=10)
-    return [Note(), plateau, plan.callback(config["notes"])]
+    return [models.note_steps(config["notes"]), plateau, plan.callback(config["notes"])]
 
 
 def steps(notes, rank):
@@ -75,15 +63,7 @@ def dying_in_validation(config):
     import tensorflow as tf
 
     model = models.accumulating(config)
-    inside, seen = config["validating"], []
-    mine = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index")
-
-    def die():
-        seen.append(None)
-        if mine == inside["rank_"] and len(seen) == inside["step"] and not os.path.exists(inside["marker"]):
-            with open(inside["marker"], "w") as file:
-                file.write(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
+    die = models.death(**config["validating"])
 
     class Dying(type(model)):
         def test_step(self, data):

@@ -20,20 +20,8 @@ def noted(config):
     """Each worker's batches, as (epoch, batch), and an error at one of them."""
     import keras
 
-    class Note(keras.callbacks.Callback):
-        raytf_local_batches = True
-
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
-
-        def on_train_batch_begin(self, batch, logs=None):
-            with open(os.path.join(config["notes"], f"{models.rank()}.json"), "a") as file:
-                file.write(json.dumps([os.getpid(), self.epoch, batch]) + "\n")
-            if [self.epoch, batch] == config.get("fail"):
-                raise KeyError("on purpose")
-
     return [
-        Note(),
+        models.note_steps(config["notes"], config.get("fail")),
         keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=10),
         keras.callbacks.CSVLogger(config["csv"]),
     ]
