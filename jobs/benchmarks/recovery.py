@@ -23,6 +23,7 @@ import tempfile
 import time
 
 import common
+import ray_guide
 
 WIDTH, BATCH, WORKERS = 32, 128, 2
 STEPS = 40  # of an epoch
@@ -34,13 +35,6 @@ def places(kills: int, seed: int) -> list[tuple[int, int]]:
     """(step, rank) of each kill, in the order in which they come."""
     source = random.Random(seed)
     return [(i * SPAN + source.randrange(MARGIN, SPAN - MARGIN), source.randrange(WORKERS)) for i in range(kills)]
-
-
-def _model(keras):
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(64, "relu"), layers.Dense(10, "softmax")])
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
 
 
 def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int]]):
@@ -75,7 +69,7 @@ def _raytf(folder: str, kills: list[tuple[int, int]], heal: bool = True):
     def build_model(config):
         import keras
 
-        return _model(keras)
+        return ray_guide.model(keras, WIDTH)
 
     def callbacks(config):
         import keras
@@ -99,57 +93,19 @@ def _raytf(folder: str, kills: list[tuple[int, int]], heal: bool = True):
 
 
 def _ray(folder: str, kills: list[tuple[int, int]]):
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.tensorflow import TensorflowTrainer
+    from ray.train import FailureConfig
 
-    def loop(config):
-        import json
-
-        import ray.train
-        import tensorflow as tf
-        import tf_keras
-
-        rank = ray.train.get_context().get_world_rank()
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        checkpoint, begin = ray.train.get_checkpoint(), 0
-        with strategy.scope():
-            if checkpoint:
-                with checkpoint.as_directory() as saved:
-                    model = tf_keras.models.load_model(os.path.join(saved, "model.keras"))
-                    with open(os.path.join(saved, "checkpoint.json")) as file:
-                        begin = json.load(file)["epoch"] + 1
-            else:
-                model = _model(tf_keras)
-        shard = ray.train.get_dataset_shard("train")
-        dataset = shard.to_tf("x", "y", batch_size=BATCH // WORKERS, drop_last=True)
-        watch = _watch(tf_keras, folder, rank, kills)
-        for epoch in range(begin, _epochs(kills)):
-            history = model.fit(
-                dataset.repeat(),
-                steps_per_epoch=STEPS,
-                initial_epoch=epoch,
-                epochs=epoch + 1,
-                callbacks=[watch],
-                verbose=0,
-            )
-            with tempfile.TemporaryDirectory() as saved:
-                model.save(os.path.join(saved, "model.keras"))
-                with open(os.path.join(saved, "checkpoint.json"), "w") as file:
-                    json.dump({"epoch": epoch}, file)
-                ours = ray.train.Checkpoint.from_directory(saved) if rank == 0 else None
-                ray.train.report({"loss": history.history["loss"][0]}, checkpoint=ours)
-
-    TensorflowTrainer(
-        loop,
-        datasets={"train": common.vectors(BATCH * STEPS, WIDTH)},
-        scaling_config=ScalingConfig(num_workers=WORKERS),
-        run_config=RunConfig(
-            name="run",
-            storage_path=folder,
-            failure_config=FailureConfig(max_failures=-1),
-            worker_runtime_env={"env_vars": {"TF_USE_LEGACY_KERAS": "1"}},
-        ),
-    ).fit()
+    ray_guide.fit(
+        folder,
+        BATCH * STEPS,
+        WIDTH,
+        _epochs(kills),
+        STEPS,
+        WORKERS,
+        BATCH // WORKERS,
+        watch=lambda keras, rank: _watch(keras, folder, rank, kills),
+        failure_config=FailureConfig(max_failures=-1),
+    )
 
 
 WAYS = {

@@ -28,19 +28,13 @@ import tempfile
 import time
 
 import common
+import ray_guide
 
 WIDTH, BATCH = 32, 128
 EPOCHS, STEPS = 3, 128  # of an epoch
 EVERY = 8
 # Between two checkpoints of every 8 steps.
 END_AFTER = STEPS + 68
-
-
-def _model(keras):
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(64, "relu"), layers.Dense(10, "softmax")])
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
 
 
 def _watch(keras, folder: str, rank: int = 0, ends: int = signal.SIGKILL):
@@ -100,7 +94,7 @@ def _raytf(folder: str, every: str = "auto", ends: int = signal.SIGKILL):
     def build_model(config):
         import keras
 
-        return _model(keras)
+        return ray_guide.model(keras, WIDTH)
 
     def callbacks(config):
         import keras
@@ -124,57 +118,8 @@ def _raytf(folder: str, every: str = "auto", ends: int = signal.SIGKILL):
 
 
 def _ray(folder: str):
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.tensorflow import TensorflowTrainer
-
-    def loop(config):
-        import json
-
-        import ray.train
-        import tensorflow as tf
-        import tf_keras
-
-        rank = ray.train.get_context().get_world_rank()
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        checkpoint, begin = ray.train.get_checkpoint(), 0
-        with strategy.scope():
-            if checkpoint:
-                with checkpoint.as_directory() as saved:
-                    model = tf_keras.models.load_model(os.path.join(saved, "model.keras"))
-                    with open(os.path.join(saved, "checkpoint.json")) as file:
-                        begin = json.load(file)["epoch"] + 1
-            else:
-                model = _model(tf_keras)
-        shard = ray.train.get_dataset_shard("train")
-        spec = (tf.TensorSpec((None, WIDTH), tf.float32), tf.TensorSpec((None,), tf.int64))
-        dataset = shard.to_tf(
-            "x", "y", batch_size=BATCH, drop_last=True, feature_type_spec=spec[0], label_type_spec=spec[1]
-        )
-        watch = _watch(tf_keras, folder, rank)
-        for epoch in range(begin, EPOCHS):
-            history = model.fit(
-                dataset.repeat(),
-                steps_per_epoch=STEPS,
-                initial_epoch=epoch,
-                epochs=epoch + 1,
-                callbacks=[watch],
-                verbose=0,
-            )
-            with tempfile.TemporaryDirectory() as saved:
-                model.save(os.path.join(saved, "model.keras"))
-                with open(os.path.join(saved, "checkpoint.json"), "w") as file:
-                    json.dump({"epoch": epoch}, file)
-                ours = ray.train.Checkpoint.from_directory(saved) if rank == 0 else None
-                ray.train.report({"loss": history.history["loss"][0]}, checkpoint=ours)
-
-    TensorflowTrainer(
-        loop,
-        datasets={"train": common.vectors(BATCH * STEPS, WIDTH)},
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name="run", storage_path=folder, worker_runtime_env={"env_vars": {"TF_USE_LEGACY_KERAS": "1"}}
-        ),
-    ).fit()
+    watch = lambda keras, rank: _watch(keras, folder, rank)
+    ray_guide.fit(folder, BATCH * STEPS, WIDTH, EPOCHS, STEPS, 2, BATCH, watch)
 
 
 def _keras(folder: str, save_freq: str | int):
@@ -186,7 +131,7 @@ def _keras(folder: str, save_freq: str | int):
     rows = rng.normal(size=(BATCH * STEPS, WIDTH)).astype("float32"), rng.integers(0, 10, BATCH * STEPS)
     dataset = tf.data.Dataset.from_tensor_slices(rows).batch(BATCH)
     backup = keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"), save_freq=save_freq)
-    _model(keras).fit(dataset, epochs=EPOCHS, callbacks=[backup, _watch(keras, folder)], verbose=0)
+    ray_guide.model(keras, WIDTH).fit(dataset, epochs=EPOCHS, callbacks=[backup, _watch(keras, folder)], verbose=0)
 
 
 WAYS = {

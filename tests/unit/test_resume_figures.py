@@ -18,7 +18,7 @@ def resume(monkeypatch):
     monkeypatch.setattr(resume, "EPOCHS", 2)
     monkeypatch.setattr(resume, "STEPS", 4)
     yield resume
-    assert sys.modules.pop("resume") and sys.modules.pop("common")
+    assert all(sys.modules.pop(name) for name in ("resume", "ray_guide", "common"))
 
 
 def test_steps_of_both_commands_are_repeated_and_the_first_of_one_is_new(resume):
