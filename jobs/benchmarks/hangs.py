@@ -235,7 +235,7 @@ def _refused(fault: Planted, began: float, ended: list) -> dict:
     seconds, text = refused[0] - began, refused[1]
     right = all(f"worker {rank}" in text for rank in range(2))
     found = {"kind": fault.kind, "right": right, "why": "" if right else f"{fault}: {text}", "said": seconds}
-    return found | {"ended": seconds, "text": text[text.index(_OTHER) :]}
+    return found | {"ended": seconds, "text": text[text.index(_OTHER) :].splitlines()[0]}
 
 
 def main(arguments: list[str] | None = None) -> None:
