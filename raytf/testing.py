@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import hashlib
@@ -13,7 +12,6 @@ import pathlib
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -24,6 +22,7 @@ from typing import Any, ClassVar
 from raytf import validation
 from raytf.collectives import ring
 from raytf.errors import ConfigError
+from raytf.runtime import packet_filter
 from raytf.storage import planted, stored_json
 
 
@@ -143,9 +142,7 @@ class CutOff(Fault):
             raise ConfigError("silent of a fault must be True or False", repr(self.silent), "Change it")
 
     def happen(self) -> None:
-        # of all rings that this process had, those that are open
-        links = [link for one in ring._rings for link in one._links]
-        connections = [one for link in links for one in (link.data, link.watch) if one.fileno() >= 0]
+        connections = ring.connections()
         if not connections:
             rule = "A CutOff cuts connections of raytf's ring, over which several workers sum on CPUs"
             raise ConfigError(rule, f"{self}, in a process without", "Leave it out, or train with two workers or more")
@@ -154,7 +151,7 @@ class CutOff(Fault):
             raise ConfigError(rule, f"{self}, which has a neighbour on its own host", "Leave out silent, or use Stop")
         for one in connections:
             if self.silent:
-                _deafen(one)
+                packet_filter.attach(one, packet_filter.NOTHING)
             else:
                 with contextlib.suppress(OSError):  # the other end has closed it
                     one.shutdown(socket.SHUT_RDWR)
@@ -253,8 +250,6 @@ class FailWrite(Fault):
 
 _MOST_TIMES = 1000
 _KINDS = {kind.__name__: kind for kind in (Kill, Stop, Fail, Slow, CutOff, FillDisk, FailWrite)}
-# Linux' number, which Python's socket has no name for.
-_SO_ATTACH_FILTER = 26
 # So much of a disk is taken at a time, and half of that where it is no longer free.
 _FIRST_BLOCK = 1 << 30
 
@@ -262,13 +257,6 @@ _FIRST_BLOCK = 1 << 30
 def _check_seconds(seconds: Any) -> None:
     if isinstance(seconds, bool) or not (isinstance(seconds, int | float) and 0 < seconds < 1e6):
         raise ConfigError("seconds of a fault must be a number above 0", repr(seconds), "Change it")
-
-
-def _deafen(one: socket.socket) -> None:
-    """Has the kernel drop all that arrives on a connection, so that it is not even acknowledged."""
-    # a program of one instruction: keep no byte (classic BPF's "ret 0")
-    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
 
 def _fill(descriptor: int, size: int | None) -> None:

@@ -56,6 +56,12 @@ def _abandon_rings() -> None:
 os.register_at_fork(after_in_child=_abandon_rings)
 
 
+def connections() -> list[socket.socket]:
+    """Those with the neighbours of all rings of this process that are open."""
+    links = [link for one in _rings for link in one._links]
+    return [one for link in links for one in (link.data, link.watch) if one.fileno() >= 0]
+
+
 class Ring:
     """One process's place in the ring.
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import ipaddress
 import os
 import random
 import socket
-import struct
 import sys
 from collections.abc import Iterator
 
 import ray.util
 
 from raytf.errors import ConfigError
+from raytf.runtime import packet_filter
 from raytf.runtime.settings import PORTS
 
 # Not Python's own numbers: Keras draws its seeds from them, and a user has set theirs.
@@ -140,21 +139,13 @@ def listen_only_at(address: str) -> None:
     host, port = split(address)
     if sys.platform != "linux" or not _has(host):
         return
-    program = _to_address_only(host)
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    program = packet_filter.to_address_only(host)
     for number in _sockets():
         with contextlib.suppress(OSError), _copied(number) as one:  # closed meanwhile
             if one.family == socket.AF_UNIX or one.getsockname()[1] != port:
                 continue
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                given = struct.pack("HL", len(program), ctypes.addressof(code))
-                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, given)
-
-
-# Of Linux' include/uapi: asm-generic/socket.h, linux/filter.h and linux/bpf_common.h.
-_SO_ATTACH_FILTER = 26
-_NETWORK_HEADER = 0xFFF00000
-_LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
+                packet_filter.attach(one, program)
 
 
 def _has(host: str) -> bool:
@@ -166,28 +157,6 @@ def _has(host: str) -> bool:
     except (ValueError, OSError):
         return False
     return True
-
-
-def _to_address_only(host: str) -> list[tuple[int, int, int, int]]:
-    """A program for the kernel's packet filter, which drops what does not go to an address.
-
-    Each step is (operation, steps to skip if equal, steps to skip if not, argument).
-    """
-    found = ipaddress.ip_address(host)
-    version, begins = (0x40, 16) if found.version == 4 else (0x60, 24)
-    loads = [(_LOAD_BYTE, _NETWORK_HEADER, version)]
-    loads += [
-        (_LOAD_WORD, _NETWORK_HEADER + begins + i, int.from_bytes(found.packed[i : i + 4]))
-        for i in range(0, len(found.packed), 4)
-    ]
-    steps = []
-    for i, (load, where, wanted) in enumerate(loads):
-        left = 2 * (len(loads) - 1 - i) + 1  # steps from here to the last, which drops
-        steps.append((load, 0, 0, where))
-        if i == 0:
-            steps.append((_AND, 0, 0, 0xF0))
-        steps.append((_JUMP_IF_EQUAL, 0, left, wanted))
-    return [*steps, (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
 
 
 def _sockets() -> list[int]:

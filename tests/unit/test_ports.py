@@ -10,7 +10,7 @@ import pytest
 
 from raytf import cli
 from raytf.errors import ConfigError
-from raytf.runtime import ports
+from raytf.runtime import packet_filter, ports
 
 
 def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
@@ -77,7 +77,7 @@ def test_what_listens_everywhere_is_kept_to_an_address(everywhere, here, elsewhe
 
 
 def test_an_address_of_ipv6_too():
-    steps = ports._to_address_only("2001:db8::7")
+    steps = packet_filter.to_address_only("2001:db8::7")
     assert [argument for *_, argument in steps[3:-2:2]] == [0xFFF00000 + i for i in (24, 28, 32, 36)]
     assert [argument for *_, argument in steps[4:-2:2]] == [0x20010DB8, 0, 0, 7]
     # every comparison that fails leads to the last step, which drops

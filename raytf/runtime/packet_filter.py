@@ -1,0 +1,50 @@
+"""Packet filters on sockets: what the kernel lets through of what arrives. On Linux; imports nothing of Ray.
+
+A program is steps, each (operation, steps to skip if equal, steps to skip if not, argument).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+
+# Of Linux' include/uapi: asm-generic/socket.h, linux/filter.h and linux/bpf_common.h.
+_SO_ATTACH_FILTER = 26
+_NETWORK_HEADER = 0xFFF00000
+_LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
+
+Program = Sequence[tuple[int, int, int, int]]
+# Lets nothing through: what arrives is not even acknowledged.
+NOTHING: Program = ((_RETURN, 0, 0, 0),)
+
+
+def attach(one: socket.socket, program: Program) -> None:
+    """Has a socket get only what a program lets through, from now on.
+
+    Raises:
+        OSError: the kernel takes none.
+    """
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
+
+
+def to_address_only(host: str) -> Program:
+    """A program that drops what does not go to an address, given as a number."""
+    found = ipaddress.ip_address(host)
+    version, begins = (0x40, 16) if found.version == 4 else (0x60, 24)
+    loads = [(_LOAD_BYTE, _NETWORK_HEADER, version)]
+    loads += [
+        (_LOAD_WORD, _NETWORK_HEADER + begins + i, int.from_bytes(found.packed[i : i + 4]))
+        for i in range(0, len(found.packed), 4)
+    ]
+    steps = []
+    for i, (load, where, wanted) in enumerate(loads):
+        left = 2 * (len(loads) - 1 - i) + 1  # steps from here to the last, which drops
+        steps.append((load, 0, 0, where))
+        if i == 0:
+            steps.append((_AND, 0, 0, 0xF0))
+        steps.append((_JUMP_IF_EQUAL, 0, left, wanted))
+    return [*steps, (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
