@@ -229,13 +229,13 @@ def _judged(fault: Planted, folder: pathlib.Path, ended: list, lines: list) -> d
 
 def _refused(fault: Planted, began: float, ended: list) -> dict:
     """Of one that makes another exchange than the others: the ring refuses it at once, and says what each is at."""
-    text = next((text for when, _, _, text, _ in ended if when > began and _OTHER in text), None)
-    if text is None:
+    refused = next(((when, text) for when, _, _, text, _ in ended if when > began and _OTHER in text), None)
+    if refused is None:
         return {"kind": fault.kind, "right": False, "why": "nobody was named"}
-    seconds = next(when for when, _, _, its, _ in ended if when > began and its == text) - began
+    seconds, text = refused[0] - began, refused[1]
     right = all(f"worker {rank}" in text for rank in range(2))
     found = {"kind": fault.kind, "right": right, "why": "" if right else f"{fault}: {text}", "said": seconds}
-    return found | {"ended": seconds, "text": text.partition(_OTHER)[1]}
+    return found | {"ended": seconds, "text": text[text.index(_OTHER) :]}
 
 
 def main(arguments: list[str] | None = None) -> None:
