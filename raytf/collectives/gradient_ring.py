@@ -8,8 +8,10 @@ float16 has scales of its own, as the sum of gradients may be larger than it can
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import time
 import warnings
 import weakref
@@ -30,6 +32,8 @@ from raytf.runtime import ports
 PACK_BYTES = 4 << 20
 # That stay in a core's cache.
 _BLOCKS_AT_ONCE = 32
+# In which a worker tells how many rows it has, before few gradients.
+_ROWS_BYTES = ALIGNED
 
 
 class GradientRing(Exchange):
@@ -122,36 +126,73 @@ class GradientRing(Exchange):
         self, exact: bool, place: int, closes: bool, rows: np.float64, total: np.float64, *pack: np.ndarray
     ) -> list[np.ndarray]:
         began = time.perf_counter()
-        weight = 1.0
-        if rows >= 0:
-            if total < 0:
-                counted = np.full(self.ring.size, rows, np.float64)
-                self.ring.add(counted, place)
-                total = np.maximum(counted[0], 1.0)
-            weight = rows / total
         dtype = pack[0].dtype
         wire = dtype if exact or dtype.itemsize == 2 else np.dtype(self._wire_dtype)
         step = ALIGNED // wire.itemsize
-        starts = np.cumsum([0, *(-(-g.size // step) * step for g in pack)])
-        items = int(starts[-1])
-        blocks = self.ring.padded(scaled_float16.blocks(items)) if wire == np.float16 else 0
-        wire = np.dtype(np.float32) if blocks else wire
-        scaled = 0 < blocks * scaled_float16.BLOCK.itemsize < items * wire.itemsize  # few numbers fill no blocks
-        buffer = empty(blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items), wire)
-        for gradient, start, following in zip(pack, starts, [*starts[1:-1], buffer.size], strict=False):
-            _put(gradient.reshape(-1), weight, buffer[start : start + gradient.size])
-            buffer[start + gradient.size : following] = 0
-        if scaled:
-            self._add_scaled(buffer.reshape(blocks, -1), place)
+        starts = list(itertools.accumulate((-(-g.size // step) * step for g in pack), initial=0))
+        items, counts = starts[-1], rows >= 0 and total < 0
+        if counts and wire == dtype and self.ring.trades(self.ring.padded(items) * dtype.itemsize + _ROWS_BYTES):
+            summed, total = self._sum_at_once(rows, place, pack, starts)
         else:
-            self.ring.add(buffer, place)
-        summed = buffer if buffer.dtype == dtype else _converted(buffer, dtype)
+            if counts:
+                counted = np.full(self.ring.size, rows, np.float64)
+                self.ring.add(counted, place)
+                total = np.maximum(counted[0], 1.0)
+            summed = self._sum_weighted(rows / total if rows >= 0 else 1.0, place, pack, starts, wire)
         self.seconds += time.perf_counter() - began
         self.completed += closes
         return [
             np.float64(total),
             *(summed[s : s + g.size].reshape(g.shape) for g, s in zip(pack, starts, strict=False)),
         ]
+
+    def _sum_at_once(
+        self, rows: np.float64, place: int, pack: Sequence[np.ndarray], starts: Sequence[int]
+    ) -> tuple[np.ndarray, np.float64]:
+        """(the mean of few gradients over the rows of all, these): each worker gives the others its own as they are."""
+        dtype = pack[0].dtype
+        content = np.zeros(_ROWS_BYTES + self.ring.padded(starts[-1]) * dtype.itemsize, np.uint8)
+        content[:_ROWS_BYTES].view(np.float64)[0] = rows
+        own = content[_ROWS_BYTES:].view(dtype)
+        for gradient, start in zip(pack, starts, strict=False):
+            own[start : start + gradient.size] = gradient.reshape(-1)
+        parts = self.ring.trade(content, place)
+        counted = [np.frombuffer(part[:_ROWS_BYTES], np.float64)[0] for part in parts]
+        total = np.maximum(sum(counted), 1.0)
+        numbers = parts[:, _ROWS_BYTES:].view(dtype)
+        for part, its in zip(numbers, counted, strict=True):
+            _put(part, its / total, part)
+        summed = empty(own.size, dtype)
+        self.ring.sum_in_order(numbers, summed)
+        return summed, total
+
+    def _sum_weighted(
+        self, weight: float, place: int, pack: Sequence[np.ndarray], starts: Sequence[int], wire: np.dtype
+    ) -> np.ndarray:
+        """The sum of gradients with a weight, which may travel in another type; each begins where `starts` says."""
+        dtype, items = pack[0].dtype, starts[-1]
+        blocks = self.ring.padded(scaled_float16.blocks(items)) if wire == np.float16 else 0
+        wire = np.dtype(np.float32) if blocks else wire
+        scaled = 0 < blocks * scaled_float16.BLOCK.itemsize < items * wire.itemsize  # few numbers fill no blocks
+        buffer = empty(blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items), wire)
+        for gradient, start, following in zip(pack, starts, [*starts[1:-1], buffer.size], strict=False):
+            buffer[start + gradient.size : following] = 0
+        flat = [gradient.reshape(-1) for gradient in pack]
+
+        def fill(begin: int, end: int) -> None:
+            for i in range(bisect.bisect_right(starts, begin, hi=len(flat)) - 1, len(flat)):
+                first, last = max(begin, starts[i]), min(end, starts[i] + flat[i].size)
+                if first < last:
+                    _put(flat[i][first - starts[i] : last - starts[i]], weight, buffer[first:last])
+                if starts[i] >= end:
+                    break
+
+        if scaled:
+            fill(0, items)
+            self._add_scaled(buffer.reshape(blocks, -1), place)
+        else:
+            self.ring.add(buffer, place, fill)
+        return buffer if buffer.dtype == dtype else _converted(buffer, dtype)
 
     def _add_scaled(self, numbers: np.ndarray, place: int) -> None:
         """Sums float32 (blocks, items) over the workers, in place, in float16 with scales."""

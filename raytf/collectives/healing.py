@@ -109,9 +109,15 @@ class Detached:
         """See `Ring.padded`."""
         return -(-items // self.size) * self.size
 
-    def add(self, array: np.ndarray, place: int = 0) -> None:
+    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> None:
         """The sum of what is the same everywhere."""
+        if fill is not None:
+            fill(0, array.size)
         array *= self.size
+
+    def trades(self, size: int) -> bool:
+        """See `Ring.trades`; here `add` does all."""
+        return False
 
     def broadcast(self, array: np.ndarray) -> None:
         """The chief's values, which are this worker's own."""

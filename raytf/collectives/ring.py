@@ -33,11 +33,13 @@ from raytf.errors import PeerLostError, RaytfError
 # Bytes that are received before they are added: small enough for a core's cache.
 _CHUNK = 1 << 18
 _SENT_AT_ONCE = 1 << 20
+# What a process sends when each passes on all that the others have: little enough that the round trips cost more.
+_TRADED_BYTES = 32 << 10
 # Which group, which of its exchanges, what is done, at which place in a step, and how long: workers that disagree must
 # not add what does not belong together.
 _HEADER = struct.Struct("<QQQQQ")
-_ADD, _GATHER, _BROADCAST, _PASS_ON = range(4)
-_NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on")
+_ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE = range(5)
+_NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of parts with their weights")
 # Seconds without an answer from the other host's kernel after which it counts as gone.
 HOST_GONE = 35
 # That what a lost member sent before may still take to arrive, and the first cause after a connection broke.
@@ -93,6 +95,8 @@ class Ring:
         self._within = False  # whether what comes belongs to a sum
         self.sent = 0  # bytes, since the start
         self._lock = threading.Lock()
+        self._unsent = memoryview(b"")
+        self._polls: dict[tuple[bool, bool, bool], select.poll] = {}
         self._received = np.empty(_CHUNK, np.uint8)
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
 
@@ -100,21 +104,79 @@ class Ring:
         """The least number of items, at least `items`, that `add` can cut into equal segments."""
         return -(-items // self.size) * self.size
 
-    def add(self, array: np.ndarray, place: int = 0) -> None:
+    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> None:
         """Sums `array` over all processes, in place; each calls it with the same sizes and in the same order.
 
         Args:
             array: contiguous, one dimension, of any number type or `scaled_float16.BLOCK`; its size is a multiple of
                 the number of processes. Types of two bytes are added in float32, and rounded once a process.
             place: where a step makes this sum, the same number on all processes.
+            fill: fill(begin, end) gives these items of `array` their values; called once for each item, just before it
+                is needed, while what it reads and writes is in a core's cache. None where they have them.
 
         Raises:
             PeerLostError: a member of the ring left or is lost, whose rank is its `lost`, or `timeout` passed. The
                 ring is of no use afterwards.
             RaytfError: the neighbour sums something else, or is of another generation.
         """
+        if self.trades(array.nbytes):
+            if fill is not None:
+                fill(0, array.size)
+            self.sum_in_order(self._trade(_ADD, array.view(np.uint8), place).view(array.dtype), array)
+            return
         sent = 2 * (self.size - 1) * array.nbytes // self.size
-        self._exchange(_ADD, array.nbytes, place, sent, lambda: self._sum(array))
+        self._exchange(_ADD, array.nbytes, place, sent, lambda: self._sum(array, fill))
+
+    def trades(self, size: int) -> bool:
+        """Whether so many bytes of each process are few enough for `trade`."""
+        return (self.size - 1) * size <= _TRADED_BYTES
+
+    def trade(self, content: np.ndarray, place: int = 0) -> np.ndarray:
+        """What all processes have, by rank; each calls it with the same size and in the same order.
+
+        Args:
+            content: bytes, few enough that `trades` says so.
+            place: see `add`.
+
+        Returns:
+            Bytes of the shape (processes, bytes of each).
+
+        Raises:
+            PeerLostError, RaytfError: as `add`.
+        """
+        return self._trade(_TRADE, content, place)
+
+    def _trade(self, what: int, content: np.ndarray, place: int) -> np.ndarray:
+        found = np.empty((self.size, content.size), np.uint8)
+        found[self.rank] = content
+
+        def work() -> None:
+            for phase in range(self.size - 1):
+                if phase:
+                    self._send(found[(self.rank - phase) % self.size].tobytes())
+                theirs = self._receive(content.size)
+                found[(self.rank - 1 - phase) % self.size] = np.frombuffer(theirs, np.uint8)
+            self._flush()
+
+        self._exchange(what, content.size, place, (self.size - 1) * content.size, work, content.tobytes())
+        return found
+
+    def sum_in_order(self, parts: np.ndarray, into: np.ndarray) -> None:
+        """Sums the parts of all processes as `add` does on its way around the ring, with the same bits.
+
+        Args:
+            parts: (processes, items) by rank, each with fewer bytes than are added at once; they are changed.
+            into: gets the sum, as many items, a multiple of the number of processes.
+        """
+        length = parts.shape[1] // self.size
+        for first in range(self.size):
+            segment = slice(first * length, (first + 1) * length)
+            total = parts[first, segment]
+            for step in range(1, self.size):
+                mine = parts[(first + step) % self.size, segment]
+                self._accumulate(mine, total)
+                total = mine
+            into[segment] = total
 
     def gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
         """Fills `array` with the parts of all processes; each calls it with the same bounds and in the same order.
@@ -148,13 +210,16 @@ class Ring:
         own, sent = array.size if first else 0, 0 if last else array.nbytes
         self._exchange(_BROADCAST, array.nbytes, 0, sent, lambda: self._pass_on(array, sends, receives, own))
 
-    def _exchange(self, what: int, size: int, place: int, sent: int, work: Callable[[], None]) -> None:
+    def _exchange(
+        self, what: int, size: int, place: int, sent: int, work: Callable[[], None], first: bytes = b""
+    ) -> None:
+        """Makes an exchange by `work`; `first` are the first bytes of it that this process sends."""
         with self._lock:
             if self._next.fileno() < 0:
                 raise self._broken()
             try:
                 with activity.here.meeting(activity.SUM):
-                    self._agree(what, size, place)
+                    self._agree(what, size, place, first)
                     self._within = True
                     work()
                     self._within = False
@@ -184,6 +249,7 @@ class Ring:
                 raise self._broken()
             try:
                 self._send(_HEADER.pack(self.generation, number, _PASS_ON, 0, len(content)) + content)
+                self._flush()
             except _LostError as error:
                 raise self._lost(error) from error.error
 
@@ -228,9 +294,9 @@ class Ring:
         for link in self._links:
             link.close()
 
-    def _agree(self, what: int, size: int, place: int) -> None:
+    def _agree(self, what: int, size: int, place: int, first: bytes) -> None:
         mine = _HEADER.pack(self.generation, self._sums, what, place, size)
-        self._send(mine)
+        self._send(mine + first)
         theirs = self._receive(_HEADER.size)
         generation, number, its, _, length = _HEADER.unpack(theirs)
         while generation == self.generation and its == _PASS_ON:
@@ -254,21 +320,35 @@ class Ring:
             )
 
     def _send(self, message: bytes) -> None:
-        unsent = message
-        while unsent:  # the end of an earlier sum may still fill the socket
-            try:
-                unsent = unsent[self._give(unsent) :]
-            except BlockingIOError:
+        """Sends as much as the next one's socket takes; `_receive` and `_flush` send the rest."""
+        self._flush()
+        self._unsent = memoryview(message)
+        self._push()
+
+    def _push(self) -> bool:
+        """Sends of the rest what the socket takes; whether it took any."""
+        try:
+            self._unsent = self._unsent[self._give(self._unsent) :]
+        except BlockingIOError:
+            return False
+        return True
+
+    def _flush(self) -> None:
+        while self._unsent:
+            if not self._push():
                 self._wait(sending=True, receiving=False)
 
     def _receive(self, count: int) -> bytes:
-        found = bytearray()
-        while len(found) < count:
+        found = bytearray(count)
+        came = 0
+        while came < count:
             try:
-                found += self._read(memoryview(bytearray(count - len(found))))
+                came += len(self._read(memoryview(found)[came:]))
             except BlockingIOError:
-                self._wait(sending=False, receiving=True)
-        return bytes(found)
+                # the others may all be waiting for what is unsent
+                if not (self._unsent and self._push()):
+                    self._wait(sending=bool(self._unsent), receiving=True)
+        return found
 
     def _give(self, some: bytes | memoryview) -> int:
         try:
@@ -289,12 +369,14 @@ class Ring:
             raise _LostError((self.rank - 1) % self.size, error) from error
         return into[:count]
 
-    def _sum(self, array: np.ndarray) -> None:
+    def _sum(self, array: np.ndarray, fill: Callable[[int, int], None] | None) -> None:
+        self._flush()
         size, rank = self.size, self.rank
         bytes_ = memoryview(array.view(np.uint8))
         length = array.nbytes // size
         total = 2 * (size - 1) * length
         sent = received = waiting = 0  # bytes; `waiting` have arrived and are not added yet
+        filled = length if fill is None else 0  # of the segment that is sent first
         while sent < total or received < total:
             # a segment may be passed on as far as the phase before has brought and summed it
             may_send = min(total, length + received - waiting)
@@ -303,6 +385,11 @@ class Ring:
                 phase, offset = divmod(sent, length)
                 start = (rank - phase) % size * length + offset
                 count = min(may_send - sent, length - offset, _SENT_AT_ONCE)
+                if not phase and filled < length:
+                    if filled == offset:  # all that has its values is sent
+                        filled = min(offset + _CHUNK, length)
+                        fill(start // array.itemsize, (start - offset + filled) // array.itemsize)
+                    count = min(count, filled - offset)
                 try:
                     sent += self._give(bytes_[start : start + count])
                     moved = True
@@ -321,6 +408,8 @@ class Ring:
                         received, waiting = received + count, waiting + count
                         if waiting == wanted:
                             mine = array.view(np.uint8)[start : start + wanted].view(array.dtype)
+                            if fill is not None:
+                                fill(start // array.itemsize, (start + wanted) // array.itemsize)
                             self._accumulate(mine, self._received[:wanted].view(array.dtype))
                             waiting = 0
                     moved = True
@@ -331,6 +420,7 @@ class Ring:
 
     def _pass_on(self, array: np.ndarray, sends: list[slice], receives: list[slice], own: int) -> None:
         """Sends parts while others are received; what is sent after the first `own` bytes has been received before."""
+        self._flush()
         bytes_ = memoryview(array.view(np.uint8))
         sending, receiving = _Parts(bytes_, sends), _Parts(bytes_, receives)
         while sending.left or receiving.left:
@@ -367,22 +457,24 @@ class Ring:
 
     def _wait(self, sending: bool, receiving: bool) -> None:
         """Until a neighbour takes or gives bytes, as is asked for, or a member is lost."""
-        poll = select.poll()
-        for one, wanted, event in (
-            (self._next, sending, select.POLLOUT),
-            (self._previous, receiving, select.POLLIN),
-            (self._lookout, True, select.POLLIN),
-        ):
-            if wanted:
-                poll.register(one, event)
-        ready = [number for number, _ in poll.poll(None if self.timeout is None else self.timeout * 1000)]
+        milliseconds = None if self.timeout is None else self.timeout * 1000
+        ready = [number for number, _ in self._poll(sending, receiving, True).poll(milliseconds)]
         if not ready:
             raise TimeoutError(f"a neighbour sent nothing for {self.timeout} s")
-        if ready == [self._lookout.fileno()]:  # what still arrives counts first
-            poll.unregister(self._lookout)
-            if not poll.poll(_GRACE_SECONDS * 1000):
-                cause = self._lookout.cause()
-                raise _LostError(cause.lost, ConnectionResetError(cause.why))
+        # what still arrives counts first
+        if ready == [self._lookout.fileno()] and not self._poll(sending, receiving, False).poll(_GRACE_SECONDS * 1000):
+            cause = self._lookout.cause()
+            raise _LostError(cause.lost, ConnectionResetError(cause.why))
+
+    def _poll(self, *wanted: bool) -> select.poll:
+        found = self._polls.get(wanted)
+        if found is None:
+            found = self._polls[wanted] = select.poll()
+            events = select.POLLOUT, select.POLLIN, select.POLLIN
+            for one, wants, event in zip((self._next, self._previous, self._lookout), wanted, events, strict=True):
+                if wants:
+                    found.register(one, event)
+        return found
 
 
 class _Parts:

@@ -56,6 +56,18 @@ def test_gradients_larger_and_smaller_than_float16_can_be(sums, wire):
         np.testing.assert_allclose(got, exact, rtol=2e-2 if wire else 1e-6)
 
 
+@pytest.mark.parametrize("copies", [1, COPIES])
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_means_have_the_same_bits_however_few_the_gradients_are(sums, kind, copies):
+    """A worker without rows counts for nothing, whatever it has."""
+    rows = [3, 0, 4]
+    parts = [np.tile(np.random.default_rng(i).normal(size=7).astype(kind), copies) for i in range(3)]
+    parts[1][:] = np.nan
+    found = [one[0] for one in sums([[part] for part in parts], rows, None)]
+    first, _, last = (part * kind(count / 7) for part, count in zip(parts, rows, strict=True))
+    assert [one.tobytes() for one in found] == [(first + last).tobytes()] * 3
+
+
 def test_small_gradients_do_not_vanish(sums):
     small = np.tile(np.float32([1e-8, 3e-9]), COPIES)
     found = sums([[small] for _ in range(3)], [1, 1, 1], "float16")

@@ -120,6 +120,55 @@ def test_all_have_the_same_bits_where_rounding_matters(ring_of):
         assert error < 3 * float(ml_dtypes.finfo(kind).eps)
 
 
+def around_the_ring(arrays):
+    """The sum of arrays in the order in which the ring makes it, for types that are added as they are."""
+    size = len(arrays)
+    cut = [np.split(array, size) for array in arrays]
+    total = []
+    for first in range(size):
+        total.append(cut[first][first])
+        for step in range(1, size):
+            total[-1] = cut[(first + step) % size][first] + total[-1]
+    return np.concatenate(total)
+
+
+@pytest.mark.parametrize("hosts", ["unix", "tcp"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts):
+    """Whether all go to all or around the ring; and each value is there before it is sent, added, or both."""
+    places = ring_of(size, hosts)
+    for items in (0, 6, 1200, 600_000, 2_400_006):
+        values = [np.random.default_rng(i).normal(size=items).astype(np.float32) for i in range(size)]
+        arrays = [np.full(items, np.nan, np.float32) for _ in range(size)]
+        counts = [np.zeros(items, np.uint8) for _ in range(size)]
+
+        def work(place, values=values, arrays=arrays, counts=counts):
+            def fill(begin, end):
+                arrays[place.rank][begin:end] = values[place.rank][begin:end]
+                counts[place.rank][begin:end] += 1
+
+            place.add(arrays[place.rank], fill=fill)
+
+        assert together(work, places) == [None] * size
+        expected = around_the_ring(values).tobytes()
+        assert [array.tobytes() == expected for array in arrays] == [True] * size, items
+        assert all((count == 1).all() for count in counts), items
+
+
+def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
+    """Also behind what was passed on and nobody has read."""
+    places = ring_of(5)
+    most = max(size for size in range(0, 1 << 16, 64) if places[0].trades(size))
+    content = [np.random.default_rng(i).integers(0, 256, most, np.uint8) for i in range(5)]
+
+    def work(place):
+        for number in range(3):
+            place.pass_on(number, bytes(20_000))
+        return [place.trade(content[place.rank]).tobytes() for _ in range(50)], place.held[0]
+
+    assert together(work, places) == [([np.stack(content).tobytes()] * 50, 2)] * 5
+
+
 def test_sums_in_float16_with_scales_pass_its_end(ring_of):
     places = ring_of(3)
     wide = [np.random.default_rng(i).normal(0, 6e4, (9, scaled_float16.ITEMS)).astype(np.float32) for i in range(3)]
