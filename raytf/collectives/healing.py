@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from raytf import activity
-from raytf.collectives.ring import Listener
+from raytf.collectives.ring import Listener, Ring
 from raytf.errors import PeerLostError
 
 # For which a worker waits that the driver says how it goes on; it starts a process meanwhile.
@@ -148,6 +149,9 @@ class Healer:
     def __init__(self):
         self.place: Place | None = None
         self.healed = False
+        self._lock = threading.Lock()
+        self._left = 0  # generation of the last ring that will not be
+        self._joining: Listener | None = None
         self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
         self.disarm()
 
@@ -172,6 +176,7 @@ class Healer:
         self._made: list[Callable[[], Any]] = []
         self._completed = 0  # updates, at the end of the step before
         self._waiting: Waiting | None = None
+        self._passed: tuple[int, bytes] | None = None
         self.refused: str | None = why
 
     @contextlib.contextmanager
@@ -220,7 +225,7 @@ class Healer:
         self._pass_on(holder, 2 * self._step + 1, content)
 
     def _pass_on(self, holder, tag: int, content: bytes) -> None:
-        self.tag = tag
+        self.tag, self._passed = tag, (tag, content)
         try:
             holder.ring.pass_on(tag, content)
         except PeerLostError:  # the next exchange finds it out, and can be made again
@@ -262,8 +267,21 @@ class Healer:
                 error = another
 
     def _meet(self, holder, error: PeerLostError | None) -> None:
-        """Waits for the driver's word, and joins the ring that it tells of."""
-        old, listener = holder.ring, self._listen()
+        """Waits for the driver's word, and joins the ring that it tells of, or the next one where that will not be."""
+        ring = None
+        while ring is None:
+            ring = self._join_next(holder.ring, error)
+        holder.replace(ring)
+        self._completed, self.healed = holder.completed, True
+        if self.place is not None:
+            self.tag, self._passed = self.place.tag, (self.place.tag, self.place.own)
+            self.place = None
+        if self._passed is not None:  # the one behind may be new, and this one the next that is lost
+            with contextlib.suppress(PeerLostError):  # which the exchange that follows finds out
+                ring.pass_on(*self._passed)
+
+    def _join_next(self, old, error: PeerLostError | None) -> Ring | None:
+        listener = self._listen()
         while not self._commands.empty():
             self._commands.get()
         here = activity.here
@@ -274,25 +292,42 @@ class Healer:
                     told = self._commands.get(timeout=WAIT_SECONDS)
                 except queue.Empty:
                     told = f"no word of the driver within {WAIT_SECONDS:g} s"
+                self._waiting = None
                 if not isinstance(told, Rejoin):
                     raise error or PeerLostError(old.rank, f"took no place of a lost worker: {told}", None)
-                # what is lost meanwhile is a member of the next ring, and the driver's to see
-                ring = listener.join(
-                    old.rank,
-                    list(told.addresses),
-                    told.token,
-                    _JOIN_SECONDS,
-                    old.timeout,
-                    generation=told.generation,
-                )
+                ring = self._join(listener, old, told)
         finally:
             listener.close()
             self._waiting = None
-        here.count(told.numbers)
-        holder.replace(ring)
-        self._completed, self.healed = holder.completed, True
-        if self.place is not None:
-            self.tag, self.place = self.place.tag, None
+        if ring is not None:
+            ring.held = old.held
+            here.count(told.numbers)
+        return ring
+
+    def _join(self, listener: Listener, old, told: Rejoin) -> Ring | None:
+        """The ring that the driver has told of; None where it said meanwhile that another will be."""
+        with self._lock:
+            if told.generation <= self._left:
+                return None
+            self._joining = listener
+        try:
+            return listener.join(
+                old.rank, list(told.addresses), told.token, _JOIN_SECONDS, old.timeout, generation=told.generation
+            )
+        except PeerLostError:
+            if told.generation <= self._left:
+                return None
+            raise
+        finally:
+            with self._lock:
+                self._joining = None
+
+    def leave(self, generation: int) -> None:
+        """Says that the ring of this generation will not be; who is about to join it, waits for another one."""
+        with self._lock:
+            self._left = max(self._left, generation)
+            if self._joining is not None:
+                self._joining.stop()
 
     def waiting(self) -> Waiting | str | None:
         """Where this worker waits; None where it does not; why it never will, as a clause."""
@@ -324,6 +359,11 @@ def image() -> Place:
 def command(told: Rejoin | str) -> None:
     """`Healer.command`, likewise."""
     here.command(told)
+
+
+def leave(generation: int) -> None:
+    """`Healer.leave`, likewise."""
+    here.leave(generation)
 
 
 def take(place: Place) -> None:

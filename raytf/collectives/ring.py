@@ -616,7 +616,7 @@ class Listener:
     """
 
     def __init__(self, host: str, bound: socket.socket | None = None):
-        self.host = host
+        self.host, self._meeting, self._stopped = host, None, False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sockets = [socket.create_server((host, 0), family=family) if bound is None else bound]
         self.port = self._sockets[0].getsockname()[1]
@@ -652,7 +652,9 @@ class Listener:
         Raises:
             PeerLostError: a neighbour could not be reached, did not come, or does not know the token.
         """
-        meeting = _Meeting(rank, addresses, token, self._sockets, generation)
+        meeting = self._meeting = _Meeting(rank, addresses, token, self._sockets, generation)
+        if self._stopped:
+            meeting.cancel()
         try:
             # in a thread of its own, as the caller's may run an event loop
             with ThreadPoolExecutor(1) as pool:
@@ -662,12 +664,20 @@ class Listener:
                 except BaseException:
                     meeting.cancel()
                     raise
+        except asyncio.CancelledError as error:
+            raise PeerLostError(rank, "no connection to its neighbours: it was told that there will be none") from error
         except OSError as error:
             raise PeerLostError(rank, f"no connection to its neighbours ({type(error).__name__}: {error})") from error
         finally:
             self.close()
         links = [Link(*sockets, host_gone=host_gone) for sockets in (following, previous)]
         return Ring(rank, len(addresses), *links, patience, generation)
+
+    def stop(self) -> None:
+        """Ends a `join` that goes on, from another thread: it raises PeerLostError, unless all are there."""
+        self._stopped = True
+        if self._meeting is not None:
+            self._meeting.cancel()
 
     def close(self) -> None:
         for one in self._sockets:
@@ -701,11 +711,13 @@ class _Meeting:
         self._came: dict[int, socket.socket] = {}
         self._all_came = asyncio.Event()
         self._asked: dict[asyncio.Task, None] = {}  # in the order in which they came
-        self._cancel = None
+        self._cancel, self._cancelled = None, False
 
     async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
         """The connections to the next and from the one before: (data, watch) of each."""
         self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
+        if self._cancelled:
+            raise asyncio.CancelledError
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
                 doors = [group.create_task(self._open(one)) for one in self._listening]
@@ -730,6 +742,7 @@ class _Meeting:
 
     def cancel(self) -> None:
         """Ends it early; from another thread."""
+        self._cancelled = True
         if self._cancel is not None:
             with contextlib.suppress(RuntimeError):  # it has ended
                 self._cancel()

@@ -296,6 +296,15 @@ def begin_training(group, worker: Worker) -> None:
     ray.get(worker.actor.run_train_fn.remote(group._worker_group_context.train_fn_ref), timeout=60)
 
 
+@uses(
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._get_worker_runtime_env",
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._train_run_context",
+)
+def worker_environment(group) -> dict[str, Any]:
+    """The runtime environment of the processes that a worker group starts."""
+    return group._get_worker_runtime_env(group._train_run_context.run_config.worker_runtime_env)
+
+
 @uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_state")
 def group_of(group):
     """The placement group of a worker group that has started."""

@@ -238,6 +238,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._create_workers": (
         "(self, num_workers, placement_group, resources_per_worker, placement_group_bundle_indices=, starting_world_rank=, world_size=, replica_group_size=)",
     ),
+    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._get_worker_runtime_env": (
+        "(custom_runtime_env)",
+    ),
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._init_train_context": (
         "(self, workers, sync_actor)",
     ),

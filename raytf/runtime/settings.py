@@ -41,6 +41,11 @@ class TensorflowConfig:
             gradients are summed in raytf's ring, is replaced while the others keep their processes and go on in that
             step. Each worker passes on what it has for itself (metrics, moving statistics, seeds) after each step.
             Where it cannot be done, and with False, all workers start anew from the last checkpoint.
+        spares: processes that stand ready to take the place of a lost worker of a KerasTrainer, on each host that has
+            workers; one that was used is followed by another. Each has imported TensorFlow, which takes memory (about
+            half a GB), and no CPU of the cluster. 0: a process starts when a worker is lost, which takes some seconds
+            longer. It needs `heal`, failures that FailureConfig allows, and workers that are healed: at least two, more
+            than spares, on CPUs, with communication="auto" and without sync_every.
         first_step_timeout_s: the same until all workers have made a step, as they compile meanwhile.
         bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
             pack in TensorFlow's.
@@ -73,6 +78,7 @@ class TensorflowConfig:
     hang_timeout_s: float | None = 10.0
     first_step_timeout_s: float = FIRST_STEP_SECONDS
     heal: bool = True
+    spares: int = 0
     bytes_per_pack: int = 0
     intra_op_threads: int | None = None
     inter_op_threads: int | None = None
@@ -120,6 +126,15 @@ class TensorflowConfig:
                 "first_step_timeout_s must be at least hang_timeout_s, as graphs are compiled in the first step",
                 self.first_step_timeout_s,
                 "Raise it",
+            )
+        if isinstance(self.spares, bool) or not isinstance(self.spares, int) or self.spares < 0:
+            raise ConfigError("spares must be a number of processes, at least 0", repr(self.spares), "Use such a one")
+        if self.spares and (not self.heal or self.communication != "auto" or self.sync_every > 1):
+            raise ConfigError(
+                "spares take the places of workers that are healed",
+                f"spares={self.spares} with heal={self.heal}, communication={self.communication!r}, "
+                f"sync_every={self.sync_every}",
+                'Leave spares out, or use heal=True, communication="auto" and sync_every=1',
             )
         if self.pin_cpus != "auto" and self.pin_cpus is not False:
             raise ConfigError('pin_cpus must be "auto" or False', repr(self.pin_cpus), "Choose one of them")

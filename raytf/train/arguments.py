@@ -124,6 +124,30 @@ def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str
     return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
 
 
+def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_config, strategy: str) -> None:
+    """Raises ConfigError if a KerasTrainer is to have spares, and none of its workers could be replaced by one."""
+    if not config.spares:
+        return
+    workers = scaling_config.num_workers
+    most = workers if isinstance(workers, int) else max(workers)
+    each = resources_per_worker(scaling_config)
+    if not survives_failures(run_config):
+        received, fix = "no failure allowed", "Allow some: RunConfig(failure_config=FailureConfig(max_failures=...))"
+    elif most <= config.spares:
+        received, fix = f"num_workers={workers}", "Use fewer spares than workers, of which one must live"
+    elif strategy not in ("auto", "multi_worker_mirrored"):
+        received, fix = f"strategy={strategy!r}", 'Leave spares out, or use strategy="auto"'
+    elif each.get("GPU") or each.get("TPU") or scaling_config.use_tpu:
+        received, fix = "workers with GPUs or TPUs, which all start anew", "Leave spares out"
+    else:
+        return
+    raise ConfigError(
+        "spares take the place of a lost worker, where it can be replaced in place",
+        f"spares={config.spares} with {received}",
+        fix,
+    )
+
+
 def survives_failures(run_config) -> bool:
     """Whether a run goes on after a worker's failure."""
     failures = run_config.failure_config

@@ -36,10 +36,16 @@ _PLACE_SECONDS = 100.0
 _ANSWER_SECONDS = 20.0
 # Between two looks at whether all wait.
 _LOOK_SECONDS = 0.05
+# For those that live to say so, when one has not.
+_LIVES_SECONDS = 3.0
 
 
 class NotHealedError(RaytfError, RuntimeError):
     """The loss of a worker cannot be healed in place; the message says why, as a clause."""
+
+
+class _AnotherLostError(RaytfError, RuntimeError):
+    """Another worker was lost meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ class Healing:
         done: whether it has ended, well or not.
         new: the workers that took the places, once it is done; {} if it could not be done.
         why: why not, as a clause.
-        another: whether another worker was lost meanwhile.
+        another: whether another worker was lost meanwhile, so that it may be begun anew.
+        also: ranks of such, of those that were not lost before.
+        new_lost: how many of the processes that were to take a place.
     """
 
     def __init__(self, asked: Asked, lost: Iterable[int], generation: int):
@@ -87,7 +95,8 @@ class Healing:
         self._rest = {rank: worker for rank, worker in asked.workers.items() if rank not in lost}
         self._made: dict[int, Worker] = {}
         self.new: dict[int, Worker] = {}
-        self.why, self.another = "", False
+        self.why, self.another, self.new_lost = "", False, 0
+        self.also: set[int] = set()
         self._lock, self._given_up = threading.Lock(), False
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="raytf_healing")
@@ -107,14 +116,32 @@ class Healing:
                 "kept their processes"
             )
         except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
-            self.why = str(error) if isinstance(error, NotHealedError) else in_a_line(error)
-            self.another = isinstance(error, ray.exceptions.RayActorError)
+            ours = isinstance(error, (NotHealedError, _AnotherLostError))
+            self.why = str(error) if ours else in_a_line(error)
+            self.another = isinstance(error, (ray.exceptions.RayActorError, _AnotherLostError))
+            if self.another:
+                self._see_who_is_lost()
             with self._lock:
                 self._given_up = True
                 for worker in self._made.values():
                     ray.kill(worker.actor)
             if not isinstance(error, (RaytfError, ray.exceptions.RayError, WorkerGroupStartupFailedError, OSError)):
                 raise
+
+    def another_is_lost(self, ranks: set[int]) -> None:
+        """Says that workers were lost since it began, so that it ends at once."""
+        self.also |= ranks
+
+    def _see_who_is_lost(self) -> None:
+        with self._lock:
+            made = dict(self._made)
+        self.also |= _dead(self._rest)
+        gone = _dead(made)
+        self.new_lost = len(gone)
+        names = [f"worker {rank}" for rank in sorted(self.also)]
+        names += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
+        if names:
+            self.why = f"{' and '.join(names)} was lost"
 
     def give_up(self) -> None:
         """Tells those that wait that there is no other ring."""
@@ -125,18 +152,25 @@ class Healing:
         starting = threading.Thread(target=self._start, daemon=True)
         self._failed: BaseException | None = None
         starting.start()
+        if self._generation > 1:  # one that was lost may have been told of a ring that is waited for since
+            told = [worker.actor.execute.remote(healing.leave, self._generation - 1) for worker in self._rest.values()]
+            self._ask(told, "an end of what went before")
         waiting = self._all_wait(self._rest, _BREAK_SECONDS, "come to the sum that the lost one does not make")
         tags = {its.tag for its in waiting.values()}
         if len(tags) > 1:
             raise NotHealedError("the others are not in one step: some have applied an update that others have not")
         donor = min(self._rest)
         (place,) = self._ask([self._rest[donor].actor.execute.remote(healing.image)], "a copy of the training's state")
-        starting.join(_START_SECONDS)
+        owned = self._owned(place, waiting)
+        until = time.monotonic() + _START_SECONDS
+        while starting.is_alive() and time.monotonic() < until:
+            starting.join(_LOOK_SECONDS)
+            self._check_others()
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
             raise NotHealedError(f"no process has started in its place within {_START_SECONDS:g} s")
-        self._take_places(place, waiting)
+        self._take_places(place, owned, waiting)
         everyone = self._rest | self._made
         waiting |= self._all_wait(self._made, _PLACE_SECONDS, "make the step")
         told = Rejoin(
@@ -160,15 +194,29 @@ class Healing:
         except BaseException as error:
             self._failed = error
 
-    def _take_places(self, place: Place, waiting: Mapping[int, Waiting]) -> None:
-        size = len(self._asked.workers)
-        owned = {}
+    def _check_others(self) -> None:
+        if self.also:
+            raise _AnotherLostError("another worker was lost")
+
+    def _owned(self, place: Place, waiting: Mapping[int, Waiting]) -> dict[int, bytes]:
+        """What each lost worker had for itself before the step that the others are in, as it had passed it on."""
+        size, owned = len(self._asked.workers), {}
         for rank in self.lost:
-            holder = waiting.get((rank + 1) % size)
-            held = None if holder is None else holder.held
+            following = (rank + 1) % size
+            if following in self.lost:
+                raise NotHealedError(
+                    f"what worker {rank} had for itself was passed on to worker {following} alone, which was lost, too"
+                )
+            held = waiting[following].held
             if held is None or held[0] != place.tag:
-                raise NotHealedError(f"what worker {rank} had for itself after step {place.step} was lost with it")
+                raise NotHealedError(
+                    f"worker {rank} was lost between two steps, and what it had for itself after step {place.step} "
+                    "with it"
+                )
             owned[rank] = held[1]
+        return owned
+
+    def _take_places(self, place: Place, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
         calls = []
         for rank, worker in self._made.items():
             agreed = {**place.agreed, "missing": place.agreed["reports"] - self._asked.reported.get(rank, 0)}
@@ -202,6 +250,7 @@ class Healing:
         """Where each of some workers waits, once they all do."""
         until, found = time.monotonic() + seconds, {}
         while True:
+            self._check_others()
             ranks = [rank for rank in workers if rank not in found]
             told = self._ask([workers[rank].actor.execute.remote(_waiting) for rank in ranks], what)
             for rank, (its, error) in zip(ranks, told, strict=True):
@@ -217,6 +266,19 @@ class Healing:
                 names = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{names} did not {what} within {seconds:g} s")
             time.sleep(_LOOK_SECONDS)
+
+
+def _dead(workers: Mapping[int, Worker]) -> set[int]:
+    """The ranks of those whose processes have ended."""
+    refs = {worker.actor.execute.remote(_waiting): rank for rank, worker in workers.items()}
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_LIVES_SECONDS) if refs else ([], [])
+    found = set()
+    for ref in done:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayActorError:
+            found.add(refs[ref])
+    return found
 
 
 def _waiting() -> tuple[Waiting | str | None, BaseException | None]:

@@ -174,6 +174,7 @@ class KerasTrainer:
         validation.check_config(self.config)
         workers = arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)
+        arguments.check_spares(self.tensorflow_config, self.scaling_config, self.run_config, self.strategy)
         devices = max(1, int(resources_per_worker(self.scaling_config).get("GPU", 0)))
         per_replica_batch(self.config["batch_size"], 1 if self.num_ps else workers * devices)
         if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:

@@ -132,6 +132,12 @@ def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) 
         )
     if not own_run_config:
         _check_failures(run.failure_config)
+    if getattr(trainer, "tensorflow_config", None) is not None and trainer.tensorflow_config.spares:
+        raise ConfigError(
+            "The workers of a trial all start anew when one is lost",
+            f"TensorflowConfig(spares={trainer.tensorflow_config.spares}) in a sweep",
+            "Leave spares out",
+        )
     if scaling.elasticity_enabled and "num_workers" not in (space or {}):
         raise ConfigError(
             "The trials of a sweep have a fixed number of workers",

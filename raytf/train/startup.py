@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.compat import ray_configs, ray_core, ray_train
 from raytf.compat.patching import overrides
@@ -58,6 +59,7 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
@@ -372,6 +374,7 @@ class _WorkerGroup(WorkerGroup):
     _hangs: HangWatch | None = None
     _hold_until: float | None = None
     _healing: Healing | None = None
+    _spares: Spares | None = None
     _generation = 0  # of the workers' ring
     _not_healed = False
 
@@ -397,6 +400,9 @@ class _WorkerGroup(WorkerGroup):
 
     def _stop_watching(self) -> None:
         self._healing = None
+        if self._spares is not None:
+            self._spares.close()
+            self._spares = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -485,6 +491,8 @@ class _WorkerGroup(WorkerGroup):
                 self._reported[rank] = self._reported.get(rank, 0) + 1
         if self._hangs is None and self._healing is None and self.config.hang_timeout_s is not None:
             self._watch_for_hangs()
+        if self._healing is None and self.config.spares and self.policy is not None and not self._not_healed:
+            self._keep_spares()
         for rank, status in enumerate(found):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
                 self._watchdog.heard(rank)
@@ -500,15 +508,14 @@ class _WorkerGroup(WorkerGroup):
 
     def _healed(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
         """Has processes take the places of workers that were lost; until they have, these seem to run."""
-        if self._healing is None:
-            lost = self._lost(found)
-            if not lost or not self._begin_healing(lost, found):
-                return found
-        elif self._healing.done:
+        if self._healing is not None and self._healing.done:
             self._end_healing(found)
-        if self._healing is None:
+        lost = self._lost(found)
+        if self._healing is None and (not lost or not self._begin_healing(lost, found)):
             return found
-        lost = self._healing.lost
+        if also := lost - self._healing.lost:
+            self._healing.another_is_lost(also)
+        lost = lost | self._healing.lost
         return [
             WorkerStatus(running=True, training_report=status.training_report)
             if rank in lost or (status.error is not None and is_consequence(status.error))
@@ -541,6 +548,20 @@ class _WorkerGroup(WorkerGroup):
         self._heal(lost)
         return True
 
+    def _keep_spares(self) -> None:
+        if self._spares is None:
+            self._spares = Spares(self.config.spares, self._start_spare, import_raytf)
+        self._spares.keep({worker.metadata.node_id for worker in self.get_workers()})
+
+    def _start_spare(self, node: str):
+        environment = ray_train.worker_environment(self)
+        # Ray sets it for a process that asks for CPUs
+        variables = {"OMP_NUM_THREADS": str(max(1, int(self.get_resources_per_worker().get("CPU", 1))))}
+        environment["env_vars"] = variables | environment["env_vars"]
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        kind = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=place)(RayTrainWorker)
+        return kind.remote()
+
     def _heal(self, lost: set[int]) -> None:
         self._generation += 1
         resources = self.get_resources_per_worker()
@@ -557,19 +578,31 @@ class _WorkerGroup(WorkerGroup):
         self._healing = Healing(asked, lost, self._generation)
 
     def _take_place(self, rank: int) -> Worker:
-        """A new process where a lost worker was, or where Ray has put its bundle since."""
+        """A process where a lost worker was, or where Ray has put its bundle since: a spare, or else a new one."""
         old, size = self.get_workers()[rank], len(self.get_workers())
         each, group = self.get_resources_per_worker(), ray_train.group_of(self)
-        (made,) = super()._create_workers(1, group, each, [old.placement_group_bundle_index], rank, size, 1)
+        bundle, spares, taken = old.placement_group_bundle_index, self._spares, None
+        if spares is not None:
+            node = placement_group_table(group)["bundles_to_node_id"][bundle]
+            taken = spares.take(node, lambda actor: actor.get_metadata.remote())
+        if taken is None:
+            (made,) = super()._create_workers(1, group, each, [bundle], rank, size, 1)
+        else:
+            made = Worker(*taken, each, placement_group_bundle_index=bundle)
         made.distributed_context = old.distributed_context
         return made
 
     def _end_healing(self, found: list[WorkerStatus]) -> None:
         healing, self._healing = self._healing, None
         if not healing.new:
-            if healing.another and ray_train.failures_left(self.policy) >= len(healing.lost):
-                self._heal(healing.lost | self._lost(found))
-                return
+            if healing.another:
+                for _ in range(healing.new_lost):
+                    ray_train.count_failure(self.policy)
+                lost = healing.lost | healing.also | self._lost(found)
+                if len(lost) < len(found) and ray_train.failures_left(self.policy) >= len(lost):
+                    output.say(f"{healing.why}, while {_names(healing.lost)} was replaced; that begins anew")
+                    self._heal(lost)
+                    return
             self._not_healed = True
             healing.give_up()
             output.say(f"it could not be replaced in place, so that all workers start anew: {healing.why}")
@@ -606,6 +639,10 @@ class _WorkerGroup(WorkerGroup):
                 how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
                 found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
         return found
+
+
+def _names(ranks) -> str:
+    return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
 def _place(worker: Worker) -> Place:

@@ -77,6 +77,12 @@ class TensorflowTrainer(EarlyStartTrainer):
                     "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
                 )
             tensorflow_config = TensorflowConfig()
+        if tensorflow_config.spares:
+            raise ConfigError(
+                "spares take the place of a lost worker of a KerasTrainer; those of a TensorflowTrainer all start anew",
+                f"spares={tensorflow_config.spares}",
+                "Leave spares out",
+            )
         asked = arguments.asked_keras_2(tensorflow_config, run_config)
         if asked is not None:
             legacy_keras.check_installed(asked)

@@ -51,9 +51,11 @@ def assert_healed(notes, workers, lost):
 
 
 def test_a_worker_and_the_chief(tmp_path):
-    """Rank 1 dies before step 20, the chief before step 33; the chief's state of callbacks is another's then."""
+    """Rank 1 dies before step 20, the chief before step 33; the chief's state of callbacks is another's then. Spares
+    take their places."""
     expected, _ = run(tmp_path, "quiet")
-    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33))
+    spares = {"tensorflow": {"heal": True, "spares": 1}}
+    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33), **spares)
     assert_equal(result, expected, 0)
     assert_healed(notes, 2, [1, 0])
 

@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from raytf.collectives import ring
 from raytf.errors import ConfigError
 from raytf.runtime.settings import TensorflowConfig
-from raytf.train import backend
+from raytf.train import arguments, backend
+from raytf.train.tensorflow_trainer import TensorflowTrainer
 
 # Reserves a port, prints it, frees it at a word as TensorFlow's bind needs, and lives on until it is told to end.
 CHILD = """
@@ -91,9 +93,39 @@ def test_communication_options():
         ({"ports": "20000-30000"}, "ports must be the first and the last"),
         ({"pin_cpus": True}, 'pin_cpus must be "auto" or False; received: True'),
         ({"pin_cpus": 0}, 'pin_cpus must be "auto" or False; received: 0'),
+        ({"spares": -1}, "spares must be a number of processes, at least 0; received: -1"),
+        ({"spares": True}, "spares must be a number of processes"),
+        ({"spares": 1, "heal": False}, "spares take the places of workers that are healed; .*heal=False"),
+        ({"spares": 1, "communication": "nccl"}, "spares take the places of workers that are healed"),
+        ({"spares": 1, "sync_every": 2}, "spares take the places of workers that are healed"),
         ({"intra_op_threads": 0}, "intra_op_threads must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(arguments, rule):
     with pytest.raises(ConfigError, match=rule):
         TensorflowConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "failures", "strategy", "received"),
+    [
+        ({"num_workers": 2}, 0, "auto", "spares=1 with no failure allowed"),
+        ({"num_workers": 1}, 1, "auto", "spares=1 with num_workers=1"),
+        ({"num_workers": 2}, -1, "parameter_server", "spares=1 with strategy='parameter_server'"),
+        ({"num_workers": 2, "use_gpu": True}, 3, "auto", "spares=1 with workers with GPUs"),
+    ],
+)
+def test_spares_are_refused_where_none_could_take_a_place(scaling, failures, strategy, received):
+    scaling, run = ScalingConfig(**scaling), RunConfig(failure_config=FailureConfig(max_failures=failures))
+    with pytest.raises(ConfigError, match=received):
+        arguments.check_spares(TensorflowConfig(spares=1), scaling, run, strategy)
+    arguments.check_spares(TensorflowConfig(), scaling, run, strategy)
+
+
+def test_spares_of_a_tensorflow_trainer_and_of_enough_workers():
+    with pytest.raises(ConfigError, match="those of a TensorflowTrainer all start anew; received: spares=1"):
+        TensorflowTrainer(
+            print, scaling_config=ScalingConfig(num_workers=2), tensorflow_config=TensorflowConfig(spares=1)
+        )
+    run = RunConfig(failure_config=FailureConfig(max_failures=1))
+    arguments.check_spares(TensorflowConfig(spares=2), ScalingConfig(num_workers=(1, 3)), run, "auto")

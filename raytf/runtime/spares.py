@@ -1,0 +1,128 @@
+"""Processes that stand ready to take the places of workers that may be lost, on the workers' nodes.
+
+They hold no resources of the cluster: one that is used takes those that the lost worker has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection
+
+import ray
+from ray.exceptions import RayError
+
+from raytf.console import output
+from raytf.errors import in_a_line
+from raytf.runtime.failures import cause_of
+
+# For one that is ready to answer, and for one that still imports TensorFlow; then it is of no use.
+_ANSWER_SECONDS, _START_SECONDS = 3.0, 30.0
+# Between two looks at whether they live.
+_LOOK_SECONDS = 5.0
+# Of one node, one after the other, none of which came to be ready: no further one is tried there.
+_MOST_FAILURES = 3
+
+
+class Spares:
+    """Keeps as many on each node of some.
+
+    Args:
+        each: on each node, at least 1.
+        start: start(node) gives the actor of a process that starts there; it does what its `execute` is told.
+        preload: is called in each as it starts.
+    """
+
+    def __init__(self, each: int, start: Callable, preload: Callable[[], None]):
+        self._each, self._start, self._preload = each, start, preload
+        self._there: list[_Spare] = []
+        self._failures: dict[str, int] = {}
+        self._lock, self._look_at = threading.Lock(), 0.0
+
+    def keep(self, nodes: Collection[str]) -> None:
+        """Starts what is missing on these nodes, without waiting for it, and ends what is on others.
+
+        Call it now and then: one that has died is seen, and followed by another.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+                self._there = [spare for spare in self._there if spare.node in nodes and self._lives(spare)]
+            for node in nodes:
+                missing = self._each - sum(spare.node == node for spare in self._there)
+                if self._failures.get(node, 0) < _MOST_FAILURES:
+                    self._there += [_Spare(node, self._start(node), self._preload) for _ in range(missing)]
+
+    def _lives(self, spare: _Spare) -> bool:
+        why = spare.look()
+        if why is None:
+            if spare.ready:
+                self._failures.pop(spare.node, None)
+            return True
+        spare.end()
+        self._failures[spare.node] = self._failures.get(spare.node, 0) + 1
+        if self._failures[spare.node] >= _MOST_FAILURES:
+            output.say(
+                f"no spare process can be kept on node {spare.node[:8]}; one that takes the place of a lost worker "
+                f"there is to start then: {why}"
+            )
+        return False
+
+    def take(self, node: str, ask: Callable):
+        """A process of a node, which is another's from now on, and what it answers; None where there is none.
+
+        Args:
+            node: Ray's id of it.
+            ask: ask(actor) gives the ref of the answer.
+        """
+        while True:
+            with self._lock:
+                here = [spare for spare in self._there if spare.node == node]
+                for spare in here:
+                    spare.look()
+                if not here:
+                    return None
+                spare = next((spare for spare in here if spare.ready), here[0])
+                self._there.remove(spare)
+            seconds = _ANSWER_SECONDS if spare.ready else _START_SECONDS
+            try:
+                return spare.actor, ray.get(ask(spare.actor), timeout=seconds)
+            except RayError:  # GetTimeoutError is one
+                spare.end()
+
+    def close(self) -> None:
+        """Ends all."""
+        with self._lock:
+            for spare in self._there:
+                spare.end()
+            self._there.clear()
+
+
+class _Spare:
+    """A process.
+
+    Attributes:
+        ready: whether it has done what it does as it starts; as of the last `look`.
+    """
+
+    def __init__(self, node: str, actor, preload: Callable[[], None]):
+        self.node, self.actor, self.ready = node, actor, False
+        self._answer = actor.execute.remote(preload)
+
+    def look(self) -> str | None:
+        """Why it is of no use, in a line; None while nothing is known against it."""
+        if not ray.wait([self._answer], timeout=0)[0]:
+            return None
+        try:
+            ray.get(self._answer)
+        except Exception as error:  # whatever it fails of, a process that starts when it is needed says it again
+            return in_a_line(cause_of(error))
+        self.ready = True
+        self._answer = self.actor.execute.remote(time.monotonic)
+        return None
+
+    def end(self) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(self.actor)
