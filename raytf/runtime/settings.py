@@ -43,7 +43,7 @@ class TensorflowConfig:
             Where it cannot be done, and with False, all workers start anew from the last checkpoint.
         spares: processes that stand ready to take the place of a lost worker of a KerasTrainer, on each host that has
             workers; one that was used is followed by another. Each has imported TensorFlow, which takes memory (about
-            half a GB), and no CPU of the cluster. 0: a process starts when a worker is lost, which takes some seconds
+            0.7 GB, much of it shared with others), and no CPU of the cluster. 0: a process starts when a worker is lost, which takes some seconds
             longer. It needs `heal`, failures that FailureConfig allows, and workers that are healed: at least two, more
             than spares, on CPUs, with communication="auto" and without sync_every.
         first_step_timeout_s: the same until all workers have made a step, as they compile meanwhile.
