@@ -42,10 +42,10 @@ class TensorflowConfig:
             step. Each worker passes on what it has for itself (metrics, moving statistics, seeds) after each step.
             Where it cannot be done, and with False, all workers start anew from the last checkpoint.
         spares: processes that stand ready to take the place of a lost worker of a KerasTrainer, on each host that has
-            workers; one that was used is followed by another. Each has imported TensorFlow, which takes memory (about
-            half a GB), and no CPU of the cluster. 0: a process starts when a worker is lost, which takes some seconds
-            longer. It needs `heal`, failures that FailureConfig allows, and workers that are healed: at least two, more
-            than spares, on CPUs, with communication="auto" and without sync_every.
+            workers; one that was used is followed by another. Each has imported TensorFlow, which takes memory (0.7 GB
+            resident) and no CPU of the cluster. 0: a process starts when a worker is lost, which takes longer. It needs
+            `heal`, failures that FailureConfig allows, and workers that are healed: at least two, more than spares, on
+            CPUs, with communication="auto" and without sync_every.
         first_step_timeout_s: the same until all workers have made a step, as they compile meanwhile.
         bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
             pack in TensorFlow's.
