@@ -126,3 +126,19 @@ def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_pa
     result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), build=with_a_moving_copy)
     assert_equal(result, expected, 0)
     assert [len({process for process, *_ in steps(notes, rank)}) for rank in range(2)] == [2, 3]
+
+
+def test_two_at_once_and_two_neighbours_at_once(tmp_path):
+    """Of four workers ranks 0 and 2 die before step 20, and both are replaced in place. Then ranks 1 and 2 do before
+    step 33: what rank 1 had for itself is lost with rank 2, and all start anew from the last checkpoint."""
+    told = {"workers": 4, "checkpoint_every": "5 steps"}
+    expected, _ = run(tmp_path, "quiet", **told)
+    kills = [Kill(rank=0, step=20), Kill(rank=2, step=20), Kill(rank=1, step=33), Kill(rank=2, step=33)]
+    result, notes = run(tmp_path, "killed", *kills, **told)
+    assert_equal(result, expected, 0)
+    everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    for rank in range(4):
+        made = steps(notes, rank)
+        assert list(dict.fromkeys((epoch, batch) for _, epoch, batch in made)) == everything
+        assert len({process for process, *_ in made}) == 2 + (rank in (0, 2))
+        assert len(made) <= len(everything) + (rank in (0, 2)) + 6, "those since the end of the epoch, at most"
