@@ -7,6 +7,7 @@ as without it; which of the two happens is said, and why.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -271,13 +272,13 @@ class Healing:
 def _dead(workers: Mapping[int, Worker]) -> set[int]:
     """The ranks of those whose processes have ended."""
     refs = {worker.actor.execute.remote(_waiting): rank for rank, worker in workers.items()}
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_LIVES_SECONDS) if refs else ([], [])
     found = set()
-    for ref in done:
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayActorError:
-            found.add(refs[ref])
+    with contextlib.suppress(NoAnswerError):  # one that stands still is seen by the watchdog
+        for _, ref in answers.as_they_come(list(refs), _LIVES_SECONDS, "whether it lives"):
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError:
+                found.add(refs[ref])
     return found
 
 
