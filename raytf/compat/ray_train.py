@@ -233,8 +233,9 @@ def have_helpers_know_their_cluster() -> None:
     They ask Ray's state API whether controllers live, which looks for a Ray on the machine, and where it finds several
     that were started by `ray.init` they fail, with a traceback in every driver's terminal.
     """
+    address = ray.get_runtime_context().gcs_address
     for module, name in ((placement_group_callback, "PlacementGroupCleaner"), (state_actor, "TrainStateActor")):
-        setattr(module, name, _knowing(getattr(module, name), ray.get_runtime_context().gcs_address))
+        setattr(module, name, _knowing(getattr(module, name), address))
 
 
 def _knowing(helper: type, address: str) -> type:

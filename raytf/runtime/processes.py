@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -67,15 +67,13 @@ class WarmPool:
         self._extra = []
         # A process must not look for devices before Ray gives it some: then it can only try the model.
         if resources.only_cpus(scaling_config):
-            # Ray sets it for a process that asks for CPUs
-            variables = {"OMP_NUM_THREADS": str(_cpus(scaling_config))}
+            environment = _early_environment(run_config, scaling_config, threads(_cpus(scaling_config)))
             for node in resources.likely_nodes(scaling_config, workers):
-                # Ray takes `soft` for any node at all where an actor needs no CPU
-                place = NodeAffinitySchedulingStrategy(node, soft=False)
-                self.there.append((node, _start(kind, run_config, scaling_config, place, variables)))
+                self.there.append((node, start(kind, node, environment)))
         if not self.there:
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-            self._extra.append(_start(kind, run_config, scaling_config, here, {"CUDA_VISIBLE_DEVICES": "-1"}))
+            here = ray.get_runtime_context().get_node_id()
+            environment = _early_environment(run_config, scaling_config, {"CUDA_VISIBLE_DEVICES": "-1"})
+            self._extra.append(start(kind, here, environment, soft=True))
         self.warned = Entries("warned")
         self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
         self._ready = {actor.execute.remote(preload): actor for actor in self._all()}
@@ -138,13 +136,34 @@ def with_variables(run_config, variables: dict[str, str]):
     return run_config
 
 
+def cpus_of(each: Mapping[str, float]) -> int:
+    """For how many CPUs a worker with these resources computes, at least 1."""
+    return max(1, int(each.get("CPU", 1)))
+
+
 def _cpus(scaling_config) -> int:
-    scaling_config = scaling_config or ScalingConfig()
-    return max(1, int(resources_per_worker(scaling_config).get("CPU", 1)))
+    return cpus_of(resources_per_worker(scaling_config or ScalingConfig()))
 
 
-def _start(kind, run_config, scaling_config, place: NodeAffinitySchedulingStrategy, variables: dict[str, str]):
-    environment = worker_environment(run_config, scaling_config, get_env_vars_to_propagate() | variables)
+def threads(cpus: int) -> dict[str, str]:
+    """The variable that Ray sets for a process that asks for CPUs, for one that asks for none."""
+    return {"OMP_NUM_THREADS": str(cpus)}
+
+
+def _early_environment(run_config, scaling_config, variables: dict[str, str]) -> dict:
+    return worker_environment(run_config, scaling_config, get_env_vars_to_propagate() | variables)
+
+
+def start(kind, node: str, environment: dict, soft: bool = False):
+    """The actor of a process that holds no CPU.
+
+    Args:
+        kind: its class.
+        node: Ray's id of where it starts.
+        environment: its runtime environment.
+        soft: whether it may start elsewhere, which Ray takes for any node at all where an actor needs no CPU.
+    """
+    place = NodeAffinitySchedulingStrategy(node, soft=soft)
     return ray.remote(kind).options(num_cpus=0, runtime_env=environment, scheduling_strategy=place).remote()
 
 

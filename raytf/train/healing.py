@@ -111,10 +111,9 @@ class Healing:
         try:
             self._heal()
             self.new = self._made
-            names = " and ".join(f"worker {rank}" for rank in sorted(self.lost))
             output.say(
-                f"{names} was lost and is replaced in place, after {time.monotonic() - self._began:.1f} s; the others "
-                "kept their processes"
+                f"{names(self.lost)} was lost and is replaced in place, after {time.monotonic() - self._began:.1f} s; "
+                "the others kept their processes"
             )
         except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
             ours = isinstance(error, (NotHealedError, _AnotherLostError))
@@ -139,10 +138,10 @@ class Healing:
         self.also |= _dead(self._rest)
         gone = _dead(made)
         self.new_lost = len(gone)
-        names = [f"worker {rank}" for rank in sorted(self.also)]
-        names += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
-        if names:
-            self.why = f"{' and '.join(names)} was lost"
+        found = [names(self.also)] if self.also else []
+        found += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
+        if found:
+            self.why = f"{' and '.join(found)} was lost"
 
     def give_up(self) -> None:
         """Tells those that wait that there is no other ring."""
@@ -264,9 +263,14 @@ class Healing:
             if len(found) == len(workers):
                 return found
             if time.monotonic() > until:
-                names = ", ".join(f"worker {rank}" for rank in ranks)
-                raise NotHealedError(f"{names} did not {what} within {seconds:g} s")
+                late = ", ".join(f"worker {rank}" for rank in ranks)
+                raise NotHealedError(f"{late} did not {what} within {seconds:g} s")
             time.sleep(_LOOK_SECONDS)
+
+
+def names(ranks: Iterable[int]) -> str:
+    """ "worker 0 and worker 2"."""
+    return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
 def _dead(workers: Mapping[int, Worker]) -> set[int]:

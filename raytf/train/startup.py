@@ -20,7 +20,6 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.compat import ray_configs, ray_core, ray_train
 from raytf.compat.patching import overrides
@@ -52,7 +51,7 @@ from raytf.compat.ray_train import (
 from raytf.console import output, quiet
 from raytf.errors import in_a_line
 from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS
-from raytf.runtime import answers, reservation, resources
+from raytf.runtime import answers, processes, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
 from raytf.runtime.guard import Place
 from raytf.runtime.hang_watch import HangWatch
@@ -63,7 +62,7 @@ from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing
+from raytf.train.healing import Asked, Healing, names
 from raytf.worker.ending import MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
@@ -555,12 +554,8 @@ class _WorkerGroup(WorkerGroup):
 
     def _start_spare(self, node: str):
         environment = ray_train.worker_environment(self)
-        # Ray sets it for a process that asks for CPUs
-        variables = {"OMP_NUM_THREADS": str(max(1, int(self.get_resources_per_worker().get("CPU", 1))))}
-        environment["env_vars"] = variables | environment["env_vars"]
-        place = NodeAffinitySchedulingStrategy(node, soft=False)
-        kind = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=place)(RayTrainWorker)
-        return kind.remote()
+        variables = processes.threads(processes.cpus_of(self.get_resources_per_worker()))
+        return processes.start(RayTrainWorker, node, environment | {"env_vars": variables | environment["env_vars"]})
 
     def _heal(self, lost: set[int]) -> None:
         self._generation += 1
@@ -571,7 +566,7 @@ class _WorkerGroup(WorkerGroup):
             started=lambda made: ray_train.give_context(self, list(made.values())),
             begin=functools.partial(ray_train.begin_training, self),
             config=self.config,
-            cpus=max(1, int(resources.get("CPU", 1))),
+            cpus=processes.cpus_of(resources),
             cores=backend.to_claim(WorkerSetup(config=self.config), resources.get("CPU", 1)),
             reported=self._reported,
         )
@@ -600,7 +595,7 @@ class _WorkerGroup(WorkerGroup):
                     ray_train.count_failure(self.policy)
                 lost = healing.lost | healing.also | self._lost(found)
                 if len(lost) < len(found) and ray_train.failures_left(self.policy) >= len(lost):
-                    output.say(f"{healing.why}, while {_names(healing.lost)} was replaced; that begins anew")
+                    output.say(f"{healing.why}, while {names(healing.lost)} was replaced; that begins anew")
                     self._heal(lost)
                     return
             self._not_healed = True
@@ -639,10 +634,6 @@ class _WorkerGroup(WorkerGroup):
                 how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
                 found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
         return found
-
-
-def _names(ranks) -> str:
-    return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
 def _place(worker: Worker) -> Place:

@@ -468,8 +468,8 @@ class _KerasLoop:
         """The steps after which the training was told to end; None where it came to its end."""
         try:
             ended = train(dataclasses.replace(self.task, config=config), session)
-        except MovedError as drained:
-            return drained.step
+        except MovedError as moved:
+            return moved.step
         return None if ended is None else ended["step"]
 
     def apart(self) -> _KerasLoop:

@@ -28,12 +28,6 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     node is drained, behind step 33 or 34. No step is lost or made twice. Another run loses a node without a word: it
     goes on with one worker, from the epoch's begin."""
     environment = os.environ | one_place.environment | {"RAY_ADDRESS": one_place.address}
-
-    def second(name, shift):
-        """The node of the worker that is not the chief, once both are in a step, in which they stay."""
-        until(lambda: steps(tmp_path, name, 0)[-1:] == [shift], driver)
-        return noted(tmp_path, name, 1)[-1].split()[0]
-
     finished(started(tmp_path, "alone", "1-1", environment))
     (tmp_path / "run_hold").write_text("1 4")
     driver = started(tmp_path, "run", "1-3", environment)
@@ -41,8 +35,8 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     cluster = local.add(one_place)
     until(lambda: steps(tmp_path, "run", 1), driver)
     (tmp_path / "run_hold").write_text("2 4")
-    there = second("run", (2, 4))
-    drain(cluster, there, environment)
+    until(lambda: steps(tmp_path, "run", 0)[-1:] == [(2, 4)], driver)
+    drain(cluster, noted(tmp_path, "run", 1)[-1].split()[0], environment)
     said = finished(driver)
     assert steps(tmp_path, "run", 0) == EVERYTHING, said
     made = steps(tmp_path, "run", 1)
@@ -53,7 +47,7 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     driver = started(tmp_path, "lost", "1-3", environment)
     until(lambda: steps(tmp_path, "lost", 1), driver)
     (tmp_path / "lost_hold").write_text("1 4")
-    second("lost", (1, 4))
+    until(lambda: steps(tmp_path, "lost", 0)[-1:] == [(1, 4)], driver)
     raylet = psutil.Process(cluster.nodes[-1])
     for process in [*raylet.children(recursive=True), raylet]:
         process.kill()
