@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -227,27 +227,36 @@ def result_of(manager, storage):
     "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleaner",
     "ray.train.v2._internal.state.state_actor:TrainStateActor",
 )
-def have_helpers_know_their_cluster() -> None:
-    """Tells the processes that Ray Train starts beside a controller, from this process on, which cluster is theirs.
+@uses("ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive")
+@uses("ray.train.v2._internal.state.state_actor:is_actor_alive")
+def have_helpers_ask_their_cluster() -> None:
+    """Has the processes that Ray Train starts beside a controller, from this process on, ask their own cluster whether
+    controllers live.
 
-    They ask Ray's state API whether controllers live, which looks for a Ray on the machine, and where it finds several
-    that were started by `ray.init` they fail, with a traceback in every driver's terminal.
+    They ask the dashboard at the address that their cluster notes. Without a dashboard that is the usual address all
+    the same, and the dashboard of another cluster there knows no such controller: the run's resources are taken away
+    under it. And where several clusters run on a machine that were started by `ray.init`, they find none.
     """
-    address = ray.get_runtime_context().gcs_address
     for module, name in ((placement_group_callback, "PlacementGroupCleaner"), (state_actor, "TrainStateActor")):
-        setattr(module, name, _knowing(getattr(module, name), address))
+        setattr(module, name, _asking(getattr(module, name)))
 
 
-def _knowing(helper: type, address: str) -> type:
-    """The same class in processes that have RAY_ADDRESS; as a local class it needs no raytf on the head."""
+def _asking(helper: type) -> type:
+    """The same class, in processes that ask Ray's list of actors; as a local class it needs no raytf on the head."""
 
-    class Knowing(helper):
+    class Asking(helper):
         def __init__(self, *args, **kwargs):
-            os.environ.setdefault("RAY_ADDRESS", address)
+            def is_actor_alive(actor_id: str, timeout: int) -> bool:
+                try:
+                    return ray._private.state.actors(actor_id).get("State", "DEAD") != "DEAD"
+                except Exception as error:  # what is said is "not known", and it is asked again
+                    raise ray.util.state.exception.RayStateApiException(str(error)) from error
+
+            sys.modules[helper.__module__].is_actor_alive = is_actor_alive
             super().__init__(*args, **kwargs)
 
-    Knowing.__name__, Knowing.__qualname__ = helper.__name__, helper.__qualname__  # what Ray shows
-    return Knowing
+    Asking.__name__, Asking.__qualname__ = helper.__name__, helper.__qualname__  # what Ray shows
+    return Asking
 
 
 @uses("ray.train.v2._internal.execution.preemption:PreemptionWatcher._stop_event")

@@ -250,7 +250,7 @@ class _Controller(TrainController):
         heals: bool,
     ) -> None:
         output.say_who("controller")
-        ray_train.have_helpers_know_their_cluster()
+        ray_train.have_helpers_ask_their_cluster()
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
         known["policy"] = arguments["failure_policy"] if heals else None
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
