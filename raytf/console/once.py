@@ -1,4 +1,5 @@
-"""Warnings that every worker of a run would show: the first one shows them. On a worker.
+"""Warnings that every worker of a run would show: the first one shows them; raytf's own without a line of its source.
+On a worker.
 
 It stands where warnings are shown, so that what one worker alone warns of is seen, too, and a warning that comes n
 times is seen n times.
@@ -10,10 +11,12 @@ import collections
 import contextlib
 import hashlib
 import logging
+import os
 import re
 import sys
 import warnings
 
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -24,17 +27,17 @@ def shown(entries):
     Args:
         entries: a `progress.Entries` that all workers of the run have, or None, where each shows its own.
     """
-    if entries is None:
-        yield
-        return
-    claims = _Claims(entries)
+    claims = None if entries is None else _Claims(entries)
     original = warnings.showwarning
 
     def show(message, category, filename, lineno, file=None, line=None):
-        if file is not None or claims.take(f"{filename}:{lineno}: {category.__name__}: {message}"):
-            original(message, category, filename, lineno, file, line)
+        if file is None and claims and not claims.take(f"{filename}:{lineno}: {category.__name__}: {message}"):
+            return
+        if line is None and filename.startswith(_OURS):  # Python would look it up
+            line = ""
+        original(message, category, filename, lineno, file, line)
 
-    handlers = _consoles()
+    handlers = _consoles() if claims else []
     warnings.showwarning = show
     for handler in handlers:
         handler.addFilter(claims.filter)

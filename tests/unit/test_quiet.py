@@ -94,6 +94,18 @@ def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
     assert capsys.readouterr().err.splitlines() == ["logged", "an error", "an error"]
 
 
+def test_a_line_of_source_is_shown_of_warnings_of_others_alone():
+    """What stands in raytf says nothing to who reads the warning."""
+    for entries in (None, Taken()):
+        with warnings.catch_warnings(record=True) as told, once.shown(entries):
+            warnings.simplefilter("always")
+            for name in (once.__file__, __file__):
+                warnings.warn_explicit("careful", UserWarning, name, 1)
+        ours, theirs = (warnings.formatwarning(w.message, w.category, w.filename, w.lineno, w.line) for w in told)
+        assert ours.splitlines() == [f"{once.__file__}:1: UserWarning: careful"]
+        assert theirs.splitlines()[1].strip().strip('"') == __doc__
+
+
 def test_a_user_s_own_import_of_tensorflow_is_quiet():
     """And leaves the module as Python makes it; TensorFlow imported first says what it says."""
     program = (
