@@ -89,6 +89,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray._private.state:GlobalState._connect_and_get_accessor": ("(self)",),
     "ray._private.state:GlobalState.get_draining_nodes": ("(self)",),
     "ray._private.state:GlobalState.get_max_resources_from_cluster_config": ("(self)",),
+    "ray._private.state:actors": ("(actor_id=, job_id=, actor_state_name=)",),
     "ray._private.state:available_resources_per_node": ("()",),
     "ray._private.worker:print_to_stdstream": ("(data, ignore_prefix)",),
     "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:get_or_create_autoscaling_coordinator": (
@@ -197,6 +198,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "ray.train.v2._internal.execution.context:get_train_context": ("()",),
     "ray.train.v2._internal.execution.context:is_managed_checkpoint": ("(storage_context, checkpoint)",),
+    "ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive": ("(actor_id, timeout)",),
     "ray.train.v2._internal.execution.controller:TrainController": (
         "(train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks=, validation_config=)",
     ),
@@ -258,6 +260,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.state.state_actor:TrainStateActor": (
         "(enable_state_actor_reconciliation=, reconciliation_interval_s=, get_actor_timeout_s=, controllers_to_poll_per_iteration=)",
     ),
+    "ray.train.v2._internal.state.state_actor:is_actor_alive": ("(actor_id, timeout)",),
     "ray.train.v2._internal.util:construct_train_func": ("(train_func, config, train_func_context, fn_arg_name=)",),
     "ray.train.v2._internal.util:construct_user_exception_with_traceback": ("(e, exclude_frames=)",),
     "ray.train.v2._internal.util:time_monotonic": ("()",),
