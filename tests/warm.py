@@ -272,12 +272,14 @@ def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
 
     # Ray's random numbers begin in each fork where they stand here: two forks would give one name to two tasks.
     ray.actor.ActorClassID = _ClassIds(ray.actor.ActorClassID)
+    import pydantic.v1  # noqa: F401
     import ray.data
     import ray.train
     import ray.tune
 
     if tensorflow:
         import raytf.train.entry
+        import raytf.train.startup
         import raytf.worker.fit
     else:
         import raytf.cli_options

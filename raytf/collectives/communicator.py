@@ -115,7 +115,7 @@ def _sum_function(strategy):
         return [strategy.experimental_local_results(v)[0] for v in strategy.run(replica, args=local)]
 
     # a partial has no code: TensorFlow counts traces by code, and would warn of what are different functions
-    return tf.function(functools.partial(total))
+    return tf.function(functools.partial(total), autograph=False)
 
 
 def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:

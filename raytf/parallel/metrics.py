@@ -151,7 +151,7 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
             variable.assign(tf.where(first, total, before) if summed else total)
 
     if each:
-        tf.function(lambda: strategy.run(replica))()
+        tf.function(lambda: strategy.run(replica), autograph=False)()
 
 
 def last_logs(model) -> tuple[dict[str, float], int]:
@@ -239,7 +239,7 @@ def _synchronize_function(strategy, metrics, averaged, assign):
             for v, t in zip(metrics, totals, strict=True)
         ], means
 
-    @tf.function
+    @tf.function(autograph=False)
     def synchronize():
         return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], strategy.run(replica))
 

@@ -57,7 +57,9 @@ def began(model) -> None:
     if known != key:
         strategy = model.distribute_strategy
         read = lambda: [tf.identity(v.value) for v in variables]
-        function = tf.function(lambda: [strategy.experimental_local_results(v)[0] for v in strategy.run(read)])
+        function = tf.function(
+            lambda: [strategy.experimental_local_results(v)[0] for v in strategy.run(read)], autograph=False
+        )
         model.__dict__["_raytf_own_state"] = key, function
     healing.here.began(holder, b"".join(value.numpy().tobytes() for value in function()))
 
@@ -109,4 +111,4 @@ def _assign(strategy, variables: Sequence[keras.Variable], values: Sequence[np.n
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
-    tf.function(lambda: strategy.run(replica))()
+    tf.function(lambda: strategy.run(replica), autograph=False)()
