@@ -35,7 +35,7 @@ from raytf.worker import (
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import STOP, Ended, MovedError
 from raytf.worker.job import TrainJob
-from raytf.worker.session import Holders, RaySession
+from raytf.worker.session import Holders, RaySession, TrialSession
 from raytf.worker.writers import Writers
 
 
@@ -58,7 +58,7 @@ def train(task: TrainJob, session) -> dict | None:
         if job.ended(state, task):
             return None
         keras.utils.set_random_seed(task.sampling.seed % 2**32)
-        heals = task.heals and isinstance(session, RaySession)
+        heals = task.heals and isinstance(session, (RaySession, TrialSession))
         with distribution.scope():
             model = task.build_model(dict(task.config))
         static = context.uses_tpu()
@@ -101,7 +101,8 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        survivable = replacement.survivable(heals, model, position, report, agreed, feeds["train"].order)
+        order, reports = feeds["train"].order, lambda: session.reports_made()
+        survivable = replacement.survivable(heals, model, position, report, agreed, order, reports)
         try:
             with survivable:
                 model.fit(
@@ -148,7 +149,8 @@ def within_epochs(
             "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
         )
     holders = session.holders() if task.memory_every is not None else Holders(mine=False, peer=False)
-    if session.rank == 0 and task.memory_every is not None and not holders.peer:
+    alone = context.servers() is None and not holders.peer
+    if session.rank == 0 and task.memory_every is not None and alone:
         warnings.warn(
             "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
             stacklevel=2,

@@ -8,7 +8,7 @@ the lost one had for itself, which that one had passed on; and where callbacks s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -18,14 +18,15 @@ from raytf import activity
 from raytf.collectives import gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
-from raytf.compat import ray_train
 from raytf.parallel import double_writes, local_sgd, metrics, own_state
 from raytf.storage import checkpoint_files, scratch
 from raytf.worker import checkpoint, session
 
 
 @contextlib.contextmanager
-def survivable(heals: bool, model, position, report, agreed: dict[str, Any], order: dict) -> Iterator[None]:
+def survivable(
+    heals: bool, model, position, report, agreed: dict[str, Any], order: dict, reports: Callable[[], int]
+) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
     Args:
@@ -35,6 +36,7 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
         report: the `callbacks.ReportCallback`.
         agreed: callbacks that all workers follow alike, by name; `told()` of each gives where it stands.
         order: `Feed.order` of the training rows.
+        reports: reports() gives how many the training has made.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -59,7 +61,7 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
             checkpoint.write(folder, model, parts, version)
             files = session.read_files(folder)
         stand = {name: callback.told() for name, callback in agreed.items()}
-        stand |= {"steps_per_execution": model.steps_per_execution, "reports": ray_train.reports_made()}
+        stand |= {"steps_per_execution": model.steps_per_execution, "reports": reports()}
         stand["looking"] = double_writes.looking()
         if healer.at_end:
             stand["last"] = metrics.last_logs(model)
