@@ -100,7 +100,9 @@ class KerasTrainer:
         memory_every: hold a copy of the training in memory after so many steps, too ("10 steps"), on the host of the
             chief and, where workers are on several hosts, on another one; None for none. It is written only when the
             run breaks: by a host that is left, so that the loss of one costs at most so many steps. It takes a copy of
-            the state in the memory of each of the two, and two while the next one is made.
+            the state in the memory of each of the two, and two while the next one is made. With parameter servers it is
+            the coordinator that holds one, of what all servers hold: when a server dies, others get it from there. All
+            steps that have begun are waited for, and all variables come to the coordinator.
         resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
             same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
             config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
@@ -208,7 +210,7 @@ class KerasTrainer:
             raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
         validation.check_seed(self.seed)
         arguments.every(self.checkpoint_every, self.tensorflow_config)
-        arguments.memory_steps(self.memory_every, self.strategy, self.num_ps)
+        arguments.memory_steps(self.memory_every, self.strategy)
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
         run_folder.check_name(self.run_config.name)
@@ -359,7 +361,7 @@ class KerasTrainer:
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
             checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
-            memory_every=arguments.memory_steps(self.memory_every, self.strategy, self.num_ps),
+            memory_every=arguments.memory_steps(self.memory_every, self.strategy),
             heals=self._heals(),
         )
 
