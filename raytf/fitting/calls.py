@@ -148,6 +148,7 @@ def fit(
         call.pack(users)
         seed, more = call.going_on(make_default_seed(), batch, {"initial_epoch": initial_epoch, "shuffle": order})
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
+        more["heals"] = workers.num_workers > 1
         work = call.work("fit", batches, seed, order, arguments, **more)
         return call.fit(work, users, verbose)
 
