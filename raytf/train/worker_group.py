@@ -253,9 +253,9 @@ class WorkerGroup:
             for ref in done:
                 rank = pending.pop(ref)
                 try:
-                    event = ray.get(ref)
-                except ray.exceptions.RayActorError as error:
-                    lost[rank] = _lost(f"worker {rank}", error)
+                    event = self._get(f"worker {rank}", ref)
+                except WorkerGroupLostError as error:
+                    lost[rank] = error
                     continue
                 if event is None:
                     pending[self.workers[rank].next_event.remote()] = rank
@@ -465,6 +465,12 @@ class WorkerGroup:
     def _begin_wait(self) -> None:
         if self._guard is not None:
             self._guard.begin()
+
+    def _get(self, name: str, ref):
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            raise _lost(name, error) from error
 
     def _look(self) -> None:
         try:
