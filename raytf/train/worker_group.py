@@ -180,7 +180,7 @@ class WorkerGroup:
         """The actor of a worker's process: a spare one on its node, or another one that starts."""
         bundle = self._first_bundle + rank
         if self._spares:
-            node = placement_group_table(self._group)["bundles_to_node_id"][bundle]
+            node = placement_group_table(self._group)["bundles_to_node_id"].get(bundle)
             if (taken := _take(self._spares, node)) is not None:
                 return taken
         return placed_actor(self._kind, self._group, bundle, self._resources, runtime_env=self._environment)
