@@ -213,10 +213,7 @@ def main(arguments=None):
             print(f"{way}: {found[way]}", file=sys.stderr, flush=True)
             if options.memory:
                 found[way] = memory
-    if options.memory:
-        shown = _memory_table(found)
-    else:
-        shown = _recovery_table(len(kills), found)
+    shown = _memory_table(found) if options.memory else _recovery_table(len(kills), found)
     common.finish(options, "recovery", shown, found)
 
 

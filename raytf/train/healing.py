@@ -35,8 +35,8 @@ _START_SECONDS = 45.0
 # For it to come to the step: TensorFlow, the model, graphs.
 _PLACE_SECONDS = 100.0
 _ANSWER_SECONDS = 20.0
-# Between two looks at whether all wait.
-_LOOK_SECONDS = 0.05
+# For which a worker that does not wait so far holds an answer back; it answers nobody else meanwhile.
+_LOOK_SECONDS = 0.1
 # For those that live to say so, when one has not.
 _LIVES_SECONDS = 3.0
 
@@ -252,7 +252,7 @@ class Healing:
         while True:
             self._check_others()
             ranks = [rank for rank in workers if rank not in found]
-            told = self._ask([workers[rank].actor.execute.remote(_waiting) for rank in ranks], what)
+            told = self._ask([workers[rank].actor.execute.remote(_waiting, _LOOK_SECONDS) for rank in ranks], what)
             for rank, (its, error) in zip(ranks, told, strict=True):
                 if error is not None:
                     raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")
@@ -265,7 +265,6 @@ class Healing:
             if time.monotonic() > until:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:g} s")
-            time.sleep(_LOOK_SECONDS)
 
 
 def names(ranks: Iterable[int]) -> str:
@@ -286,6 +285,6 @@ def _dead(workers: Mapping[int, Worker]) -> set[int]:
     return found
 
 
-def _waiting() -> tuple[Waiting | str | None, BaseException | None]:
+def _waiting(seconds: float = 0.0) -> tuple[Waiting | str | None, BaseException | None]:
     """On a worker: where it waits, see `Healer.waiting`; what its training has failed of."""
-    return healing.here.waiting(), ray_train.training_error()
+    return healing.here.waiting(seconds), ray_train.training_error()

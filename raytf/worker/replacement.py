@@ -65,7 +65,7 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
             stand["last"] = metrics.last_logs(model)
         return Place(position.step + within, healer.tag, within + healer.begun, healer.at_end, files, b"", stand)
 
-    healer.arm(listen, image, position.step)
+    healer.arm(listen, image, ray_train.tell_of_loss, position.step)
     try:
         yield
     finally:
