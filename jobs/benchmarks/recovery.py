@@ -14,8 +14,8 @@ A training of two workers, which are killed (SIGKILL) again and again, before st
 
 That every step was made in the end is checked.
 
-With `--memory` worker 1 alone is killed, and what is printed is the memory of worker 0, which lives through all deaths,
-after each of them: growth from the fifth to the last.
+With `--memory` worker 1 alone is killed, and what is printed is the memory of worker 0, which lives through all deaths:
+growth from the fifth death to the last one, beside that of a training in which nobody dies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def places(kills: int, seed: int) -> list[tuple[int, int]]:
     return [(i * SPAN + source.randrange(MARGIN, SPAN - MARGIN), source.randrange(WORKERS)) for i in range(kills)]
 
 
-def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int]], rest: float = 0.0):
+def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int | None]], rest: float = 0.0):
     """A callback that notes when steps end, and kills its worker before some, each once over all restarts.
 
     Args:
@@ -88,7 +88,7 @@ def _memory() -> dict[str, int]:
     return {"rss": kib["Rss"] << 10, "uss": kib["Private_Clean"] + kib["Private_Dirty"] << 10, "pid": os.getpid()}
 
 
-def _raytf(folder: str, kills: list[tuple[int, int]], heal: bool = True, spares: int = 0, rest: float = 0.0):
+def _raytf(folder: str, kills: list[tuple[int, int | None]], heal: bool = True, spares: int = 0, rest: float = 0.0):
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     import raytf
@@ -119,7 +119,7 @@ def _raytf(folder: str, kills: list[tuple[int, int]], heal: bool = True, spares:
     ).fit()
 
 
-def _ray(folder: str, kills: list[tuple[int, int]]):
+def _ray(folder: str, kills: list[tuple[int, int | None]]):
     from ray.train import FailureConfig
 
     ray_guide.fit(
@@ -144,11 +144,11 @@ WAYS = {
 }
 
 
-def _epochs(kills: list[tuple[int, int]]) -> int:
+def _epochs(kills: list[tuple[int, int | None]]) -> int:
     return -(-(len(kills) + 1) * SPAN // STEPS)
 
 
-def once(way: str, kills: list[tuple[int, int]], rest: float) -> tuple[list[dict], list[dict]]:
+def once(way: str, kills: list[tuple[int, int | None]], rest: float) -> tuple[list[dict], list[dict]]:
     """A training with kills: what `figures` says, and worker 0's memory after each."""
     with tempfile.TemporaryDirectory(prefix="raytf_recovery_", ignore_cleanup_errors=True) as folder:
         WAYS[way](folder, kills, **({"rest": rest} if way == SPARE else {}))
@@ -157,7 +157,7 @@ def once(way: str, kills: list[tuple[int, int]], rest: float) -> tuple[list[dict
             with open(os.path.join(folder, f"steps_{rank}")) as file:
                 made += [(float(at), int(step)) for step, at in map(str.split, file)]
         killed = {}
-        for step, _ in kills:
+        for step in (step for step, rank in kills if rank is not None):
             with open(os.path.join(folder, f"killed_{step}")) as file:
                 killed[step] = float(file.read())
         memory = []
@@ -203,11 +203,12 @@ def main(arguments=None):
     parser.add_argument("--memory", action="store_true", help="what deaths leave in the memory of who survives them")
     options = parser.parse_args(arguments)
     kills = places(2 if options.smoke else options.kills, options.seed)
-    if options.memory:
-        kills = [(step, 1) for step, _ in kills]
-        options.ways = [way for way in options.ways if way in ("raytf", SPARE)]
     found = {}
     with common.ray_cluster():
+        if options.memory:
+            found["raytf, nobody dies"] = once("raytf", [(step, None) for step, _ in kills], 0.0)[1]
+            kills = [(step, 1) for step, _ in kills]
+            options.ways = [way for way in options.ways if way in ("raytf", SPARE)]
         for way in options.ways:
             found[way], memory = once(way, kills, options.rest)
             print(f"{way}: {found[way]}", file=sys.stderr, flush=True)
@@ -237,7 +238,7 @@ def _memory_table(found: dict[str, list[dict]]) -> str:
             first, early, late = (each[min(i, len(each) - 1)][kind] / 2**20 for i in (0, SETTLED - 1, len(each) - 1))
             rows.append([f"{way}: {kind.upper()}", first, early, late, f"{100 * (late / early - 1):+.2f} %"])
     deaths = len(next(iter(found.values())))
-    head = ["", "after the first death, MiB", f"after death {SETTLED}", f"after death {deaths}", "growth between these"]
+    head = ["", "MiB after the first death", f"after death {SETTLED}", f"after death {deaths}", "growth between these"]
     return common.table("Memory of the worker that lives through all deaths", head, rows)
 
 
