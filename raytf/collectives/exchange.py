@@ -93,6 +93,8 @@ class Exchange:
 
     def _gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         ring, count = self.ring, len(arrays)
+        if isinstance(ring, Detached) and ring.rehearses:
+            return [np.concatenate([array] * ring.size) for array in arrays]
         told = np.zeros((ring.size, count, 2), np.int64)
         row_bytes = [a.itemsize * int(np.prod(a.shape[1:], dtype=np.int64)) for a in arrays]
         told[ring.rank] = [(len(a), size) for a, size in zip(arrays, row_bytes, strict=True)]

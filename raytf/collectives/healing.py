@@ -97,13 +97,14 @@ class Detached:
 
     Args:
         rank, size, timeout: of the ring that it will be in, see `Ring`.
+        rehearses: there will be none, and what is gathered from others is this worker's own.
     """
 
     alone = True
     generation = 0
 
-    def __init__(self, rank: int, size: int, timeout: float | None):
-        self.rank, self.size, self.timeout, self.sent = rank, size, timeout, 0
+    def __init__(self, rank: int, size: int, timeout: float | None, rehearses: bool = False):
+        self.rank, self.size, self.timeout, self.sent, self.rehearses = rank, size, timeout, 0, rehearses
         self.held: tuple[int, bytes] | None = None
 
     def padded(self, items: int) -> int:
@@ -144,31 +145,36 @@ class Healer:
         tag: of what was passed on last: twice the steps that were made, and one more where an epoch has begun since.
         at_end: whether the epoch's steps are all made, and its end, with the validation, goes on.
         healed: whether a loss was survived since this was set to False; the same on all workers between two steps.
+        rehearses: whether what this process trains is thrown away, and no other takes part in it.
     """
 
     def __init__(self):
         self.place: Place | None = None
-        self.healed = False
+        self.healed = self.rehearses = False
         self._lock = threading.Lock()
+        self._changed = threading.Condition()  # where it waits
         self._left = 0  # generation of the last ring that will not be
         self._joining: Listener | None = None
         self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
         self.disarm()
 
-    def arm(self, listen: Callable[[], Listener], image: Callable[[], Place], step: int) -> None:
+    def arm(
+        self, listen: Callable[[], Listener], image: Callable[[], Place], lost: Callable[[], None], step: int
+    ) -> None:
         """Says that a loss can be survived from now on.
 
         Args:
             listen: makes a listener for the next ring.
             image: what a process would need to take a lost one's place; called in another thread while this one waits.
+            lost: tells the driver that another worker is lost, without waiting.
             step: steps that are made.
         """
-        self._listen, self._image, self._step = listen, image, step
+        self._listen, self._image, self._lost, self._step = listen, image, lost, step
         self.refused = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Says that it cannot, and why, as a clause."""
-        self._listen = self._image = None
+        self._listen = self._image = self._lost = None
         self._step = self.within = self.begun = 0
         self.tag = -1
         self._open = self.at_end = False
@@ -178,6 +184,8 @@ class Healer:
         self._waiting: Waiting | None = None
         self._passed: tuple[int, bytes] | None = None
         self.refused: str | None = why
+        with self._changed:
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def execution(self) -> Iterator[None]:
@@ -281,11 +289,15 @@ class Healer:
                 ring.pass_on(*self._passed)
 
     def _join_next(self, old, error: PeerLostError | None) -> Ring | None:
+        if error is not None:
+            self._lost()
         listener = self._listen()
         while not self._commands.empty():
             self._commands.get()
         here = activity.here
-        self._waiting = Waiting(self.tag, (listener.host, listener.port), old.held, here.told()["numbers"])
+        with self._changed:
+            self._waiting = Waiting(self.tag, (listener.host, listener.port), old.held, here.told()["numbers"])
+            self._changed.notify_all()
         try:
             with here.meeting(activity.HEALING):
                 try:
@@ -329,8 +341,13 @@ class Healer:
             if self._joining is not None:
                 self._joining.stop()
 
-    def waiting(self) -> Waiting | str | None:
-        """Where this worker waits; None where it does not; why it never will, as a clause."""
+    def waiting(self, seconds: float = 0.0) -> Waiting | str | None:
+        """Where this worker waits, within so many seconds; None where it does not; why it never will, as a clause."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._where() is not None, seconds)
+            return self._where()
+
+    def _where(self) -> Waiting | str | None:
         if self._waiting is not None:
             return self._waiting
         return None if self.armed or self.place is not None else self.refused

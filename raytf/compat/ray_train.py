@@ -199,6 +199,12 @@ def training_error() -> BaseException | None:
     return get_train_context().execution_context.training_thread_runner.get_error()
 
 
+@uses("ray.train.v2._internal.execution.context:TrainContext.controller_actor")
+def tell_of_loss() -> None:
+    """Has the controller look at its workers now, as one of them is lost; Ray Train's own looks from time to time."""
+    get_train_context().controller_actor.look.remote()
+
+
 def count_reports(number: int) -> None:
     """Says how many were made, for a process that takes the place of another's."""
     vars(get_train_context())["_raytf_reports"] = number
@@ -221,6 +227,24 @@ def result_of(manager, storage):
 
 
 # ------------------------------------------------------------------------------------------ the controller's parts
+
+
+@uses(
+    "ray.train.v2._internal.execution.controller:TrainController._latest_poll_time",
+    "ray.train.v2._internal.execution.controller:TrainController._health_check_interval_s",
+)
+def until_poll(controller) -> float:
+    """Seconds until a controller polls its workers again, at least 0."""
+    return max(0.0, controller._latest_poll_time + controller._health_check_interval_s - time_monotonic())
+
+
+@uses(
+    "ray.train.v2._internal.execution.controller:TrainController._latest_poll_time",
+    "ray.train.v2._internal.execution.controller:TrainController._health_check_interval_s",
+)
+def poll_now(controller) -> None:
+    """Has it do so after a millisecond, in which it may see that it was ended."""
+    controller._latest_poll_time = time_monotonic() - controller._health_check_interval_s + 1e-3
 
 
 @uses(

@@ -198,6 +198,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "ray.train.v2._internal.execution.context:get_train_context": ("()",),
     "ray.train.v2._internal.execution.context:is_managed_checkpoint": ("(storage_context, checkpoint)",),
+    "ray.train.v2._internal.execution.controller.controller:TrainController._poll_workers": ("(self)",),
     "ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive": ("(actor_id, timeout)",),
     "ray.train.v2._internal.execution.controller:TrainController": (
         "(train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks=, validation_config=)",

@@ -244,7 +244,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     agreed = {"execution": execution, "own": _Values(own)} | dict(zip(("kept",), kept.steps, strict=False))
     arguments, before, after = kept.going_on()
     survivable = replacement.survivable(
-        work.heals, model, kept.position, kept.report, agreed, feed.order, session.reports_made
+        work.heals, model, kept.position, kept.report, agreed, feed.order, session.reports_made, session.tell_of_loss
     )
     try:
         with survivable:

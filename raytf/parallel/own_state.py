@@ -51,7 +51,12 @@ def passing_on(model, replica_step):
 
 def began(model) -> None:
     """Passes on what a worker has at the begin of an epoch; every worker calls it."""
-    holder, variables = gradient_ring.of(model.distribute_strategy), variables_of(model)
+    healing.here.began(gradient_ring.of(model.distribute_strategy), content_of(model))
+
+
+def content_of(model) -> bytes:
+    """The values of these variables, which `take` takes."""
+    variables = variables_of(model)
     key = [id(v) for v in variables]
     known, function = model.__dict__.get("_raytf_own_state", (None, None))
     if known != key:
@@ -61,7 +66,7 @@ def began(model) -> None:
             lambda: [strategy.experimental_local_results(v)[0] for v in strategy.run(read)], autograph=False
         )
         model.__dict__["_raytf_own_state"] = key, function
-    healing.here.began(holder, b"".join(value.numpy().tobytes() for value in function()))
+    return b"".join(value.numpy().tobytes() for value in function())
 
 
 def check_alike(model) -> None:

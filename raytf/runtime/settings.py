@@ -43,10 +43,14 @@ class TensorflowConfig:
             seeds) after each step. Where it cannot be done, and with False, all workers start anew from the last
             checkpoint.
         spares: processes that stand ready to take the place of a lost worker of a KerasTrainer, on each host that has
-            workers; one that was used is followed by another. Each has imported TensorFlow, which takes memory (0.7 GB
-            resident) and no CPU of the cluster. 0: a process starts when a worker is lost, which takes longer. It needs
-            `heal`, failures that FailureConfig allows, and workers that are healed: at least two, more than spares, on
-            CPUs, with communication="auto" and without sync_every.
+            workers; one that was used is followed by another. Each has imported TensorFlow, and has made a training
+            step of the model on the first rows, which is thrown away. For that it calls `build_model`, and traces
+            `map` and `train_step`, once more than a training does, as the last of the workers but outside of Ray
+            Train's context; no callback is called, and nothing is reported. Where that fails it is said, and the
+            process has imported TensorFlow alone. It takes memory (0.7 GB resident, and the model) and no CPU of the
+            cluster. 0: a process starts when a worker is lost, which takes longer. It needs `heal`, failures that
+            FailureConfig allows, and workers that are healed: at least two, more than spares, on CPUs, with
+            communication="auto" and without sync_every.
         first_step_timeout_s: the same until all workers have made a step, as they compile meanwhile.
         bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
             pack in TensorFlow's.

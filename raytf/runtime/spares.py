@@ -31,13 +31,14 @@ class Spares:
     Args:
         each: on each node, at least 1.
         start: start(node) gives the actor of a process that starts there; it does what its `execute` is told.
-        preload: is called in each as it starts.
+        preload: is called in each as it starts; gives what it could not do ahead, as a line, or None.
     """
 
     def __init__(self, each: int, start: Callable, preload: Callable[[], None]):
         self._each, self._start, self._preload = each, start, preload
         self._there: list[_Spare] = []
         self._failures: dict[str, int] = {}
+        self._said = False
         self._lock, self._look_at = threading.Lock(), 0.0
 
     def keep(self, nodes: Collection[str]) -> None:
@@ -49,6 +50,9 @@ class Spares:
         with self._lock:
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
+                for spare in self._there:
+                    if spare.node not in nodes:
+                        spare.end()
                 self._there = [spare for spare in self._there if spare.node in nodes and self._lives(spare)]
             for node in nodes:
                 missing = self._each - sum(spare.node == node for spare in self._there)
@@ -60,6 +64,9 @@ class Spares:
         if why is None:
             if spare.ready:
                 self._failures.pop(spare.node, None)
+            if spare.less is not None and not self._said:
+                self._said = True
+                output.say(f"spare processes import TensorFlow alone, as a step ahead failed in one: {spare.less}")
             return True
         spare.end()
         self._failures[spare.node] = self._failures.get(spare.node, 0) + 1
@@ -105,10 +112,12 @@ class _Spare:
 
     Attributes:
         ready: whether it has done what it does as it starts; as of the last `look`.
+        less: what it could not do ahead, then.
     """
 
     def __init__(self, node: str, actor, preload: Callable[[], None]):
         self.node, self.actor, self.ready = node, actor, False
+        self.less: str | None = None
         self._answer = actor.execute.remote(preload)
 
     def look(self) -> str | None:
@@ -116,10 +125,11 @@ class _Spare:
         if not ray.wait([self._answer], timeout=0)[0]:
             return None
         try:
-            ray.get(self._answer)
+            told = ray.get(self._answer)
         except Exception as error:  # whatever it fails of, a process that starts when it is needed says it again
             return in_a_line(cause_of(error))
-        self.ready = True
+        if not self.ready:
+            self.ready, self.less = True, told
         self._answer = self.actor.execute.remote(time.monotonic)
         return None
 

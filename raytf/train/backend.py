@@ -159,6 +159,11 @@ def set_environment(
         cores.release()
     output.say_who(f"worker {rank}")
     ring.keep_token(token)
+    set_variables(config, addresses, rank, cpus)
+
+
+def set_variables(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int) -> None:
+    """Writes the variables alone; see `set_environment`."""
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     intra_op, inter_op = config.intra_op_threads or cpus, config.inter_op_threads or max(2, cpus)
     os.environ.update(settings.variables(intra_op, inter_op, config.memory_growth))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from raytf.compat import legacy_keras, selfcheck
+import os
+import warnings
+
+import ray
+
+from raytf.collectives import ring
+from raytf.compat import autograph, legacy_keras, selfcheck
 from raytf.compat.fast_import import import_keras
 from raytf.console import output
-from raytf.train import dry_run  # noqa: F401 - asked of the first process
+from raytf.errors import in_a_line
+from raytf.train import (
+    backend,
+    dry_run,  # noqa: F401 - asked of the first process
+)
 from raytf.worker.job import TrainJob
 from raytf.worker.session import RaySession
 
@@ -26,6 +36,37 @@ def import_raytf() -> None:
         except ImportError as error:
             selfcheck.explain(error)
             raise
+
+
+def rehearse(told: list, workers: int, cpus: int) -> str | None:
+    """What a spare process does as it starts: imports, and a step of the model that it may have to train.
+
+    Args:
+        told: empty, or the ref of (the `TrainJob`, the `settings.WorkerSetup`).
+        workers: of the run.
+        cpus: of a worker.
+
+    Returns:
+        Why the step could not be made, in a line; None where it was, or none was asked for.
+    """
+    import_raytf()
+    if not told:
+        return None
+    from raytf.worker import context, rehearsal
+
+    output.say_who("spare")
+    try:
+        task, setup = ray.get(told[0])
+        backend.set_variables(setup.config, [f"127.0.0.1:{1 + rank}" for rank in range(workers)], workers - 1, cpus)
+        ring.keep_token(ring.new_token())
+        with warnings.catch_warnings(), autograph.in_memory(), context.prepared(setup):
+            warnings.simplefilter("ignore")  # the workers show them
+            rehearsal.rehearse(task, workers)
+    except Exception as error:  # a process that has imported TensorFlow is of use all the same, and it is said
+        return in_a_line(error)
+    finally:
+        os.environ.pop("TF_CONFIG", None)
+    return None
 
 
 def train(task: TrainJob, session=None) -> dict | None:

@@ -35,8 +35,8 @@ _START_SECONDS = 45.0
 # For it to come to the step: TensorFlow, the model, graphs.
 _PLACE_SECONDS = 100.0
 _ANSWER_SECONDS = 20.0
-# Between two looks at whether all wait.
-_LOOK_SECONDS = 0.05
+# For which a worker that does not wait so far holds an answer back; it answers nobody else meanwhile.
+_LOOK_SECONDS = 0.1
 # For those that live to say so, when one has not.
 _LIVES_SECONDS = 3.0
 
@@ -70,8 +70,8 @@ class Asked:
         settle: settle(worker, addresses of all, rank, token, whether cores are pinned) tells a new process what
             `backend.set_environment` takes; the ref of its answer.
         begin: begin(worker) has a new process train.
-        standing: standing(worker) gives the ref of what `Healer.waiting` says there, and of what its training has
-            failed of or None.
+        standing: standing(worker, seconds) gives the ref of what `Healer.waiting(seconds)` says there, and of what its
+            training has failed of or None.
         ports: on which workers may listen.
         cores: that each claims.
         reported: reports that have come, by rank.
@@ -82,7 +82,7 @@ class Asked:
     started: Callable[[dict[int, Member]], None]
     settle: Callable[[Member, list[str], int, bytes, bool], Any]
     begin: Callable[[Member], None]
-    standing: Callable[[Member], Any]
+    standing: Callable[[Member, float], Any]
     ports: tuple[int, int]
     cores: int
     reported: Mapping[int, int]
@@ -160,7 +160,7 @@ class Healing:
 
     def _dead(self, workers: Mapping[int, Member]) -> set[int]:
         """The ranks of those whose processes have ended."""
-        refs = {self._asked.standing(worker): rank for rank, worker in workers.items()}
+        refs = {self._asked.standing(worker, 0.0): rank for rank, worker in workers.items()}
         found = set()
         with contextlib.suppress(NoAnswerError):  # one that stands still is seen by the watchdog
             for _, ref in answers.as_they_come(list(refs), _LIVES_SECONDS, "whether it lives"):
@@ -278,7 +278,7 @@ class Healing:
         while True:
             self._check_others()
             ranks = [rank for rank in workers if rank not in found]
-            told = self._ask([self._asked.standing(workers[rank]) for rank in ranks], what, seconds)
+            told = self._ask([self._asked.standing(workers[rank], _LOOK_SECONDS) for rank in ranks], what, seconds)
             for rank, (its, error) in zip(ranks, told, strict=True):
                 if error is not None:
                     raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")
@@ -291,7 +291,6 @@ class Healing:
             if time.monotonic() > until:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:g} s")
-            time.sleep(_LOOK_SECONDS)
 
 
 def names(ranks: Iterable[int]) -> str:
@@ -299,6 +298,6 @@ def names(ranks: Iterable[int]) -> str:
     return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
-def standing() -> tuple[Waiting | str | None, BaseException | None]:
+def standing(seconds: float = 0.0) -> tuple[Waiting | str | None, BaseException | None]:
     """On a worker: where it waits, see `Healer.waiting`; what its training has failed of."""
-    return healing.here.waiting(), ray_train.training_error()
+    return healing.here.waiting(seconds), ray_train.training_error()

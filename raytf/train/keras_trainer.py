@@ -428,6 +428,7 @@ class KerasTrainer:
             shown=(list(self.datasets), self.config),
             dataset_config=self.dataset_config,
             heals=task.heals,
+            rehearsed=task if task.heals and self.tensorflow_config.spares else None,
         )
         with failures.first_cause():
             if task.board is None:

@@ -8,6 +8,8 @@ reserves the resources, and the processes that are on the right hosts become its
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -60,7 +62,7 @@ from raytf.runtime.reservation import Reservation
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
-from raytf.train import backend, ends, local
+from raytf.train import backend, ends, entry, local
 from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing, names, standing
 from raytf.worker.ending import MovedError
@@ -77,6 +79,8 @@ _GUARDS_START_AFTER_SECONDS = 20.0
 # Between two looks at whether an elastic run could have another number of workers: Ray Train's, and ours unless the
 # user said another; the change costs a start of workers, and no step.
 _RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 5.0
+# For Ray to notice the end of a process that another one has told of, and between two polls meanwhile.
+_LOSS_SECONDS, _LOSS_POLL_SECONDS = 2.0, 0.02
 # For workers to end after a step; later Ray Train ends them.
 _LEAVE_SECONDS = 120.0
 _NEVER = (-math.inf, -math.inf)
@@ -118,6 +122,7 @@ class EarlyStartTrainer(DataParallelTrainer):
         beside: what runs beside the workers: an `evaluator.Beside`, or None.
         shown: (names of datasets, config) for Ray's dashboard, of a train loop that brings its own; or None.
         heals: a worker that is lost is replaced in place, where that can be done.
+        rehearsed: the `job.TrainJob` of which spares make a step ahead, or None.
 
     With num_workers=0 there is no other process, and the `launch` is a `local.Here`.
     """
@@ -126,9 +131,18 @@ class EarlyStartTrainer(DataParallelTrainer):
     _ending: ends.Ending | None = None
 
     def __init__(
-        self, *args, run_config=None, launch: Startup | None = None, beside=None, shown=None, heals=False, **kwargs
+        self,
+        *args,
+        run_config=None,
+        launch: Startup | None = None,
+        beside=None,
+        shown=None,
+        heals=False,
+        rehearsed=None,
+        **kwargs,
     ):
         self._launch, self._beside, self._shown, self._heals = launch, beside, shown, heals
+        self._rehearsed = rehearsed
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
         if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
@@ -222,6 +236,7 @@ class EarlyStartTrainer(DataParallelTrainer):
             self._beside,
             self.backend_config.config,
             self._heals,
+            [] if self._rehearsed is None else [ray.put((self._rehearsed, self.backend_config))],
         )
         answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
         running = controller.run.remote()
@@ -248,11 +263,14 @@ class _Controller(TrainController):
         beside,
         config: TensorflowConfig,
         heals: bool,
+        rehearsed: list,
     ) -> None:
         output.say_who("controller")
         ray_train.have_helpers_ask_their_cluster()
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
         known["policy"] = arguments["failure_policy"] if heals else None
+        known["rehearsed"] = rehearsed
+        self._lost, self._looks_until = asyncio.Event(), 0.0
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
@@ -261,6 +279,26 @@ class _Controller(TrainController):
         super().__init__(**arguments)
         for name in ours:
             del os.environ[name]
+
+    @overrides(TrainController)
+    async def _poll_workers(self):
+        """Looks at once where a worker has said that it lost another, and until Ray knows of it, too."""
+        left = ray_train.until_poll(self)
+        if self.get_worker_group().heals:
+            self._looks_until = 0.0
+        elif time.monotonic() < self._looks_until:
+            left = min(left, _LOSS_POLL_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._lost.wait(), left)
+        if self._lost.is_set():
+            self._lost.clear()
+            self._looks_until = time.monotonic() + _LOSS_SECONDS
+        ray_train.poll_now(self)
+        return await super()._poll_workers()
+
+    def look(self) -> None:
+        """Says that a worker is lost, see `ray_train.tell_of_loss`."""
+        self._lost.set()
 
     def workers(self) -> list:
         """The actors that train now."""
@@ -369,6 +407,7 @@ class _WorkerGroup(WorkerGroup):
     beside: object
     config: TensorflowConfig
     policy: object
+    rehearsed: list
     _watchdog: Watchdog | None = None
     _hangs: HangWatch | None = None
     _hold_until: float | None = None
@@ -547,9 +586,16 @@ class _WorkerGroup(WorkerGroup):
         self._heal(lost)
         return True
 
+    @property
+    def heals(self) -> bool:
+        """Whether processes are to take the places of lost ones now."""
+        return self._healing is not None
+
     def _keep_spares(self) -> None:
         if self._spares is None:
-            self._spares = Spares(self.config.spares, self._start_spare, import_raytf)
+            workers, cpus = len(self.get_workers()), processes.cpus_of(self.get_resources_per_worker())
+            begin = functools.partial(entry.rehearse, self.rehearsed, workers, cpus)
+            self._spares = Spares(self.config.spares, self._start_spare, begin)
         self._spares.keep({worker.metadata.node_id for worker in self.get_workers()})
 
     def _start_spare(self, node: str):
@@ -573,7 +619,7 @@ class _WorkerGroup(WorkerGroup):
             started=lambda made: ray_train.give_context(self, list(made.values())),
             settle=settle,
             begin=functools.partial(ray_train.begin_training, self),
-            standing=lambda worker: worker.actor.execute.remote(standing),
+            standing=lambda worker, seconds: worker.actor.execute.remote(standing, seconds),
             ports=self.config.ports,
             cores=backend.to_claim(WorkerSetup(config=self.config), resources.get("CPU", 1)),
             reported=self._reported,

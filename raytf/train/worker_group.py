@@ -360,7 +360,7 @@ class WorkerGroup:
             started=lambda made: None,
             settle=settle,
             begin=lambda worker: worker.actor.take_place.remote(self._run),
-            standing=lambda worker: worker.actor.standing.remote(),
+            standing=lambda worker, seconds: worker.actor.standing.remote(seconds),
             ports=self._config.ports,
             cores=backend.to_claim(self._setup, self._resources.get("CPU", 0)),
             reported={},
@@ -571,11 +571,11 @@ class GroupWorker(Process):
         except Exception as error:
             self._failed = error
 
-    def standing(self) -> tuple[Waiting | str | None, Exception | None]:
-        """What `Healer.waiting` says here, and of what the trial has failed, or None."""
+    def standing(self, seconds: float) -> tuple[Waiting | str | None, Exception | None]:
+        """What `Healer.waiting(seconds)` says here, and of what the trial has failed, or None."""
         if self._failed is None and self._session is not None and self._session.waits:
             return "it has reported, and waits for the others to do so", None
-        return healing.here.waiting(), self._failed
+        return healing.here.waiting(seconds), self._failed
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
         around = Surroundings(nodes=self._nodes, **job.around)

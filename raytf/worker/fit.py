@@ -101,8 +101,8 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        order, reports = feeds["train"].order, lambda: session.reports_made()
-        survivable = replacement.survivable(heals, model, position, report, agreed, order, reports)
+        told_by = (lambda: session.reports_made()), (lambda: session.tell_of_loss())
+        survivable = replacement.survivable(heals, model, position, report, agreed, feeds["train"].order, *told_by)
         try:
             with survivable:
                 model.fit(

@@ -25,7 +25,14 @@ from raytf.worker import checkpoint, session
 
 @contextlib.contextmanager
 def survivable(
-    heals: bool, model, position, report, agreed: dict[str, Any], order: dict, reports: Callable[[], int]
+    heals: bool,
+    model,
+    position,
+    report,
+    agreed: dict[str, Any],
+    order: dict,
+    reports: Callable[[], int],
+    lost: Callable[[], None],
 ) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
@@ -37,6 +44,7 @@ def survivable(
         agreed: callbacks that all workers follow alike, by name; `told()` of each gives where it stands.
         order: `Feed.order` of the training rows.
         reports: reports() gives how many the training has made.
+        lost: see `Healer.arm`.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -67,7 +75,7 @@ def survivable(
             stand["last"] = metrics.last_logs(model)
         return Place(position.step + within, healer.tag, within + healer.begun, healer.at_end, files, b"", stand)
 
-    healer.arm(listen, image, position.step)
+    healer.arm(listen, image, lost, position.step)
     try:
         yield
     finally:

@@ -160,6 +160,10 @@ class RaySession:
         """See `ray_train.reports_made`."""
         return ray_train.reports_made()
 
+    def tell_of_loss(self) -> None:
+        """See `ray_train.tell_of_loss`."""
+        ray_train.tell_of_loss()
+
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Ends what keeps checkpoints; one that is held is needless where the training ended with one."""
         self._keeper.close(well=kind is None or issubclass(kind, MovedError))
@@ -372,6 +376,9 @@ class TrialSession:
     def reports_made(self) -> int:
         """How many the trial has made; the same on all workers within a step."""
         return self._reports
+
+    def tell_of_loss(self) -> None:
+        """Tells nobody: who runs a trial waits for its workers all the time, and sees at once which one is lost."""
 
     def _keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
         return self._keeper.keep(name, model, {**parts, TRIAL: json.dumps({"reports": self._reports})})

@@ -77,10 +77,12 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     if ring.token() is None:
         gradient_ring.check_without(config.gradient_dtype)
         return False
-    place = healing.here.place
+    here, detached = healing.here, None
+    if here.place is not None or here.rehearses:
+        detached = healing.Detached(members.rank, len(members.addresses), config.timeout_s, here.rehearses)
     joined = gradient_ring.join(
         members,
-        detached=None if place is None else healing.Detached(members.rank, len(members.addresses), config.timeout_s),
+        detached=detached,
         join_timeout_s=_JOIN_FACTOR * config.first_step_timeout_s,
         timeout_s=config.timeout_s,
         pack_bytes=config.bytes_per_pack,

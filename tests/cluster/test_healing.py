@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
+import pathlib
+import signal
+import time
 
 import pytest
 
@@ -17,9 +22,48 @@ def noted(config):
     """Each worker's batches, as (process, epoch, batch), what decides by metrics, and kills."""
     import keras
 
+    class Others(keras.callbacks.Callback):
+        """Waits for so many spares before some batches; dies at the end of an epoch, and when it is asked for what a
+        checkpoint is to hold of it."""
+
+        raytf_local_batches = True
+        epoch = batch = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.batch, until = batch, time.monotonic() + 60
+            while len(glob.glob(f"{config['notes']}/ahead_*")) < config.get("spares", {}).get((self.epoch, batch), 0):
+                assert time.monotonic() < until, "no spare makes a step ahead"
+                time.sleep(0.02)
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.die("at_end", epoch)
+
+        def get_state(self):
+            self.die("copying", self.epoch, self.batch)
+
+        def set_state(self, state):
+            pass
+
+        def die(self, what, *place):
+            if (models.rank(), *place) == config.get(what) and not os.path.exists(f"{config['notes']}/{what}"):
+                pathlib.Path(config["notes"], what).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
     plan = FaultPlan.from_json(config["plan"])
     plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=10)
-    return [models.note_steps(config["notes"]), plateau, plan.callback(config["notes"])]
+    return [models.note_steps(config["notes"]), plateau, Others(), plan.callback(config["notes"])]
+
+
+def noting_spares(config):
+    """`mlp`, which notes in which processes it is built ahead, and when."""
+    from raytf.collectives import healing
+
+    if healing.here.rehearses:
+        pathlib.Path(config["notes"], f"ahead_{os.getpid()}").write_text(repr(time.time()))
+    return models.mlp(config)
 
 
 def steps(notes, rank):
@@ -52,18 +96,30 @@ def assert_healed(notes, workers, lost):
 
 def test_a_worker_and_the_chief(tmp_path):
     """Rank 1 dies before step 20, the chief before step 33; the chief's state of callbacks is another's then. Spares
-    take their places."""
+    take their places, which have made a step of the model before that."""
     expected, _ = run(tmp_path, "quiet")
-    spares = {"tensorflow": {"heal": True, "spares": 1}}
-    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33), **spares)
+    kills = Kill(rank=1, step=20), Kill(rank=0, step=33)
+    told = {"tensorflow": {"heal": True, "spares": 1}, "build": noting_spares}
+    result, notes = run(tmp_path, "killed", *kills, config={"spares": {(1, 6): 1, (2, 5): 2}}, **told)
     assert_equal(result, expected, 0)
     assert_healed(notes, 2, [1, 0])
+    for kill in kills:
+        _, spare = dict.fromkeys(process for process, *_ in steps(notes, kill.rank))
+        (marker,) = (path for path in notes.glob("fault-*") if path.read_text() == f"{kill}\n")
+        assert float((notes / f"ahead_{spare}").read_text()) < marker.stat().st_mtime
 
 
 def dying_in_validation(config):
-    """`accumulating`, which also dies once in its step of validation number 2 of the second epoch."""
+    """`accumulating`, which also dies once in its step of validation number 2 of the second epoch, and once where it is
+    built for a worker that takes a lost one's place."""
     import tensorflow as tf
 
+    from raytf.collectives import healing
+
+    marker = pathlib.Path(config["notes"], "replacing")
+    if healing.here.place is not None and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     model = models.accumulating(config)
     die = models.death(**config["validating"])
 
@@ -77,9 +133,11 @@ def dying_in_validation(config):
 
 
 def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_path):
-    """Three steps are an execution, and four an update. The chief dies before the first step of all, rank 1 in a step
-    within an execution, rank 0 in the validation of the second epoch, rank 2 before the first step of the third."""
+    """Three steps are an execution, and four an update. The chief dies before the first step of all, and so does the
+    process that is to take its place; rank 1 in a step within an execution; the chief in the validation of the second
+    epoch, and as it copies what a checkpoint is to hold; rank 2 before the first step of the third."""
     told = {"build": dying_in_validation, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
+    told["failures"] = 6
     inside = {"marker": str(tmp_path / "killed"), "rank_": 1, "step": 19}
     validating = {"marker": str(tmp_path / "validating"), "rank_": 0, "step": 8}
     config = {"inside": inside, "validating": validating}
@@ -88,9 +146,11 @@ def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_pat
     expected, _ = run(tmp_path, "quiet", config=config, **told)
     for marker in ("killed", "validating"):
         (tmp_path / marker).unlink()
+    config["copying"] = 0, 2, 6
     result, notes = run(tmp_path, "broken", Kill(rank=0, step=0), Kill(rank=2, step=28), config=config, **told)
+    assert all((notes / name).exists() for name in ("replacing", "copying"))
     processes = [len({process for process, *_ in steps(notes, rank)}) for rank in range(3)]
-    assert processes == [3, 2, 2], "of those that were not lost, each has kept its own"
+    assert processes == [4, 2, 2], "of those that were not lost, each has kept its own"
     assert_equal(result, expected, 0)
 
 
@@ -121,11 +181,15 @@ def with_a_moving_copy(config):
 
 
 def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_path):
-    """In the one that takes a place these have moved twice, which is found out before a callback sees it."""
+    """In the one that takes a place these have moved twice, which is found out before a callback sees it.
+
+    They do, too, where one dies in a callback of the user's at the end of an epoch."""
     expected, _ = run(tmp_path, "quiet", build=with_a_moving_copy)
-    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), build=with_a_moving_copy)
+    told = {"build": with_a_moving_copy, "config": {"at_end": (1, 0)}}
+    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), **told)
+    assert (notes / "at_end").exists()
     assert_equal(result, expected, 0)
-    assert [len({process for process, *_ in steps(notes, rank)}) for rank in range(2)] == [2, 3]
+    assert [len({process for process, *_ in steps(notes, rank)}) for rank in range(2)] == [3, 4]
 
 
 def test_two_at_once_and_two_neighbours_at_once(tmp_path):

@@ -51,13 +51,15 @@ def survivor():
         listeners = [Listener("127.0.0.1") for _ in range(2)]
         mine, other = pool.map(lambda rank: joined(listeners, rank), range(2))
         healer, holder = Healer(), Holder(mine)
-        healer.arm(lambda: Listener("127.0.0.1"), lambda: None, step=0)
+        told = []
+        healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: told.append("lost"), step=0)
         with healer.execution():
             healer.stepped(holder, b"mine")
             other.pass_on(2, b"the other's")
             other.close()
             yield healer, holder, pool.submit(healer.make, holder, holder.add)
         holder.ring.close()
+        assert told, "the driver is told of a loss at once"
 
 
 def ring_of(waiting, listener, generation):

@@ -1,0 +1,54 @@
+"""What a spare process makes ahead: a training step of the model that it may have to train, which is thrown away.
+
+What is imported, converted and set up with it, by Keras and TensorFlow, is there when the process takes a place. It is
+the last of as many workers as there are, which have no connections: sums are those of workers that are all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import keras
+
+from raytf.collectives import healing
+from raytf.data import worker_part
+from raytf.data.feed import Feed
+from raytf.parallel import own_state
+from raytf.runtime.topology import Shard
+from raytf.storage import scratch
+from raytf.storage.checkpoint_files import State
+from raytf.worker import checkpoint, context, fit
+from raytf.worker.job import TrainJob
+
+
+def rehearse(task: TrainJob, workers: int) -> None:
+    """Makes a step of the first rows; the environment is that of the last worker of so many."""
+    nothing = lambda: None
+    healing.here.rehearses = True
+    healing.here.arm(nothing, nothing, nothing, step=0)
+    try:
+        _step(task, Shard(workers - 1, workers))
+    finally:
+        healing.here.rehearses = False
+        healing.here.disarm()
+        gc.collect()
+
+
+def _step(task: TrainJob, shard: Shard) -> None:
+    distribution = context.get_strategy()
+    keras.utils.set_random_seed(task.sampling.seed % 2**32)
+    with distribution.scope():
+        model = task.build_model(dict(task.config))
+    first = task.datasets["train"].first()
+    dataset = Feed(**{**task.feed("train"), "dataset": first}, shard=shard).dataset()
+    with distribution.scope():
+        fit.build_from_data(model, dataset)
+    if task.steps_per_execution != "auto":
+        model.steps_per_execution = task.steps_per_execution
+    with scratch.folder() as folder:
+        state = State(epoch=0, step=0, seed=task.sampling.seed, stopped=False, history=[])
+        checkpoint.save(folder, model, state)
+        checkpoint.restore(folder, model)
+    model.fit(worker_part.mark_worker_part(dataset.take(1)), verbose=0, shuffle=False)
+    if own_state.bytes_of(model) is not None:
+        own_state.take(model, own_state.content_of(model))

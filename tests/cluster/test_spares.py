@@ -1,0 +1,129 @@
+"""Processes that stand ready: how many there are, which are handed out, and the step that they make ahead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from raytf.data.stored import StoredDataset
+from raytf.runtime import processes, spares
+from raytf.runtime.processes import Process
+from raytf.runtime.spares import Spares
+from raytf.train import entry
+from tests.cluster import models
+from tests.cluster.test_trainer import trainer
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
+
+
+class Started:
+    """Starts processes, and knows them."""
+
+    def __init__(self):
+        self.actors = []
+
+    def __call__(self, node):
+        self.actors.append(processes.start(Process, node, {}))
+        return self.actors[-1]
+
+
+def nothing():
+    return None
+
+
+def less():
+    return "a line"
+
+
+def pid(actor):
+    return actor.execute.remote(os.getpid)
+
+
+@pytest.fixture(autouse=True)
+def looks_each_time(monkeypatch):
+    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+
+
+def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_handed_out(capsys):
+    node, started = ray.get_runtime_context().get_node_id(), Started()
+    kept = Spares(2, started, less)
+    for _ in range(2):
+        kept.keep({node})
+        assert len(started.actors) == 2
+    dead, alive = ray.get([pid(actor) for actor in started.actors])
+    os.kill(dead, signal.SIGKILL)
+    actor, its = kept.take(node, pid)
+    assert (actor, its) == (started.actors[1], alive)
+    assert kept.take(node, pid) is None
+    assert kept.take("another node", pid) is None
+    for _ in range(2):
+        kept.keep({node})
+        assert len(started.actors) == 4
+    ray.get([pid(actor) for actor in started.actors[2:]])
+    kept.keep({node})
+    kept.keep(set())
+    assert len(started.actors) == 4 and kept.take(node, pid) is None, "where no worker is, none is kept"
+    assert capsys.readouterr().err.count("as a step ahead failed in one: a line") == 1
+    kept.close()
+    assert ray.get(pid(actor)) == alive, "it is another's"
+    ray.kill(actor)
+    for other in started.actors[2:]:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(pid(other))
+
+
+def test_where_none_can_start_it_is_said_once_and_no_more_are_tried(capsys):
+    node, started, until = "a" * 56, Started(), time.monotonic() + 120
+    kept, said = Spares(1, started, nothing), ""
+    while "no spare process can be kept on node aaaaaaaa" not in said:
+        assert time.monotonic() < until, f"{len(started.actors)} were tried"
+        kept.keep({node})
+        said += capsys.readouterr().err
+        time.sleep(0.02)
+    for _ in range(3):
+        kept.keep({node})
+    assert len(started.actors) == 3 and "no spare" not in capsys.readouterr().err
+    kept.close()
+
+
+def with_sparse_gradients(config):
+    """A model whose step gathers, too."""
+    import keras
+    from keras import layers
+
+    rows = layers.Lambda(lambda x: keras.ops.clip(x, 0, 7))
+    model = keras.Sequential(
+        [keras.Input((6,)), rows, layers.Embedding(8, 4), layers.Flatten(), layers.Dense(4, "softmax")]
+    )
+    model.compile("adam", config["loss"], metrics=["accuracy"])
+    return model
+
+
+def left_behind():
+    """What a step ahead must not leave."""
+    from raytf.collectives import healing
+    from raytf.worker import context
+
+    return os.environ.get("TF_CONFIG"), healing.here.rehearses, context.setup()
+
+
+def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tmp_path):
+    """The second is said, and the process is of use all the same."""
+    import pyarrow as pa
+
+    table = pa.table(models.rows())
+    told = {}
+    for loss in ("sparse_categorical_crossentropy", None):
+        made = trainer(tmp_path, build=with_sparse_gradients, config={"loss": loss} if loss else {})
+        task = made.task({"train": StoredDataset([ray.put(table)], [97], table.column_names)})
+        told[loss] = [ray.put((task, made.setup()))]
+    actor = processes.start(Process, ray.get_runtime_context().get_node_id(), {})
+    right, wrong = (actor.execute.remote(entry.rehearse, its, 3, 1) for its in told.values())
+    assert ray.get(right) is None
+    assert ray.get(wrong) == "KeyError: 'loss'"
+    assert ray.get(actor.execute.remote(left_behind)) == (None, False, None)
+    ray.kill(actor)
