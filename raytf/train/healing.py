@@ -93,12 +93,13 @@ class Healing:
 
     Args:
         asked: see `Asked`.
-        lost: ranks whose places are to be taken.
+        lost: ranks whose places are to be taken; none where all live, and have lost their connections.
         generation: of the next ring.
 
     Attributes:
         lost: these ranks.
         done: whether it has ended, well or not.
+        healed: whether it has ended well.
         new: the workers that took the places, once it is done; {} if it could not be done.
         why: why not, as a clause.
         another: whether another worker was lost meanwhile, so that it may be begun anew.
@@ -111,6 +112,7 @@ class Healing:
         self._rest = {rank: worker for rank, worker in asked.workers.items() if rank not in lost}
         self._made: dict[int, Member] = {}
         self.new: dict[int, Member] = {}
+        self.healed = False
         self.why, self.another, self.new_lost = "", False, 0
         self.also: set[int] = set()
         self._lock, self._given_up = threading.Lock(), False
@@ -125,11 +127,13 @@ class Healing:
     def _run(self) -> None:
         try:
             self._heal()
-            self.new = self._made
-            output.say(
-                f"{names(self.lost)} was lost and is replaced in place, after {time.monotonic() - self._began:.1f} s; "
-                "the others kept their processes"
-            )
+            self.new, self.healed = self._made, True
+            after = f"after {time.monotonic() - self._began:.1f} s"
+            if self.lost:
+                said = f"{names(self.lost)} was lost and is replaced in place, {after}; the others kept their processes"
+            else:
+                said = f"the workers are connected again, {after}; all kept their processes"
+            output.say(said)
         except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
             ours = isinstance(error, (NotHealedError, _AnotherLostError))
             self.why = str(error) if ours else in_a_line(error)
@@ -182,14 +186,28 @@ class Healing:
     def _heal(self) -> None:
         starting = threading.Thread(target=self._start, daemon=True)
         self._failed: BaseException | None = None
-        starting.start()
+        if self.lost:
+            starting.start()
         if self._generation > 1:  # one that was lost may have been told of a ring that is waited for since
             told = [worker.actor.execute.remote(healing.leave, self._generation - 1) for worker in self._rest.values()]
             self._ask(told, "an end of what went before")
-        waiting = self._all_wait(self._rest, _BREAK_SECONDS, "come to the sum that the lost one does not make")
+        waiting = self._all_wait(self._rest, _BREAK_SECONDS, "come to the sum that cannot be made")
         tags = {its.tag for its in waiting.values()}
         if len(tags) > 1:
             raise NotHealedError("the others are not in one step: some have applied an update that others have not")
+        if self.lost:
+            self._replace(starting, waiting)
+        told = Rejoin(
+            [waiting[rank].address for rank in sorted(waiting)],
+            ring.new_token(),
+            self._generation,
+            {kind: max(its.numbers[kind] for its in waiting.values()) for kind in waiting[min(waiting)].numbers},
+        )
+        everyone = self._rest | self._made
+        self._ask([worker.actor.execute.remote(healing.command, told) for worker in everyone.values()], "the next ring")
+
+    def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting]) -> None:
+        """Has new processes come to where the others wait."""
         donor = min(self._rest)
         (place,) = self._ask([self._rest[donor].actor.execute.remote(healing.image)], "a copy of the training's state")
         owned = self._owned(place, waiting)
@@ -202,15 +220,7 @@ class Healing:
         if starting.is_alive():
             raise NotHealedError(f"no process has started in its place within {_START_SECONDS:g} s")
         self._take_places(place, owned, waiting)
-        everyone = self._rest | self._made
         waiting |= self._all_wait(self._made, _PLACE_SECONDS, "make the step")
-        told = Rejoin(
-            [waiting[rank].address for rank in sorted(everyone)],
-            ring.new_token(),
-            self._generation,
-            {kind: max(its.numbers[kind] for its in waiting.values()) for kind in waiting[donor].numbers},
-        )
-        self._ask([worker.actor.execute.remote(healing.command, told) for worker in everyone.values()], "the next ring")
 
     def _start(self) -> None:
         try:

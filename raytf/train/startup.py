@@ -23,6 +23,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
 
+from raytf.collectives.healing import Waiting, command
 from raytf.compat import ray_configs, ray_core, ray_train
 from raytf.compat.patching import overrides
 from raytf.compat.ray_train import (
@@ -81,6 +82,9 @@ _GUARDS_START_AFTER_SECONDS = 20.0
 _RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 5.0
 # For Ray to notice the end of a process that another one has told of, and between two polls meanwhile.
 _LOSS_SECONDS, _LOSS_POLL_SECONDS = 2.0, 0.02
+# For all workers to wait for another ring, once one has told that it lost another; the kernel of one whose link is cut
+# without a word tells it last.
+_CUT_SECONDS = 60.0
 # For workers to end after a step; later Ray Train ends them.
 _LEAVE_SECONDS = 120.0
 _NEVER = (-math.inf, -math.inf)
@@ -293,6 +297,7 @@ class _Controller(TrainController):
         if self._lost.is_set():
             self._lost.clear()
             self._looks_until = time.monotonic() + _LOSS_SECONDS
+            self.get_worker_group().look_for_cuts()
         ray_train.poll_now(self)
         return await super()._poll_workers()
 
@@ -415,6 +420,8 @@ class _WorkerGroup(WorkerGroup):
     _spares: Spares | None = None
     _generation = 0  # of the workers' ring
     _not_healed = False
+    _cut_until: float | None = None
+    _standing: tuple = ()  # refs of where each worker stands
 
     @overrides(WorkerGroup)
     def _start(self):
@@ -437,7 +444,7 @@ class _WorkerGroup(WorkerGroup):
         super()._clear_state()
 
     def _stop_watching(self) -> None:
-        self._healing = None
+        self._healing = self._cut_until = None
         if self._spares is not None:
             self._spares.close()
             self._spares = None
@@ -549,7 +556,7 @@ class _WorkerGroup(WorkerGroup):
         if self._healing is not None and self._healing.done:
             self._end_healing(found)
         lost = self._lost(found)
-        if self._healing is None and (not lost or not self._begin_healing(lost, found)):
+        if self._healing is None and not (self._begin_healing(lost, found) if lost else self._are_cut(found)):
             return found
         if also := lost - self._healing.lost:
             self._healing.another_is_lost(also)
@@ -584,6 +591,41 @@ class _WorkerGroup(WorkerGroup):
         why = "; ".join(f"worker {rank} was lost: {in_a_line(cause_of(found[rank].error))}" for rank in sorted(lost))
         output.say(f"{why}. Another process is to take its place in the step that the others are in")
         self._heal(lost)
+        return True
+
+    def look_for_cuts(self) -> None:
+        """Looks, from now on, whether workers have lost each other though the processes of all live."""
+        if self.policy is not None and self._healing is None:
+            self._cut_until, self._standing = time.monotonic() + _CUT_SECONDS, ()
+
+    def _are_cut(self, found: list[WorkerStatus]) -> bool:
+        """Whether all wait for another ring, and none is lost; has them form one then."""
+        if self._cut_until is None:
+            return False
+        workers = self.get_workers()
+        if any(status.error is not None for status in found) or time.monotonic() > self._cut_until:
+            self._cut_until = None
+            return False
+        if not self._standing:
+            self._standing = tuple(worker.actor.execute.remote(standing) for worker in workers)
+        if len(ray.wait(list(self._standing), num_returns=len(workers), timeout=0)[0]) < len(workers):
+            return False
+        refs, self._standing = self._standing, ()
+        try:
+            told = ray.get(list(refs))
+        except ray.exceptions.RayError:  # one is lost, which the next look shows
+            return False
+        if not all(isinstance(where, Waiting) and error is None for where, error in told):
+            return False
+        self._cut_until = None
+        if self._not_healed or ray_train.failures_left(self.policy) < 1:
+            why = "the workers have lost each other, and FailureConfig allows no more failures"
+            for worker in workers:
+                worker.actor.execute.remote(command, why)
+            return False
+        ray_train.count_failure(self.policy)
+        output.say("the workers have lost each other, and the processes of all live: they are connected anew")
+        self._heal(set())
         return True
 
     @property
@@ -643,18 +685,20 @@ class _WorkerGroup(WorkerGroup):
 
     def _end_healing(self, found: list[WorkerStatus]) -> None:
         healing, self._healing = self._healing, None
-        if not healing.new:
+        if not healing.healed:
             if healing.another:
                 for _ in range(healing.new_lost):
                     ray_train.count_failure(self.policy)
                 lost = healing.lost | healing.also | self._lost(found)
                 if len(lost) < len(found) and ray_train.failures_left(self.policy) >= len(lost):
-                    output.say(f"{healing.why}, while {names(healing.lost)} was replaced; that begins anew")
+                    doing = f"{names(healing.lost)} was replaced" if healing.lost else "they were connected anew"
+                    output.say(f"{healing.why}, while {doing}; that begins anew")
                     self._heal(lost)
                     return
             self._not_healed = True
             healing.give_up()
-            output.say(f"it could not be replaced in place, so that all workers start anew: {healing.why}")
+            what = "it could not be replaced in place" if healing.lost else "they could not be connected anew"
+            output.say(f"{what}, so that all workers start anew: {healing.why}")
             return
         ray_train.exchange(self, healing.new)
         for rank, worker in healing.new.items():
