@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from raytf import activity
 from raytf.collectives.ring import Listener, Ring
-from raytf.errors import PeerLostError
+from raytf.errors import PeerLostError, RaytfError
 
 # For which a worker waits that the driver says how it goes on; it starts a process meanwhile.
 WAIT_SECONDS = 120.0
@@ -61,12 +61,14 @@ class Waiting:
         address: (host, port) where it listens.
         held: (tag, bytes) that the one before has passed on last, or None.
         numbers: of meetings by kind, as `activity` has counted them.
+        own: (tag, bytes) that this one has passed on last, or None.
     """
 
     tag: int
     address: tuple[str, int]
     held: tuple[int, bytes] | None
     numbers: dict[str, int]
+    own: tuple[int, bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,20 +157,29 @@ class Healer:
         self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
         self.disarm()
 
-    def arm(self, listen: Callable[[], Listener], image: Callable[[], Place], step: int) -> None:
+    def arm(
+        self,
+        listen: Callable[[], Listener],
+        image: Callable[[], Place],
+        step: int,
+        keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
+    ) -> None:
         """Says that a loss can be survived from now on.
 
         Args:
             listen: makes a listener for the next ring.
             image: what a process would need to take a lost one's place; called in another thread while this one waits.
             step: steps that are made.
+            keep: keep(what each worker has passed on last, by rank; ranks of which that is what they had a step
+                before) keeps a checkpoint of the steps that are made, and gives their number; called as `image` is,
+                before this worker is told that it cannot go on.
         """
-        self._listen, self._image, self._step = listen, image, step
+        self._listen, self._image, self._step, self._keep = listen, image, step, keep
         self.refused = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Says that it cannot, and why, as a clause."""
-        self._listen = self._image = None
+        self._listen = self._image = self._keep = None
         self._step = self.within = self.begun = 0
         self.tag = -1
         self._open = self.at_end = False
@@ -285,7 +296,8 @@ class Healer:
         while not self._commands.empty():
             self._commands.get()
         here = activity.here
-        self._waiting = Waiting(self.tag, (listener.host, listener.port), old.held, here.told()["numbers"])
+        numbers = here.told()["numbers"]
+        self._waiting = Waiting(self.tag, (listener.host, listener.port), old.held, numbers, self._passed)
         try:
             with here.meeting(activity.HEALING):
                 try:
@@ -339,6 +351,16 @@ class Healer:
         """See `arm`."""
         return self._image()
 
+    def keep(self, owned: Sequence[bytes], behind: Collection[int]) -> int:
+        """See `arm`.
+
+        Raises:
+            RaytfError: this worker does not wait, or cannot keep one.
+        """
+        if self._waiting is None or self._keep is None:
+            raise RaytfError("a worker that was to keep a checkpoint does not wait any more")
+        return self._keep(owned, behind)
+
     def command(self, told: Rejoin | str) -> None:
         """Tells a worker that waits of its next ring, or why there is none."""
         self._commands.put(told)
@@ -354,6 +376,11 @@ here = Healer()
 def image() -> Place:
     """`Healer.image`, as a function that another process sends here."""
     return here.image()
+
+
+def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
+    """`Healer.keep`, likewise."""
+    return here.keep(owned, behind)
 
 
 def command(told: Rejoin | str) -> None:

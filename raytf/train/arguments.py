@@ -11,9 +11,9 @@ from raytf.compat import legacy_keras
 from raytf.compat.ray_configs import resources_per_worker
 from raytf.errors import ConfigError
 from raytf.parameter_server.servers import ServerSpec
-from raytf.runtime.resources import fewest_workers
+from raytf.runtime.resources import most_workers
 from raytf.runtime.settings import TensorflowConfig
-from raytf.runtime.topology import pick_strategy
+from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.worker import checkpoint_every
 from raytf.worker.checkpoint_every import Every
 
@@ -40,17 +40,47 @@ def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
 
 
 def check_workers(scaling_config: ScalingConfig) -> int:
-    """The processes that train: `fewest_workers`, or this one alone where num_workers=0.
+    """The processes that train: the fewest workers, or this one alone where num_workers=0.
 
     Raises:
-        ConfigError: an elastic run may have none.
+        ConfigError: no number of workers, or no range of such numbers; an elastic run may have none.
     """
-    if scaling_config.num_workers == 0:
+    given = scaling_config.num_workers
+    ends = given if isinstance(given, tuple) else (given,)
+    if len(ends) not in (1, 2) or any(isinstance(one, bool) or not isinstance(one, int) for one in ends):
+        raise ConfigError(
+            "num_workers must be an integer, or (fewest, most) of an elastic run",
+            repr(given),
+            "Use ScalingConfig(num_workers=2), or ScalingConfig(num_workers=(1, 4))",
+        )
+    if given == 0:
         return 1
-    workers = fewest_workers(scaling_config)
-    if workers < 1:
-        raise ConfigError("num_workers must be at least 1", workers, "Use ScalingConfig(num_workers=1) or more")
-    return workers
+    if ends[0] < 1:
+        raise ConfigError("num_workers must be at least 1", repr(given), "Use ScalingConfig(num_workers=1) or more")
+    if ends[0] > ends[-1]:
+        raise ConfigError(
+            "num_workers=(fewest, most) needs a most that is not below the fewest",
+            repr(given),
+            f"Use ScalingConfig(num_workers={ends[::-1]})",
+        )
+    return ends[0]
+
+
+def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int) -> None:
+    """Raises ConfigError unless each replica has a row of a global batch, with the most workers that a run may have."""
+    if num_ps:
+        per_replica_batch(batch_size, 1)
+        return
+    devices = max(1, int(resources_per_worker(scaling_config).get("GPU", 0)))
+    most = max(1, most_workers(scaling_config))
+    if isinstance(scaling_config.num_workers, tuple) and batch_size < most * devices:
+        raise ConfigError(
+            "batch_size is the global batch of an elastic run, too, and must have a row for each replica of the most "
+            "workers",
+            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * devices} replicas",
+            f"Use a batch_size of {most * devices} or more, or fewer workers at most",
+        )
+    per_replica_batch(batch_size, most * devices)
 
 
 def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> None:
@@ -128,8 +158,7 @@ def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_co
     """Raises ConfigError if a KerasTrainer is to have spares, and none of its workers could be replaced by one."""
     if not config.spares:
         return
-    workers = scaling_config.num_workers
-    most = workers if isinstance(workers, int) else max(workers)
+    workers, most = scaling_config.num_workers, most_workers(scaling_config)
     each = resources_per_worker(scaling_config)
     if not survives_failures(run_config):
         received, fix = "no failure allowed", "Allow some: RunConfig(failure_config=FailureConfig(max_failures=...))"

@@ -17,7 +17,6 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
-from raytf.compat.ray_configs import resources_per_worker
 from raytf.console import progress, quiet
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
@@ -30,7 +29,6 @@ from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
 from raytf.runtime.settings import TensorflowConfig
-from raytf.runtime.topology import per_replica_batch
 from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
@@ -172,11 +170,10 @@ class KerasTrainer:
         ray_config.check_validation(self.validation_config, self.evaluator)
         arguments.check_servers(self.strategy, self.num_ps, self.scaling_config)
         validation.check_config(self.config)
-        workers = arguments.check_workers(self.scaling_config)
+        arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)
         arguments.check_spares(self.tensorflow_config, self.scaling_config, self.run_config, self.strategy)
-        devices = max(1, int(resources_per_worker(self.scaling_config).get("GPU", 0)))
-        per_replica_batch(self.config["batch_size"], 1 if self.num_ps else workers * devices)
+        arguments.check_batch(self.config["batch_size"], self.scaling_config, self.num_ps)
         if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:
             raise ConfigError(
                 "datasets must hold 'train' and may hold 'validation'", sorted(self.datasets), "Rename the datasets"

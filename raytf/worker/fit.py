@@ -101,7 +101,9 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        survivable = replacement.survivable(heals, model, position, report, agreed, feeds["train"].order)
+        survivable = replacement.survivable(
+            heals, model, position, report, agreed, feeds["train"].order, session.keep_now if heals else None
+        )
         try:
             with survivable:
                 model.fit(
