@@ -76,6 +76,8 @@ def survivable(
         return step
 
     def image() -> Place:
+        if position.skipped:
+            raise RaytfError("the others have made no step since they went on with another batch")
         within = healer.within
         epoch_step = position.epoch_step + within
         parts = parts_of(lambda v: np.zeros(tuple(v.shape), v.dtype), {})
