@@ -447,9 +447,10 @@ class _WorkerGroup(WorkerGroup):
                 return slice_of_hosts
             self.held.hold(0, {}, "PACK", None)
             return _SliceAndHeld(slice_of_hosts, self.held)
-        self.held.hold(
-            context.num_workers, context.resources_per_worker, context.placement_strategy, context.label_selector
-        )
+        selectors = context.label_selector
+        if self.elastic is not None:
+            selectors = reservation.apart(selectors, context.num_workers, resources.silent(self.elastic.suspects))
+        self.held.hold(context.num_workers, context.resources_per_worker, context.placement_strategy, selectors)
         return _Held(self.held)
 
     @overrides(WorkerGroup)
@@ -649,6 +650,8 @@ class _WorkerGroup(WorkerGroup):
                     self._heal(lost)
                     return
             self._not_healed = True
+            for rank in self._gone:  # until its node is known to have gone, who asks it would wait
+                ray.kill(self.get_workers()[rank].actor)
             healing.give_up()
             if healing.kept is not None:
                 place = f"step {healing.kept}, of which the others have kept a checkpoint"
