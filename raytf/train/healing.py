@@ -173,7 +173,8 @@ class Healing:
             refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
             (self.kept,) = answers.collect(refs, _KEEP_SECONDS, "a checkpoint of the step that all stand behind")
         except (RaytfError, ray.exceptions.RayError) as error:  # they start anew from the last one
-            self.not_kept = in_a_line(cause_of(error))
+            cause = cause_of(error)
+            self.not_kept = str(cause) if isinstance(cause, RaytfError) else in_a_line(cause)
 
     def _heal(self) -> None:
         starting = threading.Thread(target=self._start, daemon=True)
