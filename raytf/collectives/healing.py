@@ -358,7 +358,7 @@ class Healer:
             RaytfError: this worker does not wait, or cannot keep one.
         """
         if self._waiting is None or self._keep is None:
-            raise RaytfError("a worker that was to keep a checkpoint does not wait any more")
+            raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
         return self._keep(owned, behind)
 
     def command(self, told: Rejoin | str) -> None:

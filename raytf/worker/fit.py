@@ -105,9 +105,8 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        survivable = replacement.survivable(
-            heals, model, position, report, agreed, order, session.keep_now if heals else None
-        )
+        keep_now = getattr(session, "keep_now", None)
+        survivable = replacement.survivable(heals, model, position, report, agreed, order, keep_now)
         try:
             with survivable:
                 model.fit(

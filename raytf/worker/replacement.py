@@ -43,7 +43,7 @@ def survivable(
         report: the `callbacks.ReportCallback`.
         agreed: callbacks that all workers follow alike, by name; `told()` of each gives where it stands.
         order: `Feed.order` of the training rows.
-        keep_now: keep_now(name, model, parts) keeps a checkpoint, and returns when it is whole; see `RaySession`.
+        keep_now: keep_now(name, model, parts) keeps a checkpoint, and returns when it is whole; None where nobody does.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -92,7 +92,7 @@ def survivable(
             stand["last"] = metrics.last_logs(model)
         return Place(position.step + within, healer.tag, within + healer.begun, healer.at_end, files, b"", stand)
 
-    healer.arm(listen, image, position.step, keep)
+    healer.arm(listen, image, position.step, keep if keep_now is not None else None)
     try:
         yield
     finally:
