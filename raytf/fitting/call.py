@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -40,6 +41,8 @@ from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import ending, fit
 
 _FIRST_ROWS = 1000
+# So many losses of workers are healed in a call: those of one that dies again and again have a cause to look for.
+_HEALS = 3
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
 
 
@@ -221,8 +224,16 @@ class Call:
             group.model = self._sending["key"]
             told = {"work": fit_worker.Work(model=sending, board=board, **work)}
             within = None if self._keeping is None else self._keeping.within
-            run = TrialRun(train=fit_worker.run, config=told, name=work["do"], files=self._files, within=within)
-            group.worker_group.begin(run)
+            more = {"within": within, "heals": _HEALS if work.get("heals") else 0}
+            run = TrialRun(train=fit_worker.run, config=told, name=work["do"], files=self._files, **more)
+
+            def anew() -> TrialRun:
+                """For a process that has no model yet."""
+                sending = fit_worker.Sending(data=self._data, **self._sending)
+                config = {"work": dataclasses.replace(told["work"], model=sending)}
+                return dataclasses.replace(run, config=config, files=None)
+
+            group.worker_group.begin(run, anew)
             with self._ending.calls(self._heard) if within is not None else contextlib.nullcontext():
                 why = None if within is None else self._why_end
                 while (reports := group.worker_group.go_on_all(why)) is not None:
@@ -236,7 +247,8 @@ class Call:
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None
         except WorkerGroupLostError as error:
-            raise TrainingError(None, str(error)) from None
+            why = "" if error.unhealed is None else f"; it could not be replaced in place: {error.unhealed}"
+            raise TrainingError(None, f"{error}{why}") from None
         finally:
             shown.close(sys.exc_info()[1])
             if self._group is not None:

@@ -109,7 +109,10 @@ def fit(
 
     Raises:
         ConfigError: an argument, the model or the data is wrong; no worker has started.
-        TrainingError: a worker failed; the model has the weights of the last epoch that had ended.
+        TrainingError: a worker failed; the model has the weights of the last epoch that had ended. One whose process
+            is lost within a step is replaced in place where that can be done, as a `KerasTrainer` does, at most three
+            times in a call; the error says why it was not. Where it is the chief, callbacks come back with what a
+            checkpoint keeps of them: plain values, and what their `get_state()` gives.
         StoppedError: SIGTERM or SIGINT came (to the main thread); likewise. It is a `SystemExit`, and after SIGINT a
             `KeyboardInterrupt`, too.
     """
@@ -148,6 +151,7 @@ def fit(
         call.pack(users)
         seed, more = call.going_on(make_default_seed(), batch, {"initial_epoch": initial_epoch, "shuffle": order})
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
+        more["heals"] = workers.num_workers > 1
         work = call.work("fit", batches, seed, order, arguments, **more)
         return call.fit(work, users, verbose)
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytf.collectives import healing
+from raytf.collectives.healing import Place
 from raytf.compat import keras_objects
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
@@ -82,6 +84,7 @@ class Work:
         chunk_steps: steps after which predictions are handed over.
         every: when checkpoints within epochs are kept; None: none at all.
         identity: what tells the training from others, for its checkpoints.
+        heals: a worker that is lost is replaced in place, where that can be done.
     """
 
     do: str
@@ -95,6 +98,7 @@ class Work:
     chunk_steps: int = 1
     every: Every | None = None
     identity: dict[str, Any] = field(default_factory=dict)
+    heals: bool = False
 
 
 class FitWorker(GroupWorker):
@@ -174,23 +178,53 @@ def structured(dataset, structure: tuple | None):
 
 
 def _fit(session, work: Work, model, sent, distribution) -> int | None:
-    import keras
-
     from raytf.fitting import transport
-    from raytf.parallel import callbacks as callbacks_module
-    from raytf.worker import callbacks
-    from raytf.worker import steps_per_execution as steps_per_execution_module
 
     users, own = transport.read(work.callbacks, known=sent)
     everything = sent.joined(own)
+    with session.checkpoint() as folder:
+        place = healing.here.place
+        if place is not None:
+            own.assign(place.agreed["own"])
+        history = _trained(session, work, model, users, own, everything, folder, place)
+    if isinstance(history, Ended):
+        return history.step
+    totals = _totals(model, everything)
+    told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
+    told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
+    told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
+    if session.rank == 0:
+        told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
+    session.report(told, None)
+
+
+def _trained(session, work: Work, model, users, own, everything, folder: str | None, place: Place | None):
+    """The history of a training; the `Ended` that it was told to end by.
+
+    Args:
+        users, own: callbacks, and the objects that came with them.
+        everything: these, and those of the model.
+        folder: of the checkpoint to go on from, or None.
+        place: of a lost worker that this one takes, or None.
+    """
+    import keras
+
+    from raytf.parallel import callbacks as callbacks_module
+    from raytf.worker import callbacks, replacement
+    from raytf.worker import steps_per_execution as steps_per_execution_module
+
     feed, dataset = _dataset(work.rows["train"], session)
     others = [_dataset(work.rows[name], session) for name in work.rows if name != "train"]
     looking = any(callbacks_module.looks_at_batches(c) for c in users)
     if model.steps_per_execution != work.steps_per_execution and looking:  # what an earlier call has chosen
         model.steps_per_execution = work.steps_per_execution
         model.make_train_function(force=True)
-    kept = _Kept(session, work, model, users, feed, validates=bool(others))
-    around = [steps_per_execution_module.ExecutionCallback(users), kept.position, *users, *kept.around]
+    told = {} if place is None else place.agreed
+    if place is not None:
+        model.steps_per_execution = told["steps_per_execution"]
+    kept = _Kept(session, work, model, users, feed, folder, place, validates=bool(others))
+    execution = steps_per_execution_module.ExecutionCallback(users, told.get("execution"))
+    around = [execution, kept.position, *users, *kept.around]
     if session.rank == 0 and work.board is not None:
         around.append(callbacks.ProgressCallback(work.board, work.rows["train"].sampling.global_batch, None))
 
@@ -207,92 +241,114 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
             told["history"] = (dict(history.history), list(history.epoch))
             session.report(told, None)
 
-    with kept.going_on() as (arguments, before, after):
-        try:
+    agreed = {"execution": execution, "own": _Values(own)} | dict(zip(("kept",), kept.steps, strict=False))
+    arguments, before, after = kept.going_on()
+    survivable = replacement.survivable(
+        work.heals, model, kept.position, kept.report, agreed, feed.order, session.reports_made
+    )
+    try:
+        with survivable:
             history = model.fit(
                 dataset,
                 validation_data=others[0][1] if others else None,
-                callbacks=[*before, *around, *after, *kept.reports, Report(), *kept.steps],
+                callbacks=[
+                    replacement.First(),
+                    *before,
+                    *around,
+                    *after,
+                    kept.report,
+                    Report(),
+                    *kept.steps,
+                    replacement.Last(kept.position, place),
+                ],
                 verbose=0,
                 shuffle=False,  # the feed does
                 **arguments,
             )
-        except Ended as ended:
-            return ended.step
-        kept.complete(history)
-    totals = _totals(model, everything)
-    told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
-    told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
-    told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
-    if session.rank == 0:
-        told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
-    session.report(told, None)
+    except Ended as ended:
+        return ended
+    kept.complete(history)
+    return history
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The values of objects' variables, for a worker that takes a lost one's place."""
+
+    objects: Any
+
+    def told(self) -> dict:
+        return self.objects.values()
 
 
 class _Kept:
-    """What keeps checkpoints of a training that has a name, and what it goes on with; nothing for one that has none.
+    """What a training goes on with, and what keeps checkpoints of one that has a name.
 
     Args:
         session, work, model: of the training.
         users: its callbacks.
         feed: of its rows.
+        folder: of the checkpoint to go on from, or None.
+        place: of a lost worker that this one takes, or None.
         validates: whether something comes between the last step of an epoch and its end.
 
     Attributes:
         position: counts the steps.
-        around, reports, steps: callbacks behind the user's, behind all others that train, and behind all.
+        report: the callback that follows the epochs, and keeps their ends.
+        around, steps: callbacks behind the user's, and behind all others.
     """
 
-    def __init__(self, session, work: Work, model, users, feed, validates: bool):
+    def __init__(self, session, work: Work, model, users, feed, folder, place: Place | None, validates: bool):
         from raytf.worker import callbacks, within_epoch
 
         self._session, self._work, self._model, self._feed = session, work, model, feed
-        folder = session.folder
+        self._folder, self._place = folder, place
         self._first = work.arguments["initial_epoch"]
-        self._state = checkpoint.read_state(folder) if folder else None
-        state = self._state
+        self._state = state = checkpoint.read_state(folder) if folder else None
         self.position = callbacks.FeedCallback(feed, state.step if state else 0)
         self.around: list = []
-        self.reports: list = []
         self.steps: list = []
-        if work.every is None:
-            return
         self._states = CallbackStates(users)
         if state is not None:
             checkpoint.restore(folder, model)
             if session.rank == 0:
                 callbacks.continue_logs(users, self._first + state.epoch)
             self.around = [callbacks.RestoreCallback(folder, self._states, session.rank == 0, state.history)]
-        report = callbacks.ReportCallback(
+        named = work.every is not None
+        self.report = callbacks.ReportCallback(
+            named,
             seed=work.seed,
             callbacks=self._states,
             history=state.history if state else (),
-            report=self._keep,
+            report=self._keep if named else _nothing,
             identity=work.identity,
             steps=lambda: self.position.step,
         )
-        self.reports = [report]
+        if not named:
+            return
         chief = {"chief": session.rank == 0, "order": feed.order, "validates": validates}
-        self.steps = [within_epoch.StepCheckpointCallback(work.every, session.keep, self.position, report, **chief)]
+        chief["told"] = None if place is None else place.agreed["kept"]
+        self.steps = [
+            within_epoch.StepCheckpointCallback(work.every, session.keep, self.position, self.report, **chief)
+        ]
 
     def _keep(self, metrics: dict, moment) -> None:
         """Keeps the end of an epoch as the steps within it are kept."""
         if self._session.rank == 0:
             self._session.keep(step_folders.name_of(moment.state.step), moment.model, moment.parts())
 
-    @contextlib.contextmanager
-    def going_on(self):
-        """(arguments of `fit`, callbacks before and behind the others); behind it all is written."""
+    def going_on(self) -> tuple[dict, list, list]:
+        """(arguments of `fit`, callbacks before and behind the others)."""
         from raytf.worker import fit
 
         state, arguments = self._state, dict(self._work.arguments)
-        with self._session.checkpoint() as folder:
-            before, after = [], []
-            if state is not None:
-                state = dataclasses.replace(state, epoch=self._first + state.epoch)
-                arguments["initial_epoch"] = arguments["epochs"] if state.stopped else state.epoch
-                before, after = fit.resumed(folder, state, self._states, self.position, self._feed.order)
-            yield arguments, before, after
+        if state is None:
+            return arguments, [], []
+        state = dataclasses.replace(state, epoch=self._first + state.epoch)
+        arguments["initial_epoch"] = arguments["epochs"] if state.stopped else state.epoch
+        order = self._feed.order
+        before, after = fit.resumed(self._folder, state, self._states, self.position, order, place=self._place)
+        return arguments, before, after
 
     def complete(self, history) -> None:
         """Gives a history the epochs of before, where none was left to do."""
@@ -300,6 +356,10 @@ class _Kept:
 
         if self._state is not None and not history.epoch:
             callbacks.put_back(history, self._state.history)
+
+
+def _nothing(metrics: dict, moment) -> None:
+    """What is reported of an epoch, but to the driver."""
 
 
 def _built(model, everything) -> dict[str, tuple[list[int], list]]:

@@ -5,6 +5,14 @@ through TensorFlow's ClusterCoordinator. Every row is used once an epoch; only t
 died are given to another, and those of them that it had made are made again. At the end of an epoch the coordinator
 waits for all steps, and callbacks, validation and the checkpoint see a plain Keras model with the servers' values; so
 it does for a checkpoint within an epoch, and for an end.
+
+A server that dies takes variables with it, and TensorFlow cannot give them to another one under a coordinator that
+lives: its ClusterCoordinator raises an error, says that the job must start again from a checkpoint, and holds functions
+and resources that name the dead server's. So the coordinator ends, its process with it, and Ray Train starts another
+one, with servers and workers of its own, which goes on from the copy that the old one held in memory
+(`memory_every`; another process has it, so that it outlives the coordinator, too), or else from the last checkpoint.
+Such a copy is of all servers at once, when no step is being made: rows of steps behind it are used again by the steps
+that are made again, and no others.
 """
 
 from __future__ import annotations
@@ -19,11 +27,12 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.compat.keras import pythonify_logs
+from raytf.console import output
 from raytf.data.feed import SUPERBATCH, Feed
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
-from raytf.parameter_server.servers import ServerGroup
+from raytf.parameter_server.servers import ServerGroup, ServerLostError
 from raytf.worker import callbacks, checkpoint, context
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import Ended
@@ -263,7 +272,24 @@ def train(task, session) -> dict[str, int] | None:
             _fit(trainer, hooks, position, progress, state.epoch if state else 0, config["epochs"])
         except Ended as told:
             return {"step": told.step}
+        except ServerLostError as error:
+            why = f"{error}. {_restored_from(position, kept[0] if kept else None)}"
+            output.say(why)
+            raise ServerLostError(why) from error
     return None
+
+
+def _restored_from(position: Position, kept: StepCheckpointCallback | None) -> str:
+    """From where other servers get what a lost one held, as a sentence without a full stop."""
+    began = position.step - position.epoch_step
+    stored, held = max(began, kept.kept_step if kept else 0), kept.held_step if kept else 0
+    source = f"the checkpoint of step {stored}" if stored else "the beginning of the run, as there is no checkpoint yet"
+    if held > stored:
+        source = f"the copy of step {held} in the coordinator's memory"
+    return (
+        f"Other servers get them from {source}, where FailureConfig(max_failures=...) allows another start; the steps "
+        "after it are made again"
+    )
 
 
 def _warn_of_batches(users: list) -> None:

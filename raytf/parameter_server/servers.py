@@ -234,10 +234,7 @@ class ServerGroup:
                 task = waiting.pop(ref)
                 how = self._why(str(task))
                 if task.role == "ps":
-                    self._lose(
-                        f"{task} died{how}, and with it the variables that it held. The run goes on from its last "
-                        "checkpoint where FailureConfig(max_failures=...) allows it"
-                    )
+                    self._lose(f"{task} died{how}, and with it the variables that it held")
                     return
                 # a host that has vanished closes no connection, and TensorFlow would wait for it
                 ports.hang_up(self.cluster[task.role][task.index])

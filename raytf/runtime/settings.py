@@ -37,10 +37,11 @@ class TensorflowConfig:
             30 times in a callback, an input or a checkpoint, which may just be slow, where the worker still moves, or
             where it is not waited for in an exchange. A process
             that is stopped is ended within it, and one that computes never is. At least 2; None says nothing.
-        heal: where FailureConfig allows failures: a worker of a KerasTrainer that is lost within a step, and whose
-            gradients are summed in raytf's ring, is replaced while the others keep their processes and go on in that
-            step. Each worker passes on what it has for itself (metrics, moving statistics, seeds) after each step.
-            Where it cannot be done, and with False, all workers start anew from the last checkpoint.
+        heal: where FailureConfig allows failures: a worker of a KerasTrainer, or of a trial of its sweep, that is lost
+            within a step, and whose gradients are summed in raytf's ring, is replaced while the others keep their
+            processes and go on in that step. Each worker passes on what it has for itself (metrics, moving statistics,
+            seeds) after each step. Where it cannot be done, and with False, all workers start anew from the last
+            checkpoint.
         spares: processes that stand ready to take the place of a lost worker of a KerasTrainer, on each host that has
             workers; one that was used is followed by another. Each has imported TensorFlow, which takes memory (0.7 GB
             resident) and no CPU of the cluster. 0: a process starts when a worker is lost, which takes longer. It needs

@@ -166,17 +166,17 @@ def every(given: object, config: TensorflowConfig) -> Every:
     return Every() if found.auto and config.sync_every > 1 else found
 
 
-def memory_steps(given: object, strategy: str, num_ps: int) -> int | None:
+def memory_steps(given: object, strategy: str) -> int | None:
     """What `memory_every` stands for.
 
     Raises:
         ConfigError: it is nonsense, or means nothing for such a training.
     """
     found = checkpoint_every.steps(given)
-    if found is not None and (num_ps or strategy in ("parameter_server", "tpu")):
+    if found is not None and strategy == "tpu":
         raise ConfigError(
             "memory_every needs workers each of which holds the whole model",
-            f"memory_every={given!r} with strategy={strategy!r} and num_ps={num_ps}",
+            f"memory_every={given!r} with strategy={strategy!r}",
             "Use checkpoint_every",
         )
     return found

@@ -1,9 +1,10 @@
 """Heals a group of workers in place: processes take the places of those that were lost, and the others go on. Driver.
 
-A thread of Ray Train's controller does it, as it takes seconds, while the controller polls the others. What the workers
-do meanwhile says `raytf.collectives.healing`. Where it cannot be done, all workers start anew from the last checkpoint,
-as without it; which of the two happens is said, and why. Where only a process is missing, as no node has room for it,
-the others keep a checkpoint of the step that they stand behind first, so that no step before it is made again.
+A thread of Ray Train's controller does it, as it takes seconds, while the controller polls the others; the leader of a
+trial's workers waits for it. What the workers do meanwhile says `raytf.collectives.healing`. Where it cannot be done,
+all workers start anew from the last checkpoint, as without it; which of the two happens is said, and why.
+Where only a process is missing, as no node has room for it, the others keep a checkpoint of the step that they stand
+behind first, so that no step before it is made again.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Place, Rejoin, Waiting
 from raytf.compat import ray_train
-from raytf.compat.ray_train import Worker, WorkerGroupStartupFailedError
+from raytf.compat.ray_train import WorkerGroupStartupFailedError
 from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import answers, ports
@@ -54,28 +55,43 @@ class _AnotherLostError(RaytfError, RuntimeError):
     """Another worker was lost meanwhile."""
 
 
+class Member(Protocol):
+    """A worker: `Worker` of Ray Train is one.
+
+    Attributes:
+        actor: has an `execute(function, *arguments)`.
+    """
+
+    actor: Any
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a healing asks of the group of workers.
 
     Args:
-        workers: the `Worker` of each rank.
-        place: place(rank) starts a process in the place of a lost one; its `Worker`.
-        started: started({rank: Worker}) gives new processes the context of Ray Train.
+        workers: the `Member` of each rank.
+        place: place(rank) starts a process in the place of a lost one.
+        started: started({rank: Worker}) gives new processes what they need before all else.
+        settle: settle(worker, addresses of all, rank, token, whether cores are pinned) tells a new process what
+            `backend.set_environment` takes; the ref of its answer.
         begin: begin(worker) has a new process train.
-        config: the run's `settings.TensorflowConfig`.
-        cpus: of a worker, of which it claims as many `cores`.
+        standing: standing(worker) gives the ref of what `Healer.waiting` says there, and of what its training has
+            failed of or None.
+        ports: on which workers may listen.
+        cores: that each claims.
         reported: reports that have come, by rank.
         has_room: has_room(ranks): whether processes can start in these places, where a run can go on with fewer; None
             where it cannot, and is to wait.
     """
 
-    workers: Mapping[int, Worker]
-    place: Callable[[int], Worker]
-    started: Callable[[dict[int, Worker]], None]
-    begin: Callable[[Worker], None]
-    config: Any
-    cpus: int
+    workers: Mapping[int, Member]
+    place: Callable[[int], Member]
+    started: Callable[[dict[int, Member]], None]
+    settle: Callable[[Member, list[str], int, bytes, bool], Any]
+    begin: Callable[[Member], None]
+    standing: Callable[[Member], Any]
+    ports: tuple[int, int]
     cores: int
     reported: Mapping[int, int]
     has_room: Callable[[Iterable[int]], bool] | None = None
@@ -105,8 +121,8 @@ class Healing:
     def __init__(self, asked: Asked, lost: Iterable[int], generation: int):
         self._asked, self.lost, self._generation = asked, frozenset(lost), generation
         self._rest = {rank: worker for rank, worker in asked.workers.items() if rank not in lost}
-        self._made: dict[int, Worker] = {}
-        self.new: dict[int, Worker] = {}
+        self._made: dict[int, Member] = {}
+        self.new: dict[int, Member] = {}
         self.why, self.another, self.new_lost = "", False, 0
         self.also: set[int] = set()
         self.kept: int | None = None
@@ -152,13 +168,29 @@ class Healing:
     def _see_who_is_lost(self) -> None:
         with self._lock:
             made = dict(self._made)
-        self.also |= _dead(self._rest)
-        gone = _dead(made)
+        self.also |= self._dead(self._rest)
+        gone = self._dead(made)
         self.new_lost = len(gone)
         found = [names(self.also)] if self.also else []
         found += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
         if found:
             self.why = f"{' and '.join(found)} was lost"
+
+    def _dead(self, workers: Mapping[int, Member]) -> set[int]:
+        """The ranks of those whose processes have ended."""
+        refs = {self._asked.standing(worker): rank for rank, worker in workers.items()}
+        found = set()
+        with contextlib.suppress(NoAnswerError):  # one that stands still is seen by the watchdog
+            for _, ref in answers.as_they_come(list(refs), _LIVES_SECONDS, "whether it lives"):
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayActorError:
+                    found.add(refs[ref])
+        return found
+
+    def wait(self) -> None:
+        """Waits for its end; each of its parts has a deadline."""
+        self._thread.join()
 
     def give_up(self) -> None:
         """Tells those that wait that there is no other ring."""
@@ -280,36 +312,31 @@ class Healing:
             taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
             calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training")
-        config = self._asked.config
-        calls = [
-            worker.actor.execute.remote(backend.reserve, config.ports, self._asked.cores)
-            for worker in self._made.values()
-        ]
+        allowed, cores = self._asked.ports, self._asked.cores
+        calls = [worker.actor.execute.remote(backend.reserve, allowed, cores) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
         known = {rank: ports.joined(*its.address) for rank, its in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
-        all_, cpus, token = [known[rank] for rank in sorted(known)], self._asked.cpus, ring.new_token()
-        calls = [
-            self._made[rank].actor.execute.remote(backend.set_environment, config, all_, rank, cpus, token, pinned)
-            for rank, (_, pinned) in reserved.items()
-        ]
+        all_, token = [known[rank] for rank in sorted(known)], ring.new_token()
+        settle = self._asked.settle
+        calls = [settle(self._made[rank], all_, rank, token, pinned) for rank, (_, pinned) in reserved.items()]
         self._ask(calls, "its environment")
         for worker in self._made.values():
             self._asked.begin(worker)
 
-    def _ask(self, refs: list, what: str) -> list:
+    def _ask(self, refs: list, what: str, seconds: float = _ANSWER_SECONDS) -> list:
         try:
-            return answers.collect(refs, _ANSWER_SECONDS, what)
+            return answers.collect(refs, seconds, what)
         except NoAnswerError as error:
             raise NotHealedError(str(error)) from None
 
-    def _all_wait(self, workers: Mapping[int, Worker], seconds: float, what: str) -> dict[int, Waiting]:
+    def _all_wait(self, workers: Mapping[int, Member], seconds: float, what: str) -> dict[int, Waiting]:
         """Where each of some workers waits, once they all do."""
         until, found = time.monotonic() + seconds, {}
         while True:
             self._check_others()
             ranks = [rank for rank in workers if rank not in found]
-            told = self._ask([workers[rank].actor.execute.remote(_waiting) for rank in ranks], what)
+            told = self._ask([self._asked.standing(workers[rank]) for rank in ranks], what, seconds)
             for rank, (its, error) in zip(ranks, told, strict=True):
                 if error is not None:
                     raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")
@@ -330,19 +357,6 @@ def names(ranks: Iterable[int]) -> str:
     return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
-def _dead(workers: Mapping[int, Worker]) -> set[int]:
-    """The ranks of those whose processes have ended."""
-    refs = {worker.actor.execute.remote(_waiting): rank for rank, worker in workers.items()}
-    found = set()
-    with contextlib.suppress(NoAnswerError):  # one that stands still is seen by the watchdog
-        for _, ref in answers.as_they_come(list(refs), _LIVES_SECONDS, "whether it lives"):
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayActorError:
-                found.add(refs[ref])
-    return found
-
-
-def _waiting() -> tuple[Waiting | str | None, BaseException | None]:
+def standing() -> tuple[Waiting | str | None, BaseException | None]:
     """On a worker: where it waits, see `Healer.waiting`; what its training has failed of."""
     return healing.here.waiting(), ray_train.training_error()

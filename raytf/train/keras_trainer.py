@@ -98,7 +98,9 @@ class KerasTrainer:
         memory_every: hold a copy of the training in memory after so many steps, too ("10 steps"), on the host of the
             chief and, where workers are on several hosts, on another one; None for none. It is written only when the
             run breaks: by a host that is left, so that the loss of one costs at most so many steps. It takes a copy of
-            the state in the memory of each of the two, and two while the next one is made.
+            the state in the memory of each of the two, and two while the next one is made. With parameter servers it is
+            the coordinator that holds one, of what all servers hold: when a server dies, others get it from there. All
+            steps that have begun are waited for, and all variables come to the coordinator.
         elastic_batch: of an elastic run, `ScalingConfig(num_workers=(fewest, most))`: "keep", the global batch is
             `batch_size` on any number of workers, so that the weights are those of a fixed number; or "scale":
             `batch_size` and the learning rate are those of the fewest workers, each worker has as many rows of a step
@@ -222,7 +224,7 @@ class KerasTrainer:
             raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
         validation.check_seed(self.seed)
         arguments.every(self.checkpoint_every, self.tensorflow_config)
-        arguments.memory_steps(self.memory_every, self.strategy, self.num_ps)
+        arguments.memory_steps(self.memory_every, self.strategy)
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
         run_folder.check_name(self.run_config.name)
@@ -385,7 +387,7 @@ class KerasTrainer:
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
             checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
-            memory_every=arguments.memory_steps(self.memory_every, self.strategy, self.num_ps),
+            memory_every=arguments.memory_steps(self.memory_every, self.strategy),
             heals=self._heals(),
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
         )

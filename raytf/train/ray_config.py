@@ -134,7 +134,7 @@ def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) 
         _check_failures(run.failure_config)
     if getattr(trainer, "tensorflow_config", None) is not None and trainer.tensorflow_config.spares:
         raise ConfigError(
-            "The workers of a trial all start anew when one is lost",
+            "A worker of a trial that is lost is replaced by a process that starts then",
             f"TensorflowConfig(spares={trainer.tensorflow_config.spares}) in a sweep",
             "Leave spares out",
         )

@@ -63,7 +63,7 @@ from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, local
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing, names
+from raytf.train.healing import Asked, Healing, names, standing
 from raytf.worker.ending import MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
@@ -598,13 +598,21 @@ class _WorkerGroup(WorkerGroup):
     def _heal(self, lost: set[int]) -> None:
         self._generation += 1
         resources = self.get_resources_per_worker()
+        cpus = processes.cpus_of(resources)
+
+        def settle(worker: Worker, addresses: list[str], rank: int, token: bytes, pinned: bool):
+            return worker.actor.execute.remote(
+                backend.set_environment, self.config, addresses, rank, cpus, token, pinned
+            )
+
         asked = Asked(
             workers=dict(enumerate(self.get_workers())),
             place=self._take_place,
             started=lambda made: ray_train.give_context(self, list(made.values())),
+            settle=settle,
             begin=functools.partial(ray_train.begin_training, self),
-            config=self.config,
-            cpus=processes.cpus_of(resources),
+            standing=lambda worker: worker.actor.execute.remote(standing),
+            ports=self.config.ports,
             cores=backend.to_claim(WorkerSetup(config=self.config), resources.get("CPU", 1)),
             reported=self._reported,
             has_room=None if self.elastic is None else self._has_room,

@@ -23,12 +23,13 @@ import ray.cloudpickle
 from ray.util.placement_group import placement_group_table
 
 from raytf import activity
-from raytf.collectives import ring
+from raytf.collectives import healing, ring
+from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_keras, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
-from raytf.errors import RaytfError, in_a_line
+from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.runtime import cores, guard
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.guard import FrozenError, Guard, Place
@@ -38,6 +39,7 @@ from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
 from raytf.train import backend, ends
 from raytf.train.entry import import_raytf
+from raytf.train.healing import Asked, Healing, names
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, write_files
@@ -60,6 +62,8 @@ _LOOKS_SECONDS = 5.0
 _BEAT_SECONDS = 0.5
 # Between two looks at workers that train.
 _LOOK_SECONDS = 1.0
+# For a process to start that takes a lost one's place.
+_REPLACE_SECONDS = 60.0
 # In Ray's key-value store, where the spare processes that have become a group's workers are noted.
 _TAKEN = b"raytf_taken"
 
@@ -78,7 +82,13 @@ class TrialError(RaytfError, RuntimeError):
 
 
 class WorkerGroupLostError(RaytfError, ConnectionError):
-    """A worker of the worker group died, or failed where the others did not: the worker group is of no use any more."""
+    """A worker of the worker group died, or failed where the others did not: the worker group is of no use any more.
+
+    Attributes:
+        unhealed: why it was not replaced in place, as a clause, where that was tried; or None.
+    """
+
+    unhealed: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +102,7 @@ class TrialRun:
         files: of the checkpoint to go on from, by name, or None.
         around: arguments of the loop's `session_functions.Surroundings`, without the nodes.
         within: where it keeps checkpoints within its epochs, or None.
+        heals: so many losses of workers are healed in place, where that can be done.
     """
 
     train: Callable
@@ -100,10 +111,20 @@ class TrialRun:
     files: dict[str, bytes] | None = None
     around: dict[str, Any] = field(default_factory=dict)
     within: Within | None = None
+    heals: float = 0
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A `healing.Member`."""
+
+    actor: Any
 
 
 class WorkerGroup:
     """Opens workers in the current placement group; see the module.
+
+    One that is lost within a step is replaced in place where its trial wants that, see `healing`.
 
     Args:
         setup: of the workers, a `settings.WorkerSetup`.
@@ -133,14 +154,18 @@ class WorkerGroup:
         group=None,
         kind=None,
     ):
-        group = group or ray.util.get_current_placement_group()
-        nodes = placement_group_table(group)["bundles_to_node_id"]
+        self._group = group or ray.util.get_current_placement_group()
+        self._setup, self._resources, self._environment = setup, resources, environment
+        self._first_bundle, self._spares, self._kind = first_bundle, spares, kind or GroupWorker
         cpus = resources.get("CPU", 0)
-        self.workers = [
-            (_take(spares, nodes[i]) if spares else None)
-            or placed_actor(kind or GroupWorker, group, i, resources, runtime_env=environment)
-            for i in range(first_bundle, first_bundle + workers)
-        ]
+        self._threads = max(1, int(cpus))
+        self.workers = [self._process(rank) for rank in range(workers)]
+        self._run: Any = None  # the ref of the trial's TrialRun
+        self._anew: Callable[[], TrialRun] | None = None
+        self._heals: float = 0
+        self._heals_at_all = False
+        self._generation = 0  # of the workers' ring
+        self._watch: HangWatch | None = None
         self.nodes: frozenset[str] = frozenset()
         self.asked: str | None = None
         self.ended: int | None = None
@@ -151,24 +176,39 @@ class WorkerGroup:
             self.close(well=False)
             raise
 
+    def _process(self, rank: int):
+        """The actor of a worker's process: a spare one on its node, or another one that starts."""
+        bundle = self._first_bundle + rank
+        if self._spares:
+            node = placement_group_table(self._group)["bundles_to_node_id"].get(bundle)
+            if (taken := _take(self._spares, node)) is not None:
+                return taken
+        return placed_actor(self._kind, self._group, bundle, self._resources, runtime_env=self._environment)
+
     def _open(self, setup, cpus: float) -> None:
         asked = setup.config.ports, backend.to_claim(setup, cpus)
         found = self._all("reserve", *asked, seconds=_OPEN_SECONDS, what="the start of its process")
         addresses = [address for address, _, _ in found]
         pinned = cores.agreed(addresses, [claimed for _, claimed, _ in found])
-        self._config, self._places = setup.config, {rank: place for rank, (_, _, place) in enumerate(found)}
-        self._guard = Guard({f"worker {rank}": place for rank, place in self._places.items()})
+        self._config = setup.config
+        self._see({rank: place for rank, (_, _, place) in enumerate(found)})
         self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
         token, nodes = ring.new_token(), tuple(place.node for place in self._places.values())
-        self.nodes = frozenset(nodes)
-        threads = max(1, int(cpus))
-        arguments = [(setup, addresses, rank, threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
+        told = setup, addresses
+        arguments = [(*told, rank, self._threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
 
-    def begin(self, job: TrialRun) -> None:
-        """Starts a trial; it waits to be told to go on."""
+    def begin(self, job: TrialRun, anew: Callable[[], TrialRun] | None = None) -> None:
+        """Starts a trial; it waits to be told to go on.
+
+        Args:
+            job: the trial.
+            anew: gives the same for a process that takes a lost worker's place, where that is another.
+        """
         self.asked = self.ended = None
-        self._all("begin", ray.put(job), what="the begin of a trial")
+        self._anew = anew
+        self._run, self._heals, self._heals_at_all = ray.put(job), job.heals, job.heals > 0
+        self._all("begin", self._run, what="the begin of a trial")
 
     def go_on(self, why: Callable[[], str | None] | None = None) -> dict | None:
         """`go_on_all` of the chief alone."""
@@ -185,8 +225,8 @@ class WorkerGroup:
             TrialError: the loop failed; the worker group is ready for another trial.
             WorkerGroupLostError: it is not.
         """
-        with self._watching() as watch:
-            events = self._events(why, watch)
+        with self._watching():
+            events = self._events(why)
         kinds = {event[0] for event in events.values()}
         if "error" in kinds:
             rank, error = next((rank, event[1]) for rank, event in sorted(events.items()) if event[0] == "error")
@@ -201,35 +241,146 @@ class WorkerGroup:
         self.ended = events[0][1]
         return None
 
-    def _events(self, why: Callable[[], str | None] | None, watch: HangWatch | None) -> dict[int, tuple]:
+    def _events(self, why: Callable[[], str | None] | None) -> dict[int, tuple]:
         """Lets the trial run until each worker has something to say; between its beats it can be asked what it does."""
         events: dict[int, tuple] = {}
         failed = None  # when the first did
-
-        def look():
-            self._look()
-            for rank, error in watch.ended.items() if watch is not None else ():
-                raise WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
-            if failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
-                raise self._alone(events)
-
         self._begin_wait()
         pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
         while pending:
             done, _ = ray.wait(list(pending), timeout=_LOOK_SECONDS)
+            lost: dict[int, WorkerGroupLostError] = {}
             for ref in done:
                 rank = pending.pop(ref)
-                event = self._get(f"worker {rank}", ref)
+                try:
+                    event = self._get(f"worker {rank}", ref)
+                except WorkerGroupLostError as error:
+                    lost[rank] = error
+                    continue
                 if event is None:
                     pending[self.workers[rank].next_event.remote()] = rank
                     continue
                 events[rank] = event
                 if event[0] == "error" and failed is None:
                     failed = time.monotonic()
-            if pending:
-                look()
+            if pending and not lost:
+                lost = self._standing_still()
+            if lost:
+                new = self._heal(lost, events)
+                pending = {ref: rank for ref, rank in pending.items() if rank not in new}
+                pending |= {self.workers[rank].next_event.remote(): rank for rank in new}
+            elif pending and failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
+                raise self._alone(events)
+            elif pending:
                 self._ask_to_end(why)
         return events
+
+    def _standing_still(self) -> dict[int, WorkerGroupLostError]:
+        """Workers that are stopped, whose host has gone, or that hang, by rank, with what is to be said of each."""
+        try:
+            if self._guard is not None:
+                self._guard.look()
+        except FrozenError as error:
+            its = {rank: (f"worker {rank}", f"the host {place.host}") for rank, place in self._places.items()}
+            found = {rank: WorkerGroupLostError(str(error)) for rank in its if error.name in its[rank]}
+            if not found:
+                raise WorkerGroupLostError(str(error)) from None
+            return found
+        ended = self._watch.ended if self._watch is not None else {}
+        return {rank: WorkerGroupLostError(f"worker {rank} hangs: {its}\n{its.stack}") for rank, its in ended.items()}
+
+    def _heal(self, lost: dict[int, WorkerGroupLostError], events: dict[int, tuple]) -> set[int]:
+        """Has processes take the places of lost workers, in the step that the others are in; the ranks of all these.
+
+        Raises:
+            WorkerGroupLostError: it is not to be done, or cannot be; says why.
+        """
+        first = lost[min(lost)]
+        if not self._heals_at_all:
+            first.unhealed = None
+            raise first
+        self._close_watch()
+        for rank in lost:
+            ray.kill(self.workers[rank])  # one that stands still is still there
+        ranks, unhealed = set(lost), self._unhealable(set(lost), events)
+        if unhealed is None:
+            why = "; ".join(first_line(error).rstrip(".") for error in lost.values())
+            output.say(f"{why}. Another process is to take its place in the step that the others are in")
+        while unhealed is None:
+            self._generation += 1
+            made: dict[int, Place] = {}
+            replaced = Healing(self._healing(made), ranks, self._generation)
+            replaced.wait()
+            if replaced.new:
+                self._take_in({rank: worker.actor for rank, worker in replaced.new.items()}, made)
+                return ranks
+            self._heals -= replaced.new_lost
+            also, ranks = replaced.also, ranks | replaced.also
+            unhealed = replaced.why if not replaced.another else self._unhealable(ranks, events)
+            if unhealed is None:
+                output.say(f"{replaced.why}, while {names(ranks - also)} was replaced; that begins anew")
+            else:
+                replaced.give_up()
+        first.unhealed = unhealed
+        raise first
+
+    def _unhealable(self, lost: set[int], events: dict[int, tuple]) -> str | None:
+        """Why the places of these cannot be taken, as a clause, where that is seen at once; else None."""
+        if len(lost) == len(self.workers):
+            return "no other worker is left that holds the training's state"
+        if len(lost) > self._heals:
+            return "FailureConfig allows no more failures"
+        if self.asked is not None:
+            return "the trial was to end after that step"
+        if said := [rank for rank in events if rank not in lost]:
+            return f"{names(lost)} was lost between two steps, behind a report of {names(said)}"
+        return None
+
+    def _healing(self, made: dict[int, Place]) -> Asked:
+        """What a `Healing` needs of this group; where new processes are, is noted in `made`."""
+
+        def place(rank: int) -> _Worker:
+            worker = self._process(rank)
+            try:
+                made[rank] = ray.get(worker.execute.remote(guard.here), timeout=_REPLACE_SECONDS)
+            except BaseException:
+                ray.kill(worker)
+                raise
+            return _Worker(worker)
+
+        def settle(worker: _Worker, addresses: list[str], rank: int, token: bytes, pinned: bool):
+            if self._anew is not None:
+                self._run, self._anew = ray.put(self._anew()), None
+            nodes = tuple(place.node for place in (self._places | made).values())
+            return worker.actor.settle.remote(self._setup, addresses, rank, self._threads, token, pinned, nodes)
+
+        return Asked(
+            workers={rank: _Worker(worker) for rank, worker in enumerate(self.workers)},
+            place=place,
+            started=lambda made: None,
+            settle=settle,
+            begin=lambda worker: worker.actor.take_place.remote(self._run),
+            standing=lambda worker: worker.actor.standing.remote(),
+            ports=self._config.ports,
+            cores=backend.to_claim(self._setup, self._resources.get("CPU", 0)),
+            reported={},
+        )
+
+    def _take_in(self, workers: dict[int, Any], places: dict[int, Place]) -> None:
+        """Goes on with these in the places of others."""
+        for rank, worker in workers.items():
+            self.workers[rank] = worker
+        self._heals -= len(workers)
+        self._guard.close()
+        self._see(self._places | places)
+        self._begin_wait()
+        self._open_watch()
+
+    def _see(self, places: dict[int, Place]) -> None:
+        """Looks after the processes of the workers."""
+        self._places = places
+        self.nodes = frozenset(place.node for place in places.values())
+        self._guard = Guard({f"worker {rank}": place for rank, place in places.items()})
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
         """Has all workers end after the same step, once there is a reason."""
@@ -244,16 +395,23 @@ class WorkerGroup:
             raise _lost("a worker", error) from error
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[HangWatch | None]:
+    def _watching(self) -> Iterator[None]:
         """Watches the workers for hangs while they train."""
-        if self._config.hang_timeout_s is None:
-            yield None
-            return
-        limits = self._config.hang_timeout_s, self._config.first_step_timeout_s
-        watch = HangWatch(lambda rank, function: self.workers[rank].execute.remote(function), self._places, *limits)
+        self._open_watch()
         try:
-            yield watch
+            yield
         finally:
+            self._close_watch()
+
+    def _open_watch(self) -> None:
+        if self._config.hang_timeout_s is not None:
+            limits = self._config.hang_timeout_s, self._config.first_step_timeout_s
+            ask = lambda rank, function: self.workers[rank].execute.remote(function)
+            self._watch = HangWatch(ask, self._places, *limits)
+
+    def _close_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
             watch.close()
 
     def _alone(self, events: dict[int, tuple]) -> WorkerGroupLostError:
@@ -308,6 +466,12 @@ class WorkerGroup:
         if self._guard is not None:
             self._guard.begin()
 
+    def _get(self, name: str, ref):
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            raise _lost(name, error) from error
+
     def _look(self) -> None:
         try:
             if self._guard is not None:
@@ -315,16 +479,12 @@ class WorkerGroup:
         except FrozenError as error:
             raise WorkerGroupLostError(str(error)) from None
 
-    def _get(self, name: str, ref):
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayActorError as error:
-            raise _lost(name, error) from error
-
 
 def _lost(name: str, error: Exception) -> Exception:
     if isinstance(error, ray.exceptions.RayActorError):
-        return WorkerGroupLostError(f"{name} of the trial died: {error}")
+        lost = WorkerGroupLostError(f"{name} of the trial died: {error}")
+        lost.unhealed = "it was lost outside of the trial's steps"
+        return lost
     return error
 
 
@@ -351,6 +511,8 @@ class GroupWorker(Process):
         self._stack = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self._session = None
+        self._failed: Exception | None = None
+        self._told: tuple = ()
 
     def reserve(self, allowed: tuple[int, int], count: int) -> tuple[str, bool, Place]:
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
@@ -390,9 +552,30 @@ class GroupWorker(Process):
             checkpoint = os.path.join(self._folder, "checkpoint")
             write_files(job.files, checkpoint)
         ending.gate.reset()
+        self._failed = None
         self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.within)
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
         self._thread.start()
+
+    def settle(self, *told) -> None:
+        """Notes what `open` takes, for `take_place`."""
+        self._told = told
+
+    def take_place(self, job: TrialRun) -> None:
+        """Opens this worker and has it train, in the place of a lost one; what fails, says `standing`."""
+        try:
+            import_raytf()
+            self.open(*self._told)
+            self.begin(job)
+            self._session.commands.put("go")
+        except Exception as error:
+            self._failed = error
+
+    def standing(self) -> tuple[Waiting | str | None, Exception | None]:
+        """What `Healer.waiting` says here, and of what the trial has failed, or None."""
+        if self._failed is None and self._session is not None and self._session.waits:
+            return "it has reported, and waits for the others to do so", None
+        return healing.here.waiting(), self._failed
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
         around = Surroundings(nodes=self._nodes, **job.around)
@@ -412,7 +595,8 @@ class GroupWorker(Process):
         except BaseException as error:
             also = legacy_names.hint(error)
             cause = f"{in_a_line(error)}; {also}" if also else in_a_line(error)
-            session.events.put(("error", TrialError(cause, traceback.format_exc())))
+            self._failed = TrialError(cause, traceback.format_exc())
+            session.events.put(("error", self._failed))
         finally:
             set_train_fn_utils(None)
 

@@ -173,7 +173,8 @@ def sweep(
         lock = ends.enter_context(_lock(settled, resume))
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
-        plan, identity = _plan(trainer, given, config, options, training)
+        failures = (settled.failure_config or tune.FailureConfig()).max_failures
+        plan, identity = _plan(trainer, given, config, options, training, math.inf if failures == -1 else failures)
         processes.settle()
         if named is not None:
             _check_same(options.identity, identity, named)
@@ -386,8 +387,11 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared):
+def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float):
     """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's.
+
+    Args:
+        failures: see `SweepSpec`.
 
     Returns:
         (a `SweepSpec`, what tells the trainer from another).
@@ -401,6 +405,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         "metric": options.metric,
         "scaling": options.scaling,
         "spares": processes.there,
+        "failures": failures,
     }
     if isinstance(trainer, TensorflowTrainer):
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
@@ -418,6 +423,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
             datasets=datasets,
             dataset_config=trainer.data_config,
             rows=sum(found["train"].rows) if "train" in found else None,
+            unhealed="a TensorflowTrainer's steps are those of its loop",
             **common,
         )
         told = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
@@ -426,7 +432,10 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
     found, every = training.read(trainer), options.report_every_steps
     tried = _try_model(trainer, processes, found, {**config, **options.sample}, given)
     steps = None if every is None else (every, options.metric)
-    task = dataclasses.replace(trainer.task(found), warmup_steps=options.scaling.warmup_steps, report_steps=steps)
+    heals = trainer.tensorflow_config.heal and failures != 0
+    task = dataclasses.replace(
+        trainer.task(found), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
+    )
     spec = SweepSpec(
         train=_KerasLoop(task),
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
@@ -434,6 +443,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         dataset_config=ray.train.DataConfig(),
         rows=sum(found["train"].rows),
         end=SweepEnd(),
+        unhealed=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,
     )
     return spec, trainer.identity(found, tried.identity)

@@ -17,6 +17,7 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT, TRAINING_
 from ray.tune.utils import flatten_dict
 
 from raytf.compat import loggers, ray_configs, ray_core, ray_tune
+from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.storage import checkpoint_files
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
@@ -49,6 +50,9 @@ class SweepSpec:
         spares: (node, `worker_group.GroupWorker`) of each process that started before the trials.
         end: ends the trials after a step, and has them keep checkpoints within their epochs; None where loops are the
             user's, whose steps nobody knows.
+        failures: of a trial that Tune allows.
+        unhealed: why a lost worker is never replaced in place, as a clause; None where it is, if that can be done: each
+            start of a trial may have as many losses healed as Tune allows failures.
     """
 
     train: Callable
@@ -63,6 +67,8 @@ class SweepSpec:
     scaling: learning_rate.Scaling
     spares: list[tuple[str, Any]]
     end: SweepEnd | None = None
+    failures: float = 0
+    unhealed: str | None = None
 
     def workers(self, config: Mapping[str, Any]) -> int:
         """Number of workers of a trial."""
@@ -85,6 +91,7 @@ class Trial(tune.Trainable):
     def setup(self, config, plan: SweepSpec):
         logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it tells of each checkpoint
         self._plan, self._worker_group = plan, None
+        output.say_who(self.trial_name)
         self._take(config)
 
     def _take(self, config) -> None:
@@ -117,6 +124,7 @@ class Trial(tune.Trainable):
             metrics = self._next()
         except WorkerGroupLostError as error:
             self._close(well=False)
+            self._say_lost(error)
             raise _explained(error, self._config) from None
         except TrialError as error:
             self._close()  # Tune ends the actor of a trial that failed
@@ -137,6 +145,17 @@ class Trial(tune.Trainable):
         # stand where it puts them, as it goes on with a CSV file without a look at its header
         ahead = {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._ahead} if self._ahead else {}
         return {**metrics, **self._derived, **self._maybe_save(), **ahead}
+
+    def _say_lost(self, error: WorkerGroupLostError) -> None:
+        """Says what becomes of a trial that has lost a worker for good."""
+        if not self._plan.failures:
+            return
+        why = error.unhealed or self._plan.unhealed
+        why = "" if why is None else f" It could not be replaced in place: {why}."
+        output.say(
+            f"{first_line(error).rstrip('.')}.{why} All workers of the trial start anew from its last checkpoint, "
+            "unless it has failed more often than FailureConfig allows"
+        )
 
     def _ended(self, step: int, why: str | None) -> dict[str, Any]:
         """What follows when the workers have ended after a step, because they were asked to."""
@@ -178,6 +197,7 @@ class Trial(tune.Trainable):
                 files=self._start,
                 around=around,
                 within=self._within,
+                heals=plan.failures if plan.unhealed is None else 0,
             )
             self._worker_group.begin(run)
             self._running = True

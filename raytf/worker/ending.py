@@ -8,6 +8,8 @@ this takes two messages, and nothing of the time of a training that nobody ends.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from ray.exceptions import RayActorError
 
@@ -95,10 +97,21 @@ class Gate:
                 self._asked.remove(why)
                 self._changed.notify_all()
 
-    def begin(self) -> None:
-        """Called as a training begins: its first execution is sure to come."""
+    def begin(self, told: Mapping[str, Any] | None = None) -> None:
+        """Called as a training begins: its first execution is sure to come.
+
+        Args:
+            told: `told()` of another worker, whose execution this one is to make with it; or None.
+        """
         with self._changed:
-            self._begun = 1
+            self._begun = 1 if told is None else told["begun"]
+            if told is not None and told["end_after"] is not None:
+                self._asked, self._end_after = list(told["asked"]), told["end_after"]
+
+    def told(self) -> dict[str, Any]:
+        """Where it stands, for a worker that joins the training; one that was only asked is asked again."""
+        with self._changed:
+            return {"begun": self._begun, "asked": list(self._asked), "end_after": self._end_after}
 
     def is_last(self) -> bool:
         """Called after each execution: whether to end now; waits while that is being asked.

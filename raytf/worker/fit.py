@@ -35,7 +35,7 @@ from raytf.worker import (
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import STOP, Ended, MovedError
 from raytf.worker.job import TrainJob
-from raytf.worker.session import Holders, RaySession
+from raytf.worker.session import Holders, RaySession, TrialSession
 from raytf.worker.writers import Writers
 
 
@@ -59,7 +59,7 @@ def train(task: TrainJob, session) -> dict | None:
         if job.ended(state, task):
             return None
         keras.utils.set_random_seed(task.sampling.seed % 2**32)
-        heals = task.heals and isinstance(session, RaySession)
+        heals = task.heals and isinstance(session, (RaySession, TrialSession))
         with distribution.scope():
             model = task.build_model(dict(task.config))
         static = context.uses_tpu()
@@ -105,8 +105,8 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        keep_now = getattr(session, "keep_now", None)
-        survivable = replacement.survivable(heals, model, position, report, agreed, order, keep_now)
+        reports, keep_now = lambda: session.reports_made(), getattr(session, "keep_now", None)
+        survivable = replacement.survivable(heals, model, position, report, agreed, order, reports, keep_now)
         try:
             with survivable:
                 model.fit(
@@ -153,7 +153,8 @@ def within_epochs(
             "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
         )
     holders = session.holders() if task.memory_every is not None else Holders(mine=False, peer=False)
-    if session.rank == 0 and task.memory_every is not None and not holders.peer:
+    alone = context.servers() is None and not holders.peer
+    if session.rank == 0 and task.memory_every is not None and alone:
         warnings.warn(
             "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
             stacklevel=2,

@@ -23,7 +23,6 @@ from raytf import activity
 from raytf.collectives import gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
-from raytf.compat import ray_train
 from raytf.errors import RaytfError
 from raytf.parallel import double_writes, local_sgd, metrics, own_state
 from raytf.storage import checkpoint_files, scratch, step_folders
@@ -32,7 +31,14 @@ from raytf.worker import checkpoint, session
 
 @contextlib.contextmanager
 def survivable(
-    heals: bool, model, position, report, agreed: dict[str, Any], order: dict, keep_now: Callable | None
+    heals: bool,
+    model,
+    position,
+    report,
+    agreed: dict[str, Any],
+    order: dict,
+    reports: Callable[[], int],
+    keep_now: Callable | None = None,
 ) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
@@ -43,6 +49,7 @@ def survivable(
         report: the `callbacks.ReportCallback`.
         agreed: callbacks that all workers follow alike, by name; `told()` of each gives where it stands.
         order: `Feed.order` of the training rows.
+        reports: reports() gives how many the training has made.
         keep_now: keep_now(name, model, parts) keeps a checkpoint, and returns when it is whole; None where nobody does.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
@@ -86,7 +93,7 @@ def survivable(
             checkpoint.write(folder, model, parts, version)
             files = session.read_files(folder)
         stand = {name: callback.told() for name, callback in agreed.items()}
-        stand |= {"steps_per_execution": model.steps_per_execution, "reports": ray_train.reports_made()}
+        stand |= {"steps_per_execution": model.steps_per_execution, "reports": reports()}
         stand["looking"] = double_writes.looking()
         if healer.at_end:
             stand["last"] = metrics.last_logs(model)

@@ -156,6 +156,10 @@ class RaySession:
             kept = (None, False) if name is None else (self._at(name), self._validate)
             ray_train.report_later(row, lambda kept=kept: kept)
 
+    def reports_made(self) -> int:
+        """See `ray_train.reports_made`."""
+        return ray_train.reports_made()
+
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Ends what keeps checkpoints; one that is held is needless where the training ended with one."""
         self._keeper.close(well=kind is None or issubclass(kind, MovedError))
@@ -342,6 +346,7 @@ class TrialSession:
 
     Attributes:
         keep: see `RaySession.keep`, or None.
+        waits: whether it stands at a report.
     """
 
     storage = None
@@ -354,19 +359,27 @@ class TrialSession:
         self._reports = 0 if within is None else within.reports
         self._write: Callable[[str], None] | None = None
         self._mine = rank == 0  # whether this worker has files of its own
+        self.waits = False
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
         """See `RaySession`; Tune names one checkpoint, which is taken or refused."""
-        if self.folder is not None:
-            checkpoint_files.check(self.folder, contents=self.rank == 0)
-        try:
-            yield self.folder
-        finally:
+        with contextlib.ExitStack() as stack:
             if self._keeper is not None:
-                self._keeper.close()
+                stack.callback(self._keeper.close)
+            if (place := healing.here.place) is not None:
+                self.folder = stack.enter_context(scratch.folder())
+                write_files(place.files, self.folder)
+                self._reports = place.agreed["reports"]
+            if self.folder is not None:
+                checkpoint_files.check(self.folder, contents=self.rank == 0)
+            yield self.folder
+
+    def reports_made(self) -> int:
+        """How many the trial has made; the same on all workers within a step."""
+        return self._reports
 
     def _keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
         return self._keeper.keep(name, model, {**parts, TRIAL: json.dumps({"reports": self._reports})})
@@ -392,8 +405,10 @@ class TrialSession:
                 files = self._files()
                 self._write = lambda folder: write_files(files, folder)
         self.events.put(("report", metrics))
+        self.waits = True
         with activity.here.meeting(activity.REPORT):
             self.park()
+        self.waits = False
 
     def park(self) -> None:
         """Does as it is told until that is to go on.

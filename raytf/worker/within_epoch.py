@@ -62,11 +62,13 @@ class StepCheckpointCallback(keras.callbacks.Callback):
 
     Attributes:
         stood: seconds for which the training has stood still for a checkpoint before this one is told of its step.
+        kept_step, held_step: steps that were made when one was last kept, or held in memory; 0 before the first.
     """
 
     raytf_local_batches = True
     raytf_after_agreement = True
     stood = 0.0
+    kept_step = held_step = 0
 
     def __init__(
         self,
@@ -97,14 +99,15 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         self._seen = self._next_look = self._position.step
         self._clock = Clock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
-        if self._told is not None:
-            vars(self).update(self._told)
-            self._told = None
-        ending.gate.begin()
+        told, self._told = self._told, None
+        if told is not None:
+            vars(self).update(told["own"])
+        ending.gate.begin(None if told is None else told["gate"])
 
     def told(self) -> dict[str, Any]:
         """Where it stands, for a worker that joins the training."""
-        return {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
+        own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
+        return {"own": own, "gate": ending.gate.told()}
 
     def on_train_batch_end(self, batch, logs=None):
         ended = ending.gate.is_last()
@@ -145,8 +148,9 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         return self._waits or ending.gate.why is not None
 
     def steps_to_next(self, step: int) -> float:
-        """Steps to the next checkpoint where a number of steps says when, else infinity."""
-        return math.inf if self._every.steps is None else self._every.steps - step % self._every.steps
+        """Steps to the next checkpoint where a number of steps says when, kept or held, else infinity."""
+        numbers = [number for number in (self._every.steps, self._memory_every) if number is not None]
+        return min((number - step % number for number in numbers), default=math.inf)
 
     def _is_due(self, before: int, step: int) -> bool:
         if not self._every.within_epochs:
@@ -172,6 +176,8 @@ class StepCheckpointCallback(keras.callbacks.Callback):
     def _save(self, logs, kept: bool, held: bool) -> None:
         """Keeps a checkpoint, or holds it in memory, or does both; every worker calls it at the same step."""
         strategy, step = self.model.distribute_strategy, self._position.step
+        self.kept_step = step if kept else self.kept_step
+        self.held_step = step if held else self.held_step
         values, averages, logs = metrics.standing(self.model, logs, assign=held or self._every.steps is not None)
         with _holding(averages):
             parts = self._parts(values, logs) if self._chief else {}

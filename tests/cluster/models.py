@@ -84,6 +84,23 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
     return Kill()
 
 
+def kill_between_steps_once(marker, rank_, epoch, behind):
+    """A callback that kills worker `rank_` at the end of an epoch, once a file is there that matches `behind`."""
+    import keras
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_end(self, e, logs=None):
+            if rank() == rank_ and e == epoch and not os.path.exists(marker):
+                until = time.monotonic() + 60.0
+                while not glob.glob(behind) and time.monotonic() < until:
+                    time.sleep(0.01)
+                with open(marker, "w") as file:
+                    file.write(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Kill()
+
+
 def note_steps(folder, fail=None):
     """A callback that notes each worker's batches, as (process, epoch, batch), and fails at [epoch, batch]."""
     import keras

@@ -108,21 +108,41 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
 
 
 def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, alone):
-    """It dies before the third epoch, which is that of an undisturbed run, and again before the fourth."""
+    """It dies behind step 26, in the third epoch, of which the coordinator holds step 24 in memory: the epoch is that
+    of an undisturbed run. It dies again before the fourth."""
     folder = str(tmp_path)
 
     def callbacks(config):
         import keras
+        import tensorflow as tf
 
         from raytf.runtime.roles import Task
         from raytf.worker import context
 
         class Kill(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
-                marker = os.path.join(folder, f"killed_{epoch}")
-                if epoch >= 2 and not os.path.exists(marker):
+                if epoch == 2:
+                    with open(os.path.join(folder, "begun"), "a") as file:
+                        file.write(f"{int(self.model.optimizer.iterations)} ")
+                    self.results, self.model.get_metrics_result = self.model.get_metrics_result, self.looked_at
+                    self.looks = 0
+                elif epoch == 3:
+                    self.kill("killed_3")
+
+            def looked_at(self):
+                """As a copy is made, and before that, once its steps are: with 24 steps here behind step 26, too."""
+                if tf.executing_eagerly() and int(self.model.optimizer.iterations) == 24:
+                    self.looks += 1
+                    if self.looks == 2:
+                        self.kill("killed_2")
+                return self.results()
+
+            def kill(self, marker):
+                marker, servers = os.path.join(folder, marker), context.servers()
+                if not os.path.exists(marker):
                     open(marker, "w").close()
-                    context.servers().kill(Task("ps", 0))
+                    servers.kill(Task("ps", 0))
+                    assert servers.changed.wait(60)
 
             def on_epoch_end(self, epoch, logs=None):
                 if epoch == 2:
@@ -131,8 +151,11 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
         return [Kill()]
 
     options = {"strategy": "parameter_server", "num_ps": 1, "config": {"batch_size": 10, "epochs": 4}}
-    with pytest.raises(raytf.errors.TrainingError, match="ps 0 died, and with it the variables that it held"):
-        trainer(tmp_path, "lost", workers=1, failures=1, callbacks=callbacks, **options).fit()
+    kept = {"checkpoint_every": "epoch", "memory_every": "2 steps"}
+    lost = "ps 0 died, and with it the variables that it held. Other servers get them from the checkpoint of step 30"
+    with pytest.raises(raytf.errors.TrainingError, match=lost):
+        trainer(tmp_path, "lost", workers=1, failures=1, callbacks=callbacks, **kept, **options).fit()
+    assert (tmp_path / "begun").read_text().split() == ["20", "24"], "the second time from the coordinator's memory"
     assert sorted(path.name for path in tmp_path.glob("killed_*")) == ["killed_2", "killed_3"]
     with np.load(tmp_path / "third.npz") as third:
         found = [third[name] for name in third.files]

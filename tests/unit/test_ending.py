@@ -57,6 +57,23 @@ def test_workers_in_step_end_after_the_same_execution(seed):
     assert {worker.made for worker in workers} == {max(begun)}
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_one_that_joins_ends_after_the_same_execution(told):
+    """It makes its first one with the third of the other, before or after that was told after which to end."""
+    other, joins = Gate(), Gate()
+    other.begin()
+    assert not other.is_last() and not other.is_last()
+    if told:
+        other.end_after(other.ask(STOP))
+    joins.reset()
+    joins.begin(other.told())
+    if not told:
+        begun = max(gate.ask(STOP) for gate in (other, joins))
+        for gate in (other, joins):
+            gate.end_after(begun)
+    assert other.is_last() and joins.is_last() and other.why == joins.why == STOP
+
+
 def test_asked_before_the_first_execution_a_training_ends_after_it():
     gate = Gate()
     assert gate.ask(DRAIN) == 0
