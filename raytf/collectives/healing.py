@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from raytf import activity
 from raytf.collectives.ring import Listener, Ring
-from raytf.errors import PeerLostError
+from raytf.errors import PeerLostError, RaytfError
 
 # For which a worker waits that the driver says how it goes on; it starts a process meanwhile.
 WAIT_SECONDS = 120.0
@@ -61,12 +61,14 @@ class Waiting:
         address: (host, port) where it listens.
         held: (tag, bytes) that the one before has passed on last, or None.
         numbers: of meetings by kind, as `activity` has counted them.
+        own: (tag, bytes) that this one has passed on last, or None.
     """
 
     tag: int
     address: tuple[str, int]
     held: tuple[int, bytes] | None
     numbers: dict[str, int]
+    own: tuple[int, bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,12 @@ class Healer:
         self.disarm()
 
     def arm(
-        self, listen: Callable[[], Listener], image: Callable[[], Place], lost: Callable[[], None], step: int
+        self,
+        listen: Callable[[], Listener],
+        image: Callable[[], Place],
+        lost: Callable[[], None],
+        step: int,
+        keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
     ) -> None:
         """Says that a loss can be survived from now on.
 
@@ -168,13 +175,16 @@ class Healer:
             image: what a process would need to take a lost one's place; called in another thread while this one waits.
             lost: tells the driver that another worker is lost, without waiting.
             step: steps that are made.
+            keep: keep(what each worker has passed on last, by rank; ranks of which that is what they had a step
+                before) keeps a checkpoint of the steps that are made, and gives their number; called as `image` is,
+                before this worker is told that it cannot go on.
         """
-        self._listen, self._image, self._lost, self._step = listen, image, lost, step
+        self._listen, self._image, self._lost, self._step, self._keep = listen, image, lost, step, keep
         self.refused = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Says that it cannot, and why, as a clause."""
-        self._listen = self._image = self._lost = None
+        self._listen = self._image = self._lost = self._keep = None
         self._step = self.within = self.begun = 0
         self.tag = -1
         self._open = self.at_end = False
@@ -295,8 +305,9 @@ class Healer:
         while not self._commands.empty():
             self._commands.get()
         here = activity.here
+        numbers, where = here.told()["numbers"], (listener.host, listener.port)
         with self._changed:
-            self._waiting = Waiting(self.tag, (listener.host, listener.port), old.held, here.told()["numbers"])
+            self._waiting = Waiting(self.tag, where, old.held, numbers, self._passed)
             self._changed.notify_all()
         try:
             with here.meeting(activity.HEALING):
@@ -356,6 +367,16 @@ class Healer:
         """See `arm`."""
         return self._image()
 
+    def keep(self, owned: Sequence[bytes], behind: Collection[int]) -> int:
+        """See `arm`.
+
+        Raises:
+            RaytfError: this worker does not wait, or cannot keep one.
+        """
+        if self._waiting is None or self._keep is None:
+            raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
+        return self._keep(owned, behind)
+
     def command(self, told: Rejoin | str) -> None:
         """Tells a worker that waits of its next ring, or why there is none."""
         self._commands.put(told)
@@ -371,6 +392,11 @@ here = Healer()
 def image() -> Place:
     """`Healer.image`, as a function that another process sends here."""
     return here.image()
+
+
+def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
+    """`Healer.keep`, likewise."""
+    return here.keep(owned, behind)
 
 
 def command(told: Rejoin | str) -> None:

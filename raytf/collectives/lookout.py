@@ -85,6 +85,12 @@ class Lookout:
         self._known.wait(seconds)
         return self._cause
 
+    @property
+    def loss(self) -> Cause | None:
+        """The cause that is known now, unless it is one that left: with it no exchange begins."""
+        cause = self._cause
+        return None if cause is None or cause.left else cause
+
     def tell(self, cause: Cause) -> Cause:
         """Tells both neighbours, unless another cause came first; the one that counts.
 

@@ -218,6 +218,9 @@ class Ring:
             if self._next.fileno() < 0:
                 raise self._broken()
             try:
+                loss = self._lookout.loss
+                if loss is not None:  # what the lost one has sent for this one, none can have without this member
+                    raise _LostError(loss.lost, ConnectionResetError(loss.why))
                 with activity.here.meeting(activity.SUM):
                     self._agree(what, size, place, first)
                     self._within = True

@@ -104,6 +104,19 @@ class Feed:
             dataset = dataset.prefetch(PREFETCH)
         return worker_part.mark_worker_part(dataset.with_options(options))
 
+    def step_without(self, skip: int) -> tf.data.Dataset:
+        """The step that the next iterator would start with, alone, without the first rows of its global batch."""
+        rows = min(self.global_batch, self._order.total - self.first_step * self.global_batch)
+        start, stop = self._shard.of(rows)
+        mine = min(max(0, skip - start), stop - start)
+
+        def rest(*batch):
+            first = tf.compat.v1.placeholder_with_default(mine, [])  # the shape is not to tell how many are left
+            parts = tf.nest.map_structure(lambda tensor: _rows_from(tensor, first), batch)
+            return parts if len(parts) > 1 else parts[0]
+
+        return worker_part.mark_worker_part(self.dataset().take(1).map(rest))
+
     def _superbatches(self):
         number, first = self.epoch, self.first_step
         self.first_step = 0
@@ -152,6 +165,13 @@ class Feed:
             self._chunk = (number, chunk), (epoch, rows, self._positions(epoch, chunk, rows))
         epoch, rows, whole = self._chunk[1]
         return self._arrays(epoch, number, chunk, rows, whole, slice(first - begin, first - begin + count))
+
+
+def _rows_from(tensor, first: tf.Tensor):
+    if not isinstance(tensor, tf.SparseTensor):
+        return tensor[first:]
+    begin = tf.scatter_nd([[0]], [tf.cast(first, tf.int64)], tf.shape(tensor.dense_shape, tf.int64))
+    return tf.sparse.slice(tensor, begin, tensor.dense_shape)
 
 
 def _check_static(spec) -> None:

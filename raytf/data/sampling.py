@@ -126,6 +126,25 @@ def differences(was: Mapping, now: Mapping) -> str:
     return ", ".join(f"{name} {now.get(name)}, was {was.get(name)}" for name in names)
 
 
+def regrouped(was: Mapping, now: Mapping, step: int) -> tuple[int, int] | None:
+    """Where an epoch goes on whose steps take another number of rows from here on.
+
+    Args:
+        was, now: `Feed.order`.
+        step: steps of the epoch that were made as `was` says.
+
+    Returns:
+        (the step that comes, by its new number; how many of its first rows were taken before), or None where the order
+        of rows is another one, too: of windows, and of buckets by length, it follows the batch.
+    """
+    others = [name for name in {*was, *now} if name != "batch_size" and was.get(name) != now.get(name)]
+    if others or now["bucket"] or now["shuffle"] == "window":
+        return None
+    rows, batch = now["rows"], now["batch_size"]
+    made = min(step * was["batch_size"], rows)
+    return (steps_per_epoch(rows, batch), 0) if made == rows else divmod(made, batch)
+
+
 def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) -> int:
     """Number of steps of an epoch; the last batch is smaller where `global_batch` does not divide `rows`."""
     return rows // global_batch if drop_remainder else -(-rows // global_batch)

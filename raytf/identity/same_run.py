@@ -101,6 +101,15 @@ def rates_differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return before != after
 
 
+def has_one_rate(identity: Mapping[str, Any]) -> bool:
+    """Whether the model has one optimizer, with a number for its learning rate."""
+    try:
+        rate = _rate(identity["optimizers"]["optimizer"])
+    except KeyError:
+        return False
+    return len(identity["optimizers"]) == 1 and type(rate) in (int, float)
+
+
 def _rate(optimizer: Mapping[str, Any]) -> Any:
     return _rate(optimizer["inner"]) if "inner" in optimizer else optimizer["config"]["learning_rate"]
 

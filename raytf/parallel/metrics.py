@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -70,6 +70,56 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
     known = {id(v): np.asarray(total) for v, total in totals}
     values = [[known[id(v)] if id(v) in known else _chiefs_own(model, v) for v in its] for its in own]
     return values, [] if assign else means, _logs(model, local, rows, totals)
+
+
+def together(
+    model, variables: Sequence, each: Sequence[Sequence[np.ndarray]], behind: Collection[int] = ()
+) -> list[np.ndarray]:
+    """What workers would have together, as at the end of an epoch; for one that cannot reach the others.
+
+    Args:
+        model: a model in `fit`, with one replica a worker.
+        variables: metrics', moving statistics and others.
+        each: their values on each worker, by rank.
+        behind: ranks whose values are those of a step before.
+
+    Returns:
+        Sums of metrics, means of moving statistics, and of all else the values of the first worker that is not behind.
+    """
+    counted = {id(v) for v in model.metrics_variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE}
+    averaged = {id(v) for v in _averaged_variables(model)}
+    first = next(rank for rank in range(len(each)) if rank not in behind)
+    found = []
+    for variable, *values in zip(variables, *each, strict=True):
+        once = variable.aggregation in ("only_first_replica", "none")
+        if id(variable) in averaged:
+            whole = sum(np.asarray(wide(tf.convert_to_tensor(value))) for value in values)
+            found.append((whole / len(values)).astype(values[0].dtype))
+        elif id(variable) in counted and not once:
+            whole = sum(values)
+            found.append((whole / len(values) if variable.aggregation == "mean" else whole).astype(values[0].dtype))
+        else:
+            found.append(values[0 if id(variable) in counted else first])
+    return found
+
+
+def logs_of(model, values: Mapping[int, np.ndarray]) -> dict[str, float]:
+    """The logs that the epoch would have, were its last step the last one; for a worker that cannot reach the others.
+
+    Args:
+        model: in `fit`.
+        values: of the metrics' variables, by their ids, over the rows of all workers.
+
+    Raises:
+        RaytfError: a `train_step` of the user's returns something else, of which each worker knows its own.
+    """
+    pairs = [(v, tf.convert_to_tensor(values[id(v)])) for v in model.metrics_variables]
+    with keras.StatelessScope(state_mapping=pairs):
+        found = dict(model.get_metrics_result())
+    last, _ = model.__dict__["_raytf_last"]
+    if not isinstance(last, dict) or set(last) != set(found):
+        raise RaytfError("the logs of its last step are each worker's own")
+    return {name: float(value) for name, value in found.items()}
 
 
 def _chiefs_own(model, variable) -> np.ndarray:
@@ -187,6 +237,9 @@ def direct_assign(original, self, value):
     nothing.
     """
     held = keras_objects.held_by(self)
+    written = getattr(step_module.state, "written", None)
+    if written is not None and not getattr(step_module.state, "reduced", False):
+        written[id(self)] = self
     if tf.distribute.in_cross_replica_context() and _is_read_as_a_sum(held):
         # with a read of it, which nobody asks for, all workers would meet for each variable of each metric
         held.assign(tf.cast(value, held.dtype), read_value=False)

@@ -42,11 +42,26 @@ def passing_on(model, replica_step):
         return replica_step
 
     def step(data):
-        outputs = replica_step(data)
+        with step_module.within(written=_written(model)):
+            outputs = replica_step(data)
         holder.pass_on([tf.convert_to_tensor(v.value) for v in variables_of(model)])
         return outputs
 
     return step
+
+
+def _written(model) -> dict[int, keras.Variable]:
+    """By id: what steps assign that is no update of an optimizer; noted while they are traced."""
+    return model.__dict__.setdefault("_raytf_written", {})
+
+
+def written_early(model) -> list[str]:
+    """Paths of variables that a step may change before its gradients are summed, and that are no own state.
+
+    While a worker waits in a step they are not what they were before it.
+    """
+    own = {id(v) for v in variables_of(model)}
+    return sorted(v.path for key, v in _written(model).items() if key not in own)
 
 
 def began(model) -> None:
@@ -99,15 +114,28 @@ def take(model, content: bytes) -> None:
     Raises:
         ValueError: it was another model's.
     """
-    variables, values, begin = variables_of(model), [], 0
-    for variable in variables:
+    _assign(model.distribute_strategy, variables_of(model), values_of(model, content))
+
+
+def values_of(model, content: bytes) -> list[np.ndarray]:
+    """The values of `variables_of` that a worker has passed on; raises ValueError, see `take`."""
+    values, begin = [], 0
+    for variable in variables_of(model):
         kind = tf.as_dtype(variable.dtype).as_numpy_dtype
         end = begin + communicator.bytes_of(variable)
         values.append(np.frombuffer(content[begin:end], kind).reshape(tuple(variable.shape)))
         begin = end
     if begin != len(content):
         raise ValueError(f"{len(content)} bytes for variables of {begin}")
-    _assign(model.distribute_strategy, variables, values)
+    return values
+
+
+def put(model, values: Sequence[np.ndarray]) -> None:
+    """Gives the variables values in this process alone, from any thread, also while a step of the model waits."""
+    strategy = model.distribute_strategy
+    for variable, value in zip(variables_of(model), values, strict=True):
+        (local,) = strategy.experimental_local_results(keras_objects.held_by(variable))
+        local.assign(value)
 
 
 def _assign(strategy, variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:

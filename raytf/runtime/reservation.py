@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import ray
 from ray.util.placement_group import (
@@ -183,6 +183,20 @@ def for_all(selectors: list[dict] | None, bundles: int) -> list[dict] | None:
         return None
     common = selectors[0] if all(one == selectors[0] for one in selectors) else {}
     return [*selectors, *[dict(common) for _ in range(bundles - len(selectors))]]
+
+
+def apart(selectors: list[dict] | None, bundles: int, nodes: Collection[str]) -> list[dict] | None:
+    """The selectors of workers which are also kept from some nodes: Ray would wait for one that has vanished.
+
+    Args:
+        selectors: a dict for each worker, or None; one that names nodes itself stays as it is.
+        bundles: of workers.
+        nodes: their ids.
+    """
+    if not nodes:
+        return selectors
+    rule = {ray_core.RAY_NODE_ID_KEY: f"!in({','.join(sorted(nodes))})"}
+    return [rule | selector for selector in selectors or [{}] * bundles]
 
 
 def patience(failure_config) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import socket
+from collections.abc import Collection
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -11,6 +13,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_core import gcs_pb2
 from raytf.errors import ResourceError
+
+# For a raylet that lives to take a connection: its host's kernel does it.
+_CONNECT_SECONDS = 1.0
 
 
 def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
@@ -32,6 +37,12 @@ def fewest_workers(scaling_config) -> int:
     """The number of workers, or the smallest where it is elastic."""
     workers = scaling_config.num_workers
     return workers if isinstance(workers, int) else workers[0]
+
+
+def most_workers(scaling_config) -> int:
+    """The number of workers, or the largest where it is elastic."""
+    workers = scaling_config.num_workers
+    return workers if isinstance(workers, int) else workers[1]
 
 
 def actor_options(amounts: dict[str, float]) -> dict:
@@ -56,6 +67,24 @@ def only_cpus(scaling_config) -> bool:
     return (
         set(per_worker(scaling_config)) <= {"CPU"} and not scaling_config.use_tpu and not scaling_config.label_selector
     )
+
+
+def silent(nodes: Collection[str]) -> set[str]:
+    """Those of some nodes whose raylets take no connection now: it takes Ray 15 s to call such a node dead.
+
+    Args:
+        nodes: ids; each that has vanished without a word takes a second.
+    """
+    found = set()
+    for node in ray.nodes() if nodes else ():
+        if node["NodeID"] in nodes and node["Alive"]:
+            try:
+                socket.create_connection(
+                    (node["NodeManagerAddress"], node["NodeManagerPort"]), _CONNECT_SECONDS
+                ).close()
+            except OSError:
+                found.add(node["NodeID"])
+    return found
 
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:

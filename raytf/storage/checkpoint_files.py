@@ -55,6 +55,7 @@ class State:
         logs: metrics of these steps, as at the end of an epoch; {} there.
         metrics: what the model's metrics are, whose variables `metrics.npz` holds; [] at the end of an epoch.
         order: what says which rows the steps of an epoch have, see `Feed.order`; {} at the end of an epoch.
+        batch_scale: by which rows of a step, and the learning rate, were more than the config's, above 0.
     """
 
     epoch: int
@@ -68,6 +69,7 @@ class State:
     logs: dict = dataclasses.field(default_factory=dict)
     metrics: list[str] = dataclasses.field(default_factory=list)
     order: dict = dataclasses.field(default_factory=dict)
+    batch_scale: float = 1.0
 
     @property
     def version(self) -> int:
@@ -108,6 +110,7 @@ class State:
             "logs": lambda v: type(v) is dict,
             "metrics": lambda v: type(v) is list and all(type(name) is str for name in v),
             "order": lambda v: type(v) is dict,
+            "batch_scale": lambda v: type(v) in (int, float) and math.isfinite(v) and v > 0,
         }
         for field in dataclasses.fields(cls):
             missing = field.name not in fields and field.default is field.default_factory is dataclasses.MISSING

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import ray
 from ray import cloudpickle
 from ray.train import RunConfig, ScalingConfig
@@ -10,12 +13,16 @@ from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.compat.ray_configs import resources_per_worker
 from raytf.errors import ConfigError
+from raytf.identity import same_run
 from raytf.parameter_server.servers import ServerSpec
-from raytf.runtime.resources import fewest_workers
+from raytf.runtime.resources import fewest_workers, most_workers
 from raytf.runtime.settings import TensorflowConfig
-from raytf.runtime.topology import pick_strategy
+from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.worker import checkpoint_every
 from raytf.worker.checkpoint_every import Every
+
+# How the global batch of an elastic run follows the number of its workers.
+ELASTIC_BATCHES = ("keep", "scale")
 
 
 def check_pickles(function, name: str, of: str = "config") -> None:
@@ -40,17 +47,92 @@ def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
 
 
 def check_workers(scaling_config: ScalingConfig) -> int:
-    """The processes that train: `fewest_workers`, or this one alone where num_workers=0.
+    """The processes that train: the fewest workers, or this one alone where num_workers=0.
 
     Raises:
-        ConfigError: an elastic run may have none.
+        ConfigError: no number of workers, or no range of such numbers; an elastic run may have none.
     """
-    if scaling_config.num_workers == 0:
+    given = scaling_config.num_workers
+    ends = given if isinstance(given, tuple) else (given,)
+    if len(ends) not in (1, 2) or any(isinstance(one, bool) or not isinstance(one, int) for one in ends):
+        raise ConfigError(
+            "num_workers must be an integer, or (fewest, most) of an elastic run",
+            repr(given),
+            "Use ScalingConfig(num_workers=2), or ScalingConfig(num_workers=(1, 4))",
+        )
+    if given == 0:
         return 1
-    workers = fewest_workers(scaling_config)
-    if workers < 1:
-        raise ConfigError("num_workers must be at least 1", workers, "Use ScalingConfig(num_workers=1) or more")
-    return workers
+    if ends[0] < 1:
+        raise ConfigError("num_workers must be at least 1", repr(given), "Use ScalingConfig(num_workers=1) or more")
+    if ends[0] > ends[-1]:
+        raise ConfigError(
+            "num_workers=(fewest, most) needs a most that is not below the fewest",
+            repr(given),
+            f"Use ScalingConfig(num_workers={ends[::-1]})",
+        )
+    return ends[0]
+
+
+def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, scales: bool = False) -> None:
+    """Raises ConfigError unless each replica has a row of a global batch, with the most workers that a run may have.
+
+    Where the batch scales with them, with the fewest.
+    """
+    if num_ps:
+        per_replica_batch(batch_size, 1)
+        return
+    devices = max(1, int(resources_per_worker(scaling_config).get("GPU", 0)))
+    most = max(1, fewest_workers(scaling_config) if scales else most_workers(scaling_config))
+    if not scales and isinstance(scaling_config.num_workers, tuple) and batch_size < most * devices:
+        raise ConfigError(
+            "batch_size is the global batch of an elastic run, too, and must have a row for each replica of the most "
+            "workers",
+            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * devices} replicas",
+            f"Use a batch_size of {most * devices} or more, or fewer workers at most",
+        )
+    per_replica_batch(batch_size, most * devices)
+
+
+def check_elastic_batch(
+    word: object, batch_size: int, scaling_config: ScalingConfig, config: TensorflowConfig, strategy: str
+) -> None:
+    """Raises ConfigError if a batch that follows the number of workers has no meaning for a run."""
+    validation.check_word("elastic_batch", word, ELASTIC_BATCHES)
+    if word == "keep":
+        return
+    workers = scaling_config.num_workers
+    if strategy == "parameter_server":
+        received, fix = "strategy='parameter_server', whose steps are each one worker's", "Leave elastic_batch out"
+    elif not isinstance(workers, tuple):
+        received = f"num_workers={workers}"
+        fix = "Leave elastic_batch out, or use ScalingConfig(num_workers=(1, 4))"
+    elif config.sync_every > 1:
+        received = f"sync_every={config.sync_every}, with which each worker makes whole steps by itself"
+        fix = "Leave one of them out"
+    elif scaling_config.use_tpu:
+        received, fix = "TPUs, whose steps have one fixed shape", "Leave elastic_batch out"
+    elif batch_size % workers[0]:
+        received = f"batch_size={batch_size}, which the fewest of num_workers={workers} do not divide"
+        fix = f"Use a multiple of {workers[0]}: it is the batch of the fewest workers"
+    else:
+        return
+    raise ConfigError(
+        'With elastic_batch="scale" the global batch and the learning rate follow the number of workers of an elastic '
+        "run, each of which has as many rows",
+        received,
+        fix,
+    )
+
+
+def check_scalable(identity: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless the learning rate of a model that was tried can follow the number of workers."""
+    if not same_run.has_one_rate(identity):
+        raise ConfigError(
+            'elastic_batch="scale" multiplies the learning rate, of one optimizer that has a number for it',
+            "a schedule, which counts steps whatever their rows, or several optimizers",
+            "Set the rate by epochs in a callback, as keras.callbacks.LearningRateScheduler does with schedule(epoch, "
+            'rate) from the rate that it is given, or use elastic_batch="keep"',
+        )
 
 
 def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> None:
@@ -128,8 +210,7 @@ def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_co
     """Raises ConfigError if a KerasTrainer is to have spares, and none of its workers could be replaced by one."""
     if not config.spares:
         return
-    workers = scaling_config.num_workers
-    most = workers if isinstance(workers, int) else max(workers)
+    workers, most = scaling_config.num_workers, most_workers(scaling_config)
     each = resources_per_worker(scaling_config)
     if not survives_failures(run_config):
         received, fix = "no failure allowed", "Allow some: RunConfig(failure_config=FailureConfig(max_failures=...))"

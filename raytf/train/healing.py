@@ -3,6 +3,8 @@
 A thread of Ray Train's controller does it, as it takes seconds, while the controller polls the others; the leader of a
 trial's workers waits for it. What the workers do meanwhile says `raytf.collectives.healing`. Where it cannot be done,
 all workers start anew from the last checkpoint, as without it; which of the two happens is said, and why.
+Where only a process is missing, as no node has room for it, the others keep a checkpoint of the step that they stand
+behind first, so that no step before it is made again.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ _PLACE_SECONDS = 100.0
 _ANSWER_SECONDS = 20.0
 # For which a worker that does not wait so far holds an answer back; it answers nobody else meanwhile.
 _LOOK_SECONDS = 0.1
+# For a checkpoint of what the others hold; the process that writes it has 30 s.
+_KEEP_SECONDS = 45.0
+# Between two looks at whether there is room for a process.
+_ROOM_SECONDS = 0.5
 # For those that live to say so, when one has not.
 _LIVES_SECONDS = 3.0
 
@@ -75,6 +81,8 @@ class Asked:
         ports: on which workers may listen.
         cores: that each claims.
         reported: reports that have come, by rank.
+        has_room: has_room(ranks): whether processes can start in these places, where a run can go on with fewer; None
+            where it cannot, and is to wait.
     """
 
     workers: Mapping[int, Member]
@@ -86,6 +94,7 @@ class Asked:
     ports: tuple[int, int]
     cores: int
     reported: Mapping[int, int]
+    has_room: Callable[[Iterable[int]], bool] | None = None
 
 
 class Healing:
@@ -105,6 +114,9 @@ class Healing:
         another: whether another worker was lost meanwhile, so that it may be begun anew.
         also: ranks of such, of those that were not lost before.
         new_lost: how many of the processes that were to take a place.
+        kept: steps in all after which the others have kept a checkpoint, as it could not be done; or None.
+        behind: ranks whose own part of that is of the step before.
+        not_kept: why they have not, as a clause, where `why` does not say it; or "".
     """
 
     def __init__(self, asked: Asked, lost: Iterable[int], generation: int):
@@ -115,6 +127,10 @@ class Healing:
         self.healed = False
         self.why, self.another, self.new_lost = "", False, 0
         self.also: set[int] = set()
+        self.kept: int | None = None
+        self.not_kept = ""
+        self.behind: list[int] = []
+        self._held: list[bytes] | None = None  # what each worker, the lost ones too, had for itself, by rank
         self._lock, self._given_up = threading.Lock(), False
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="raytf_healing")
@@ -140,6 +156,8 @@ class Healing:
             self.another = isinstance(error, (ray.exceptions.RayActorError, _AnotherLostError))
             if self.another:
                 self._see_who_is_lost()
+            else:
+                self._keep()
             with self._lock:
                 self._given_up = True
                 for worker in self._made.values():
@@ -183,6 +201,17 @@ class Healing:
         for worker in self._rest.values():
             worker.actor.execute.remote(healing.command, self.why)
 
+    def _keep(self) -> None:
+        """Has one of the others keep a checkpoint of what all hold, unless they may have gone on."""
+        if self._held is None:
+            return
+        try:
+            refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
+            (self.kept,) = answers.collect(refs, _KEEP_SECONDS, "a checkpoint of the step that all stand behind")
+        except (RaytfError, ray.exceptions.RayError) as error:  # they start anew from the last one
+            cause = cause_of(error)
+            self.not_kept = str(cause) if isinstance(cause, RaytfError) else in_a_line(cause)
+
     def _heal(self) -> None:
         starting = threading.Thread(target=self._start, daemon=True)
         self._failed: BaseException | None = None
@@ -197,6 +226,7 @@ class Healing:
             raise NotHealedError("the others are not in one step: some have applied an update that others have not")
         if self.lost:
             self._replace(starting, waiting)
+        self._held = None  # from here on they may go on
         told = Rejoin(
             [waiting[rank].address for rank in sorted(waiting)],
             ring.new_token(),
@@ -210,11 +240,17 @@ class Healing:
         """Has new processes come to where the others wait."""
         donor = min(self._rest)
         (place,) = self._ask([self._rest[donor].actor.execute.remote(healing.image)], "a copy of the training's state")
+        self._held = self._held_by_all(place, waiting)
         owned = self._owned(place, waiting)
         until = time.monotonic() + _START_SECONDS
+        look = 0.0
         while starting.is_alive() and time.monotonic() < until:
             starting.join(_LOOK_SECONDS)
             self._check_others()
+            if self._asked.has_room is not None and time.monotonic() >= look:
+                if not self._asked.has_room(self.lost):
+                    raise NotHealedError("no node has room for a process in its place")
+                look = time.monotonic() + _ROOM_SECONDS
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
@@ -256,6 +292,28 @@ class Healing:
                 )
             owned[rank] = held[1]
         return owned
+
+    def _held_by_all(self, place: Place, waiting: Mapping[int, Waiting]) -> list[bytes] | None:
+        """What each worker had for itself behind the last step, by rank; of a lost one maybe that of the step before.
+
+        None where that is not known, or no step was made.
+        """
+        size, found = len(self._asked.workers), []
+        if not place.step:
+            self.not_kept = "no step was made"
+            return None
+        for rank in range(size):
+            following = (rank + 1) % size
+            if rank in self.lost:
+                its = None if following in self.lost else waiting[following].held
+            else:
+                its = waiting[rank].own
+            behind = its is not None and rank in self.lost and place.tag % 2 == 0 and 0 < place.tag - its[0] <= 2
+            if its is None or (its[0] != place.tag and not behind):
+                return None
+            found.append(its[1])
+            self.behind += [rank] * behind
+        return found
 
     def _take_places(self, place: Place, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
         calls = []

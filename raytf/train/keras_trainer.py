@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import ray
@@ -17,7 +17,6 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
-from raytf.compat.ray_configs import resources_per_worker
 from raytf.console import progress, quiet
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
@@ -30,7 +29,6 @@ from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
 from raytf.runtime.settings import TensorflowConfig
-from raytf.runtime.topology import per_replica_batch
 from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
@@ -103,6 +101,17 @@ class KerasTrainer:
             the state in the memory of each of the two, and two while the next one is made. With parameter servers it is
             the coordinator that holds one, of what all servers hold: when a server dies, others get it from there. All
             steps that have begun are waited for, and all variables come to the coordinator.
+        elastic_batch: of an elastic run, `ScalingConfig(num_workers=(fewest, most))`: "keep", the global batch is
+            `batch_size` on any number of workers, so that the weights are those of a fixed number; or "scale":
+            `batch_size` and the learning rate are those of the fewest workers, each worker has as many rows of a step
+            at any time, and the learning rate is multiplied as the batch is (the linear rule of Goyal et al. 2017,
+            arXiv:1706.02677; a warm-up is yours). An epoch then has other numbers of steps, which are counted as they
+            are made. When the number changes, the rate is multiplied, and an epoch that has begun goes on behind the
+            rows that it has taken, with one smaller step where these fill no whole one; with shuffle="window", and
+            buckets by length, it begins anew, and says so, as the order of rows follows the batch. `config` has the
+            batch of the moment as "batch_size". A callback that sets the rate has the last word: let it multiply what
+            it finds. A `LearningRateSchedule`, which counts steps, several optimizers, `sync_every` and TPUs are
+            refused.
         resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
             same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
             config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
@@ -143,6 +152,7 @@ class KerasTrainer:
         progress: bool = True,
         checkpoint_every: str = "auto",
         memory_every: str | None = None,
+        elastic_batch: Literal["keep", "scale"] = "keep",
         resume: str | bool = "auto",
     ):
         self.build_model, self.callbacks = build_model, callbacks
@@ -158,6 +168,7 @@ class KerasTrainer:
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
         self.resume, self.checkpoint_every, self.memory_every = resume, checkpoint_every, memory_every
+        self.elastic_batch = elastic_batch
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -174,11 +185,14 @@ class KerasTrainer:
         ray_config.check_validation(self.validation_config, self.evaluator)
         arguments.check_servers(self.strategy, self.num_ps, self.scaling_config)
         validation.check_config(self.config)
-        workers = arguments.check_workers(self.scaling_config)
+        arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)
         arguments.check_spares(self.tensorflow_config, self.scaling_config, self.run_config, self.strategy)
-        devices = max(1, int(resources_per_worker(self.scaling_config).get("GPU", 0)))
-        per_replica_batch(self.config["batch_size"], 1 if self.num_ps else workers * devices)
+        batch = self.config["batch_size"]
+        arguments.check_elastic_batch(
+            self.elastic_batch, batch, self.scaling_config, self.tensorflow_config, self.strategy
+        )
+        arguments.check_batch(batch, self.scaling_config, self.num_ps, self.elastic_batch == "scale")
         if "train" not in self.datasets or set(self.datasets) - {"train", "validation"}:
             raise ConfigError(
                 "datasets must hold 'train' and may hold 'validation'", sorted(self.datasets), "Rename the datasets"
@@ -263,7 +277,10 @@ class KerasTrainer:
         launch, found = training.processes, training.read(self)
         with ThreadPoolExecutor(1) as beside_model:
             data = beside_model.submit(self._data_identity, found)
-            told = self._identity(found, self.try_model(launch, found, self.config).identity, data.result())
+            model = self.try_model(launch, found, self.config).identity
+            if self.elastic_batch == "scale":
+                arguments.check_scalable(model)
+            told = self._identity(found, model, data.result())
         lock.confirm()
         if last is not None:
             same_run.check(last.identity, told, self.resume, folder.name)
@@ -271,10 +288,16 @@ class KerasTrainer:
             if ended(last, self):
                 return self._ended(folder, last)
             if last.epoch_step:
-                print(f"{folder.name}: {_goes_on(last, self.task(found).order)}")
+                print(f"{folder.name}: {_goes_on(last, self._order(last, found))}")
         if self.resume is False and (aside := folder.put_aside()):
             print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
         return self._train(launch, found, told)
+
+    def _order(self, last: run_folder.Last, found: dict) -> dict[str, Any]:
+        """The `Feed.order` of the run; that of a batch which follows the workers is known when they have started."""
+        order = self.task(found).order
+        by_workers = ("batch_size", "window") if self.elastic_batch == "scale" else ()
+        return order | {name: last.order[name] for name in by_workers if name in order and name in last.order}
 
     def _last(self, folder: RunFolder) -> run_folder.Last | None:
         """Where the run stands from which this one is to go on, or None."""
@@ -303,6 +326,9 @@ class KerasTrainer:
 
     def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """What tells this run from another, see `same_run.py`, for data that was read and a model that was tried."""
+        settings = {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")}
+        if self.elastic_batch != "keep":
+            settings["elastic_batch"] = self.elastic_batch
         columns_of = {name: fingerprint.of_columns(spec) for name, spec in self.batch.roles.items()}
         told = {
             "version": same_run.VERSION,
@@ -312,7 +338,7 @@ class KerasTrainer:
             "seed": self.seed,
             "batch_size": self.config["batch_size"],
             "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
-            "settings": {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")},
+            "settings": settings,
             "data": data,
         }
         del told["types"]
@@ -363,6 +389,7 @@ class KerasTrainer:
             checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
             heals=self._heals(),
+            fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
         )
 
     def _heals(self) -> bool:

@@ -17,6 +17,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
@@ -275,12 +276,16 @@ class _Controller(TrainController):
         known["policy"] = arguments["failure_policy"] if heals else None
         known["rehearsed"] = rehearsed
         self._lost, self._looks_until = asyncio.Event(), 0.0
+        scaling = arguments["scaling_policy"]
+        known["elastic"] = scaling if isinstance(scaling, _Elastic) else None
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
         ours = {name: value for name, value in ours.items() if name not in environment}
         os.environ.update({ray_core.WARN_BLOCKING_GET: "0"} | environment | ours)
         super().__init__(**arguments)
+        if isinstance(scaling, _Elastic):
+            scaling.is_broken = self._is_broken
         for name in ours:
             del os.environ[name]
 
@@ -305,6 +310,11 @@ class _Controller(TrainController):
         """Says that a worker is lost, see `ray_train.tell_of_loss`."""
         self._lost.set()
 
+    def _is_broken(self) -> bool:
+        """Whether the group that trains has lost a worker."""
+        group = self.get_worker_group()
+        return group is not None and group.is_broken
+
     def workers(self) -> list:
         """The actors that train now."""
         group = self.get_worker_group()
@@ -318,7 +328,13 @@ class _Elastic(ElasticScalingPolicy):
     Args:
         beside: resources of each task beside the workers, by name.
         after_step: whether workers end after a step when they are asked to.
+
+    Attributes:
+        is_broken: whether a worker was lost: until it is replaced, or the others have ended, too, the number stays.
+        suspects: ids of nodes whose workers were lost: Ray takes up to 15 s to see that one has gone.
     """
+
+    is_broken: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, scaling_config, beside: dict[str, dict[str, float]], after_step: bool):
         scaling_config = copy.copy(scaling_config)
@@ -326,12 +342,14 @@ class _Elastic(ElasticScalingPolicy):
             scaling_config.elastic_resize_monitor_interval_s = _RESIZE_SECONDS
         super().__init__(scaling_config)
         self._bundles, self._after_step = list(beside.values()), after_step
+        self.suspects: set[str] = set()
         self._asked = _NEVER  # the group that was asked to end by when it started, and when
 
     @overrides(ElasticScalingPolicy)
     def _count_possible_workers(self, reserved_resources) -> int:
         # Ray's list of what is reserved is up to 20 s old
         gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} | ray_core.draining().keys()
+        gone |= resources.silent(self.suspects)
         left = resources.without(ray_train.reserved(reserved_resources, without=gone), self._bundles)
         return 0 if left is None else super()._count_possible_workers(ray_train.as_reserved(left))
 
@@ -339,6 +357,8 @@ class _Elastic(ElasticScalingPolicy):
     def make_decision_for_running_worker_group(self, worker_group_state, worker_group_status):
         started, asked = self._asked
         if started == worker_group_state.start_time and time.monotonic() < asked + _LEAVE_SECONDS:
+            return NoopDecision()
+        if self.is_broken():
             return NoopDecision()
         decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
         if isinstance(decision, NoopDecision) or not self._after_step or started == worker_group_state.start_time:
@@ -413,6 +433,7 @@ class _WorkerGroup(WorkerGroup):
     config: TensorflowConfig
     policy: object
     rehearsed: list
+    elastic: _Elastic | None
     _watchdog: Watchdog | None = None
     _hangs: HangWatch | None = None
     _hold_until: float | None = None
@@ -422,10 +443,17 @@ class _WorkerGroup(WorkerGroup):
     _not_healed = False
     _cut_until: float | None = None
     _standing: tuple = ()  # refs of where each worker stands
+    _gone: dict[int, Exception]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a worker was lost, and is not replaced."""
+        return self._healing is not None or self._not_healed
 
     @overrides(WorkerGroup)
     def _start(self):
         self._reported: dict[int, int] = {}
+        self._gone = {}
         try:
             super()._start()
         except (WorkerGroupStartupFailedError, RayActorError) as error:
@@ -465,9 +493,10 @@ class _WorkerGroup(WorkerGroup):
                 return slice_of_hosts
             self.held.hold(0, {}, "PACK", None)
             return _SliceAndHeld(slice_of_hosts, self.held)
-        self.held.hold(
-            context.num_workers, context.resources_per_worker, context.placement_strategy, context.label_selector
-        )
+        selectors = context.label_selector
+        if self.elastic is not None:
+            selectors = reservation.apart(selectors, context.num_workers, resources.silent(self.elastic.suspects))
+        self.held.hold(context.num_workers, context.resources_per_worker, context.placement_strategy, selectors)
         return _Held(self.held)
 
     @overrides(WorkerGroup)
@@ -543,6 +572,8 @@ class _WorkerGroup(WorkerGroup):
                 self._watchdog.heard(rank)
             if isinstance(cause_of(status.error), MovedError):  # by itself it counts as the loss of a node
                 status.error = cause_of(status.error)
+        for rank, error in self._gone.items() if self._not_healed else ():  # one that is asked again may not answer
+            found[rank] = WorkerStatus(running=False, error=error)
         for rank, how in self._watchdog.ended.items():
             error = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))
             found[rank] = WorkerStatus(running=False, error=error)
@@ -559,6 +590,7 @@ class _WorkerGroup(WorkerGroup):
         if self._healing is None and not (self._begin_healing(lost, found) if lost else self._are_cut(found)):
             return found
         if also := lost - self._healing.lost:
+            self._note_gone(also, found)
             self._healing.another_is_lost(also)
         lost = lost | self._healing.lost
         return [
@@ -567,6 +599,9 @@ class _WorkerGroup(WorkerGroup):
             else status
             for rank, status in enumerate(found)
         ]
+
+    def _note_gone(self, lost: set[int], found: list[WorkerStatus]) -> None:
+        self._gone |= {rank: found[rank].error for rank in lost if found[rank].error is not None}
 
     def _lost(self, found: list[WorkerStatus]) -> set[int]:
         """Ranks of processes that have ended, or stand still and are ended; none where a worker failed by itself."""
@@ -581,6 +616,8 @@ class _WorkerGroup(WorkerGroup):
         return lost
 
     def _begin_healing(self, lost: set[int], found: list[WorkerStatus]) -> bool:
+        if self.elastic is not None:
+            self.elastic.suspects |= {self.get_workers()[rank].metadata.node_id for rank in lost}
         if self._not_healed or self.policy is None or ray_train.failures_left(self.policy) < len(lost):
             return False
         if self._hangs is not None:
@@ -589,6 +626,7 @@ class _WorkerGroup(WorkerGroup):
             self._hangs.close()
             self._hangs = None
         why = "; ".join(f"worker {rank} was lost: {in_a_line(cause_of(found[rank].error))}" for rank in sorted(lost))
+        self._note_gone(lost, found)
         output.say(f"{why}. Another process is to take its place in the step that the others are in")
         self._heal(lost)
         return True
@@ -665,8 +703,21 @@ class _WorkerGroup(WorkerGroup):
             ports=self.config.ports,
             cores=backend.to_claim(WorkerSetup(config=self.config), resources.get("CPU", 1)),
             reported=self._reported,
+            has_room=None if self.elastic is None else self._has_room,
         )
         self._healing = Healing(asked, lost, self._generation)
+
+    def _has_room(self, ranks: Iterable[int]) -> bool:
+        """Whether processes can start in the places of workers: their bundles are on a node, or could be on one."""
+        workers, drained = self.get_workers(), ray_core.draining()
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained.keys()
+        living -= resources.silent({workers[rank].metadata.node_id for rank in ranks})
+        nodes = placement_group_table(ray_train.group_of(self))["bundles_to_node_id"]
+        each = self.get_resources_per_worker()
+        homeless = sum(nodes.get(workers[rank].placement_group_bundle_index) not in living for rank in ranks)
+        wanted = {name: amount for name, amount in each.items() if amount > 0}
+        free = [its for node, its in ray_core.free_by_node().items() if node in living]
+        return not homeless or not wanted or resources.count_fitting(free, wanted) >= homeless
 
     def _take_place(self, rank: int) -> Worker:
         """A process where a lost worker was, or where Ray has put its bundle since: a spare, or else a new one."""
@@ -696,13 +747,22 @@ class _WorkerGroup(WorkerGroup):
                     self._heal(lost)
                     return
             self._not_healed = True
+            for rank in self._gone:  # until its node is known to have gone, who asks it would wait
+                ray.kill(self.get_workers()[rank].actor)
             healing.give_up()
+            if healing.kept is not None:
+                place = f"step {healing.kept}, of which the others have kept a checkpoint"
+                if healing.behind:
+                    place += f"; metrics of the epoch lack the rows of {names(healing.behind)} in that step"
+            else:
+                place = f"the last checkpoint{healing.not_kept and f', as {healing.not_kept}'}"
             what = "it could not be replaced in place" if healing.lost else "they could not be connected anew"
-            output.say(f"{what}, so that all workers start anew: {healing.why}")
+            output.say(f"{what}: {healing.why}. All workers start anew from {place}")
             return
         ray_train.exchange(self, healing.new)
         for rank, worker in healing.new.items():
             ray_train.count_failure(self.policy)
+            self._gone.pop(rank, None)
             self._watchdog.ended.pop(rank, None)
             self._watchdog.kept.pop(rank, None)
             self._watchdog.watch(rank, _place(worker))

@@ -38,6 +38,7 @@ class FeedCallback(keras.callbacks.Callback):
     Attributes:
         step: steps that are made in all.
         epoch_step: of these, those of the epoch that goes on.
+        skipped: rows that the step which comes leaves out, as they were taken before; see `sampling.regrouped`.
     """
 
     raytf_local_batches = True
@@ -45,17 +46,21 @@ class FeedCallback(keras.callbacks.Callback):
     def __init__(self, feed, step: int = 0, others: Sequence = ()):
         super().__init__()
         self._feed, self.step, self.epoch_step, self._others = feed, step, 0, others
+        self.skipped = 0
 
     @property
     def steps(self) -> int:
         """Steps of an epoch."""
         return self._feed.steps
 
-    def go_on(self, epoch: int, step: int):
-        """Has an epoch that has begun go on after some steps: the dataset of those that are left."""
+    def go_on(self, epoch: int, step: int, skip: int = 0):
+        """Has an epoch that has begun go on after some steps: the dataset of those that are left.
+
+        Where rows of the next one are to be skipped, it is that of this step alone.
+        """
         self._feed.set_epoch(epoch, step)
-        self.epoch_step = step
-        return self._feed.dataset()
+        self.epoch_step, self.skipped = step, skip
+        return self._feed.step_without(skip) if skip else self._feed.dataset()
 
     def on_epoch_begin(self, epoch, logs=None):
         for feed in (self._feed, *self._others):
@@ -64,7 +69,7 @@ class FeedCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.step += batch + 1 - self.epoch_step
-        self.epoch_step = batch + 1
+        self.epoch_step, self.skipped = batch + 1, 0
         activity.here.step = self.step
 
 
@@ -86,6 +91,7 @@ class ReportCallback(keras.callbacks.Callback):
         identity: what tells this run from another, kept in each checkpoint.
         steps: steps() gives the steps that were made in all; without it, the steps of an optimizer count.
         writers: agrees on the workers that write a checkpoint; None: the chief does.
+        batch_scale: of the `State` in each checkpoint.
     """
 
     raytf_local_batches = True
@@ -111,9 +117,10 @@ class ReportCallback(keras.callbacks.Callback):
         identity: Mapping[str, Any] | None = None,
         steps: Callable[[], int] | None = None,
         writers: Writers | None = None,
+        batch_scale: float = 1.0,
     ):
         super().__init__()
-        self._steps, self._writers = steps, writers
+        self._steps, self._writers, self._batch_scale = steps, writers, batch_scale
         self._identity = dict(identity or {})
         self._to = report
         self._checkpoint, self._seed, self._build = checkpoint, seed, build
@@ -186,7 +193,14 @@ class ReportCallback(keras.callbacks.Callback):
         step = min((count for count in counts if count), default=0) if self._steps is None else self._steps()
         rate = checkpoints.rate_of(self._build[1]) if self._build else None
         return checkpoints.State(
-            len(self._history), step, self._seed, stopped, list(self._history), self._identity, rate
+            len(self._history),
+            step,
+            self._seed,
+            stopped,
+            list(self._history),
+            self._identity,
+            rate,
+            batch_scale=self._batch_scale,
         )
 
 

@@ -225,13 +225,16 @@ def rate_of(config: Mapping) -> float | None:
     return float(rate)
 
 
-def restore(folder: str, model, config: Mapping | None = None) -> None:
+def restore(folder: str, model, config: Mapping | None = None) -> bool:
     """Gives a built model the weights, optimizer state and seeds of a checkpoint.
 
     Args:
         folder: of the checkpoint.
         model: built with `config`.
         config: where its `learning_rate` is another than when the checkpoint was written, the model keeps its own.
+
+    Returns:
+        Whether it has kept its own.
 
     Raises:
         ConfigError: the checkpoint was written by another model.
@@ -264,6 +267,7 @@ def restore(folder: str, model, config: Mapping | None = None) -> None:
         ) from error
     if rate is not None:
         model.optimizer.learning_rate = rate
+    return rate is not None
 
 
 def _new_rate(folder: str, model, config: Mapping) -> float | None:

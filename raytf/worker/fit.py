@@ -53,6 +53,7 @@ def train(task: TrainJob, session) -> dict | None:
         MovedError: it was told to end so that the run goes on with other workers.
     """
     distribution = context.get_strategy()
+    task = task.of(session.size)
     with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
         state = checkpoint.read_state(folder) if folder else None
         if job.ended(state, task):
@@ -97,12 +98,16 @@ def train(task: TrainJob, session) -> dict | None:
         writers = Writers(session) if isinstance(session, RaySession) and session.size > 1 else None
         steps = lambda: position.step
         report = report_callback(task, datasets["train"], states, state, to, steps=steps, writers=writers)
-        before, after = resumed(folder, state, states, position, feeds["train"].order, place=place)
+        order = feeds["train"].order
+        before, after = resumed(
+            folder, state, states, position, order, place=place, regroups=state is not None and _is_scaled(state, task)
+        )
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
         told_by = (lambda: session.reports_made()), (lambda: session.tell_of_loss())
-        survivable = replacement.survivable(heals, model, position, report, agreed, feeds["train"].order, *told_by)
+        keep_now = getattr(session, "keep_now", None)
+        survivable = replacement.survivable(heals, model, position, report, agreed, order, *told_by, keep_now)
         try:
             with survivable:
                 model.fit(
@@ -174,16 +179,28 @@ def within_epochs(
 
 
 def resumed(
-    folder: str | None, state, states, position, order, *iterator: Callable, place: Place | None = None
+    folder: str | None,
+    state,
+    states,
+    position,
+    order,
+    *iterator: Callable,
+    place: Place | None = None,
+    regroups: bool = False,
 ) -> tuple[list, list]:
     """Callbacks before and behind the others, where the training goes on within an epoch; see `Resumption`.
 
-    One that takes a lost worker's `place` goes on where the others are, also in the first step of an epoch.
+    One that takes a lost worker's `place` goes on where the others are, also in the first step of an epoch. Where steps
+    have another number of rows now, as the run `regroups` them, it goes on behind the rows that were taken.
     """
+    begin = None
     if place is None:
         if state is None or not state.epoch_step:
             return [], []
-        if differs := sampling.differences(state.order, order):
+        differs = sampling.differences(state.order, order)
+        if differs and regroups:
+            begin = sampling.regrouped(state.order, order, state.epoch_step)
+        if differs and begin is None:
             warnings.warn(
                 f"Epoch {state.epoch + 1} begins anew, with weights that have seen {state.epoch_step} of its steps: "
                 f"these would have other rows now ({differs})",
@@ -191,8 +208,31 @@ def resumed(
             )
             return [], []
     first = None if place is None else replacement.first_execution(place)
-    resumption = within_epoch.Resumption(folder, state, states, position, *iterator, first=first)
+    resumption = within_epoch.Resumption(folder, state, states, position, *iterator, first=first, begin=begin)
     return [resumption.first], [resumption.last]
+
+
+def _is_scaled(state, task: TrainJob) -> bool:
+    """Whether steps have more or fewer rows than before, as their number follows that of the workers."""
+    return state.batch_scale != task.scale
+
+
+def scale_rate(model, factor: float) -> None:
+    """Multiplies the learning rate of a model by what its batch is scaled.
+
+    Raises:
+        ConfigError: the optimizer follows a schedule of its own.
+    """
+    if factor == 1:
+        return
+    rate = settable_rate(model.optimizer)
+    if rate is None:
+        raise ConfigError(
+            'elastic_batch="scale" needs an optimizer with a number for its learning rate',
+            "a schedule",
+            'Set the rate in a callback, by epochs, or use elastic_batch="keep"',
+        )
+    model.optimizer.learning_rate = float(rate) * factor
 
 
 def _open(task: TrainJob, name: str, session, static: bool):
@@ -247,12 +287,15 @@ def restored(folder: str | None, state, model, task: TrainJob, states, session) 
     """
 
     if folder is None:
+        scale_rate(model, task.scale)
         return []
     rate = settable_rate(model.optimizer)
     built = None if rate is None else float(rate)
-    checkpoint.restore(folder, model, task.config)
+    is_new = checkpoint.restore(folder, model, task.config)
     if built is not None and same_run.rates_differ(state.identity, task.identity):
         model.optimizer.learning_rate = built  # the user was told so, and said resume=True
+        is_new = True
+    scale_rate(model, task.scale if is_new else task.scale / state.batch_scale)
     if session.rank == 0:
         callbacks.continue_logs(states.callbacks, state.epoch)
     return [callbacks.RestoreCallback(folder, states, session.rank == 0, state.history)]
@@ -278,6 +321,7 @@ def report_callback(
         identity=task.identity,
         steps=steps,
         writers=writers,
+        batch_scale=task.scale,
     )
 
 

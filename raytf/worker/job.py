@@ -36,6 +36,9 @@ class TrainJob:
         checkpoint_every: when checkpoints within epochs are kept.
         memory_every: after every so many steps one is held in memory, or None.
         heals: a worker that is lost is replaced in place, where that can be done.
+        fewest: workers for which the config's batch_size and learning rate are, of an elastic run that scales them with
+            its workers; or None.
+        scale: by which they are scaled, see `of`.
     """
 
     build_model: Callable
@@ -55,6 +58,17 @@ class TrainJob:
     checkpoint_every: Every = Every()  # noqa: RUF009 - it is frozen
     memory_every: int | None = None
     heals: bool = False
+    fewest: int | None = None
+    scale: float = 1.0
+
+    def of(self, workers: int) -> TrainJob:
+        """The job as it is for so many workers: with the rows of their steps in the config."""
+        if self.fewest is None:
+            return self
+        batch = self.config["batch_size"] * workers // self.fewest
+        return dataclasses.replace(
+            self, config={**self.config, "batch_size": batch}, scale=workers / self.fewest, fewest=None
+        )
 
     def used(self) -> list[str]:
         """The datasets of the training itself."""

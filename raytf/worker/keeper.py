@@ -135,6 +135,11 @@ class Keeper:
 
         return wait
 
+    def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
+        """See `session.RaySession.keep_now`."""
+        number = self._take(name, model, parts, pinned=True)
+        self._writer.finish(_LAST_SECONDS, _FAILING_SECONDS, number)
+
     def close(self, well: bool = True) -> None:
         """Waits for the last one, when the training has ended or failed.
 

@@ -1,5 +1,10 @@
 """A worker that takes a lost one's place in a KerasTrainer: what it needs of the others, and how its training begins.
 
+Where no process can take that place, one of the others keeps a checkpoint of the steps that all have made, and all
+start anew from it (`keep`): weights and optimizer are those before the step that waits, and what each had for itself is
+what it had passed on, the lost one too. One that is lost in a step whose sums are all there, before it has passed on
+what came of it, has what it had a step before: the metrics of the epoch lack its rows of that step, which is said.
+
 It gets the weights and the optimizer's state of one that waits within the next step, which have not changed in it; what
 the lost one had for itself, which that one had passed on; and where callbacks stand that all workers follow alike. Its
 `fit` begins with the step that the others are in; until then nothing is exchanged (`healing.Detached`).
@@ -8,7 +13,7 @@ the lost one had for itself, which that one had passed on; and where callbacks s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,8 +23,9 @@ from raytf import activity
 from raytf.collectives import gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
+from raytf.errors import RaytfError
 from raytf.parallel import double_writes, local_sgd, metrics, own_state
-from raytf.storage import checkpoint_files, scratch
+from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.worker import checkpoint, session
 
 
@@ -33,6 +39,7 @@ def survivable(
     order: dict,
     reports: Callable[[], int],
     lost: Callable[[], None],
+    keep_now: Callable | None = None,
 ) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
@@ -45,6 +52,7 @@ def survivable(
         order: `Feed.order` of the training rows.
         reports: reports() gives how many the training has made.
         lost: see `Healer.arm`.
+        keep_now: keep_now(name, model, parts) keeps a checkpoint, and returns when it is whole; None where nobody does.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -57,13 +65,31 @@ def survivable(
     def listen() -> Listener:
         return gradient_ring.listener(gradient_ring.members(None))
 
+    def parts_of(value: Callable[[keras.Variable], np.ndarray], logs: Mapping[str, float]) -> dict[str, Any]:
+        named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
+        epoch_step = position.epoch_step + healer.within
+        told = {"logs": logs, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
+        return report.parts(named, ahead=healer.within, **told)
+
+    def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
+        if early := own_state.written_early(model):
+            raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or behind updates")
+        variables = own_state.variables_of(model)
+        values = metrics.together(model, variables, [own_state.values_of(model, its) for its in owned], behind)
+        known = {id(v): value for v, value in zip(variables, values, strict=True)}
+        whole = position.epoch_step + healer.within >= position.steps
+        logs = metrics.logs_of(model, known) if whole else {}
+        own_state.put(model, values)  # this worker makes no other step
+        step = position.step + healer.within
+        keep_now(step_folders.name_of(step, copy=holder.ring.rank > 0), model, parts_of(lambda v: known[id(v)], logs))
+        return step
+
     def image() -> Place:
+        if position.skipped:
+            raise RaytfError("the others have made no step since they went on with another batch")
         within = healer.within
-        values = [[np.zeros(tuple(v.shape), v.dtype) for v in metric.variables] for metric in model.metrics]
-        named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
         epoch_step = position.epoch_step + within
-        told = {"logs": {}, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
-        parts = report.parts(named, ahead=within, **told)
+        parts = parts_of(lambda v: np.zeros(tuple(v.shape), v.dtype), {})
         with scratch.folder() as folder:
             version = checkpoint_files.VERSION if epoch_step else checkpoint_files.VERSION_OF_EPOCHS
             checkpoint.write(folder, model, parts, version)
@@ -75,7 +101,7 @@ def survivable(
             stand["last"] = metrics.last_logs(model)
         return Place(position.step + within, healer.tag, within + healer.begun, healer.at_end, files, b"", stand)
 
-    healer.arm(listen, image, lost, position.step)
+    healer.arm(listen, image, lost, position.step, keep if keep_now is not None else None)
     try:
         yield
     finally:

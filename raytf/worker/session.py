@@ -212,6 +212,14 @@ class RaySession:
         """
         return self._keeper.keep(name, model, parts, writers)
 
+    def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
+        """Keeps a checkpoint, on any worker and in any thread while the training waits; returns when it is whole.
+
+        Raises:
+            NotKeptError: it is not in the time that it has.
+        """
+        self._keeper.keep_now(name, model, parts)
+
     def keep_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
         """Keeps this worker's part of a checkpoint; called on all but the chief, see `Keeper.keep_part`."""
         if self.rank < writers:

@@ -224,6 +224,7 @@ class Resumption:
         iterator: gives what is to begin at a step: begin_at(step, dataset).
         first: steps of the first execution, of a worker that takes the place of one within it; or None: where no step
             is left, the logs of the checkpoint are those of the epoch.
+        begin: (step, rows of it that are skipped) where that is not the checkpoint's step, see `sampling.regrouped`.
 
     Attributes:
         first: callback before all others.
@@ -238,9 +239,11 @@ class Resumption:
         position: FeedCallback,
         iterator: Callable = epoch_iterator.newest_iterator,
         first: int | None = None,
+        begin: tuple[int, int] | None = None,
     ):
         self._first_steps = first
-        self._epoch, self._step, self._logs = state.epoch, state.epoch_step, state.logs
+        self._epoch, self._logs = state.epoch, state.logs
+        self._step, self._skip = begin or (state.epoch_step, 0)
         self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
         self._states, self._position, self._newest = states, position, iterator
         self._late: dict[int, list[np.ndarray]] = {}
@@ -284,7 +287,8 @@ class Resumption:
             metrics.finish_logs(model, self._logs)
 
     def _place(self, iterator, epoch: int) -> None:
-        dataset, first = self._position.go_on(epoch, self._step), self._first_steps
+        dataset = self._position.go_on(epoch, self._step, self._skip)
+        first = 1 if self._skip else self._first_steps
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
             return

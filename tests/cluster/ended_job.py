@@ -2,9 +2,10 @@
 
 With the name "trial" it is the trial of a sweep. WORKERS may be "1-3": as many as there is room for, without Dropout.
 NODE is Ray's id of the node that the trainer is to be on, or "head"; else it is on any node of this host. Each worker
-notes its node and steps in NAME_RANK.txt. FOLDER/NAME_hold may name an epoch and a batch, behind which the last worker
-(of an elastic run: the chief) stands still until it is asked to end, so that others may be one step ahead; then it
-removes that file. It goes on when the file names another one, too.
+notes its node and steps in NAME_RANK.txt; a run that ends by itself leaves its metrics in NAME.json. FOLDER/NAME_hold
+may name an epoch and a batch, behind which the last worker (of an elastic run: the chief) stands still until it is
+asked to end, so that others may be one step ahead; then it removes that file. It goes on when the file names another
+one, too.
 """
 
 from __future__ import annotations
@@ -106,11 +107,12 @@ def train(folder: str, name: str, workers: int | tuple[int, int]) -> None:
             name=name, storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=int(elastic))
         ),
         progress=False,
+        checkpoint_every="epoch" if elastic else "auto",
     )
     if name == "trial":
         raytf.sweep(trainer, {"dropout": ray.tune.grid_search([0.2])}, metric="loss", progress=False)
     else:
-        trainer.fit()
+        trainer.fit().metrics_dataframe.to_json(f"{folder}/{name}.json", orient="records")
 
 
 if __name__ == "__main__":

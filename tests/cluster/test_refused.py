@@ -52,6 +52,14 @@ def takes_images(config):
     return model
 
 
+def follows_a_schedule(config):
+    import keras
+
+    model = models.mlp(config)
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)), model.loss)
+    return model
+
+
 LOCK = threading.Lock()
 
 
@@ -127,6 +135,14 @@ CASES = {
     "window": (lambda: {"window": 0}, "window must be a number of rows, at least 1"),
     "map": (lambda: {"map": 3}, "map must be a function of batches"),
     "workers": (lambda: {"scaling_config": ScalingConfig(num_workers=(0, 2))}, "num_workers must be at least 1"),
+    "a schedule whose batch is to follow the workers": (
+        lambda: {
+            "build_model": follows_a_schedule,
+            "scaling_config": ScalingConfig(num_workers=(1, 2)),
+            "elastic_batch": "scale",
+        },
+        'elastic_batch="scale" multiplies the learning rate, .* received: a schedule',
+    ),
     "local, with an evaluator": (
         lambda: {
             "scaling_config": ScalingConfig(num_workers=0),

@@ -17,7 +17,7 @@ PLACES = {
 }
 # With raytf's ring unless it says "ring", which is TensorFlow's.
 OPTIONS = {"3": {"communication": "ring"}, "local": {"place": "2", "world": 2, "config": {"sync_every": 4}}}
-OTHERS = ["plain:reordered", "plain:remeasured"]
+OTHERS = ["plain:reordered", "plain:scaled", "plain:remeasured"]
 
 
 def folder_of(folder, stage: str, place: str):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import warnings
 
@@ -170,7 +171,14 @@ def newest(folder: str) -> str:
     return os.path.join(folder, max(os.listdir(folder)))
 
 
-def train(place: Place, case: Case, begins: str | None = None, kept: str | None = None, stop: tuple | None = None):
+def train(
+    place: Place,
+    case: Case,
+    begins: str | None = None,
+    kept: str | None = None,
+    stop: tuple | None = None,
+    fewest: int | None = None,
+):
     """What a training gives; None for one that was stopped."""
     models, counts = [], Counts()
 
@@ -193,6 +201,7 @@ def train(place: Place, case: Case, begins: str | None = None, kept: str | None 
         steps_per_execution=case.execution,
         board=None,
         checkpoint_every=parse(case.every if kept else "epoch"),
+        fewest=fewest,
     )
     try:
         fit.train(task, session)
@@ -250,6 +259,26 @@ def reordered(place: Place, name: str):
     assert len(told) == 1 and "have seen 4 of its steps" in told[0], told
     assert "(batch_size 25, was 20)" in told[0], told
     return {"epochs": out["n:last"][3:], "seen": out["n:last"][1], "steps": out["optimizer0"]}
+
+
+def scaled(place: Place, name: str):
+    """Goes on with the batch, and the rate, of two workers where they were those of one, in an epoch of which 80 rows
+    were taken: behind these, with a step of the 10 that fill no whole one, all of which are the second worker's."""
+    case = dataclasses.replace(CASES[name], batch=15, every="epoch", callbacks=list)
+    begins = newest(shared(place, name, place.world))
+    out = train(place, case, begins=begins, fewest=1)
+    model = keras.saving.load_model(os.path.join(begins, "model.keras"))
+    model.optimizer.learning_rate = 2 * float(model.optimizer.learning_rate)
+    made, rows = int(model.optimizer.iterations), table(case.rows).to_pandas()
+    assert made == 15
+    for epoch, starts in ((1, [80, *range(90, 205, 30)]), (2, range(0, 205, 30))):
+        order = Sampling(global_batch=30, seed=5).of(stored(case.rows).rows).epoch(epoch)
+        numbers = order.row_numbers(order.positions(0))
+        for start, stop in itertools.pairwise([*starts, 205]):
+            part = rows.iloc[numbers[start:stop]]
+            model.train_on_batch(part[FEATURES].to_numpy("float32"), part["y"].to_numpy())
+    found = {f"w{i}": np.asarray(v) - out[f"w{i}"] for i, v in enumerate(model.weights)}
+    return found | {f"o{i}": np.asarray(v) - out[f"optimizer{i}"] for i, v in enumerate(model.optimizer.variables)}
 
 
 def remeasured(place: Place, name: str):
@@ -397,7 +426,14 @@ CASES = {
     ),
     "by time": Case(mlp(), every="0.001 s"),
 }
-STAGES = {"reordered": reordered, "remeasured": remeasured, "quiet": quiet, "stopped": stopped, "resumed": resumed}
+STAGES = {
+    "reordered": reordered,
+    "scaled": scaled,
+    "remeasured": remeasured,
+    "quiet": quiet,
+    "stopped": stopped,
+    "resumed": resumed,
+}
 STAGES |= {f"chain{i}": functools.partial(chain, link=i) for i in range(1, len(CHAIN))}
 SCENARIOS = {
     f"{name}:{stage}": functools.partial(function, name=name) for name in CASES for stage, function in STAGES.items()

@@ -70,6 +70,15 @@ def test_batch_normalization_over_a_workers_own_rows_is_the_exception(outcome):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
+def test_a_batch_and_a_rate_that_follow_the_workers(outcome):
+    """elastic_batch="scale": as one process that takes the same rows, with the rate of their number."""
+    for told in outcome("scaled", "2", "plain"):
+        for key, far in told.items():
+            np.testing.assert_allclose(far, 0, rtol=0, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_what_no_longer_fits_begins_anew_and_is_said(outcome):
     """Four of 11 steps of the second epoch were made; with batches of 25 it has nine, and all of them are made.
 

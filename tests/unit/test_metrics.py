@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from raytf.compat import keras_objects
-from raytf.parallel import trainer
+from raytf.parallel import metrics, trainer
+from raytf.parallel import step as step_module
+
+
+def test_what_workers_have_together_for_one_that_cannot_reach_the_others():
+    """Sums of metrics, means of moving statistics, and of all else what the first has that is not behind."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.train_on_batch(np.ones((3, 2)), np.ones((3, 2)))
+    norm, (seed,) = model.layers[0], keras_objects.seeds_of(model)
+    total, count = model.metrics_variables[:2]
+    variables = [total, count, norm.moving_mean, seed]
+    each = [[np.float32(rank), np.float32(3), np.full(2, rank, np.float32), np.array([5, rank])] for rank in range(3)]
+    summed, rows, mean, drawn = metrics.together(model, variables, each, behind=[0])
+    assert (summed, rows, mean.tolist(), drawn.tolist()) == (3.0, 9.0, [1.0, 1.0], [5, 1])
+    assert mean.dtype == np.float32
+    names = {v.path.split("/")[-1] for v in (total, count)}
+    assert names == {"total", "count"}
+
+
+def test_what_a_step_assigns_beside_its_update_is_noted():
+    trainer.install()
+    layer = keras.layers.Dense(1)
+    layer.build((None, 1))
+    with step_module.within(written={}):
+        with step_module.within(reduced=True):
+            layer.bias.assign([2.0])
+        assert not step_module.state.written
+        layer.kernel.assign_add([[1.0]])
+        assert list(step_module.state.written.values()) == [layer.kernel]
 
 
 def test_a_metric_is_set_to_zero_without_a_look_at_it(monkeypatch):

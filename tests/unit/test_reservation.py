@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.runtime import resources
+from raytf.runtime import reservation, resources
 from raytf.runtime.reservation import layout
 
 EVALUATOR = {"evaluator 0": {"CPU": 1.0, "GPU": 1.0}}
@@ -28,3 +28,13 @@ def test_what_bundles_leave_of_nodes(nodes, bundles):
         assert (
             sum(n["CPU"] for n in left) == sum(nodes) - sum(bundles) and min((n["CPU"] for n in left), default=0) >= 0
         )
+
+
+def test_workers_are_kept_from_nodes_that_do_not_answer():
+    rule = {"ray.io/node-id": "!in(a,b)"}
+    assert reservation.apart(None, 2, set()) is None
+    assert reservation.apart(None, 2, {"b", "a"}) == [rule, rule]
+    assert reservation.apart([{"zone": "x"}, {"ray.io/node-id": "c"}], 2, {"a", "b"}) == [
+        {"zone": "x"} | rule,
+        {"ray.io/node-id": "c"},
+    ]
