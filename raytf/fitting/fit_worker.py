@@ -243,9 +243,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
 
     agreed = {"execution": execution, "own": _Values(own)} | dict(zip(("kept",), kept.steps, strict=False))
     arguments, before, after = kept.going_on()
-    survivable = replacement.survivable(
-        work.heals, model, kept.position, kept.report, agreed, feed.order, session.reports_made, session.tell_of_loss
-    )
+    survivable = replacement.survivable(work.heals, model, kept.position, kept.report, agreed, feed.order, session)
     try:
         with survivable:
             history = model.fit(

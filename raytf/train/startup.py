@@ -302,7 +302,8 @@ class _Controller(TrainController):
         if self._lost.is_set():
             self._lost.clear()
             self._looks_until = time.monotonic() + _LOSS_SECONDS
-            self.get_worker_group().look_for_cuts()
+            if (group := self.get_worker_group()) is not None:  # it may have ended meanwhile
+                group.look_for_cuts()
         ray_train.poll_now(self)
         return await super()._poll_workers()
 

@@ -575,7 +575,7 @@ class GroupWorker(Process):
         """What `Healer.waiting(seconds)` says here, and of what the trial has failed, or None."""
         if self._failed is None and self._session is not None and self._session.waits:
             return "it has reported, and waits for the others to do so", None
-        return healing.here.waiting(seconds), self._failed
+        return healing.here.waiting(0.0 if self._failed is not None else seconds), self._failed
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
         around = Surroundings(nodes=self._nodes, **job.around)

@@ -105,9 +105,7 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        told_by = (lambda: session.reports_made()), (lambda: session.tell_of_loss())
-        keep_now = getattr(session, "keep_now", None)
-        survivable = replacement.survivable(heals, model, position, report, agreed, order, *told_by, keep_now)
+        survivable = replacement.survivable(heals, model, position, report, agreed, order, session)
         try:
             with survivable:
                 model.fit(

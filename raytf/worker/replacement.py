@@ -26,21 +26,12 @@ from raytf.collectives.ring import Listener
 from raytf.errors import RaytfError
 from raytf.parallel import double_writes, local_sgd, metrics, own_state
 from raytf.storage import checkpoint_files, scratch, step_folders
-from raytf.worker import checkpoint, session
+from raytf.worker import checkpoint
+from raytf.worker.session import read_files
 
 
 @contextlib.contextmanager
-def survivable(
-    heals: bool,
-    model,
-    position,
-    report,
-    agreed: dict[str, Any],
-    order: dict,
-    reports: Callable[[], int],
-    lost: Callable[[], None],
-    keep_now: Callable | None = None,
-) -> Iterator[None]:
+def survivable(heals: bool, model, position, report, agreed: dict[str, Any], order: dict, session) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
     Args:
@@ -50,9 +41,8 @@ def survivable(
         report: the `callbacks.ReportCallback`.
         agreed: callbacks that all workers follow alike, by name; `told()` of each gives where it stands.
         order: `Feed.order` of the training rows.
-        reports: reports() gives how many the training has made.
-        lost: see `Healer.arm`.
-        keep_now: keep_now(name, model, parts) keeps a checkpoint, and returns when it is whole; None where nobody does.
+        session: the run around it: it knows how many reports were made, is told of a loss, and may keep a checkpoint
+            when it is asked to (`keep_now`).
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -81,7 +71,9 @@ def survivable(
         logs = metrics.logs_of(model, known) if whole else {}
         own_state.put(model, values)  # this worker makes no other step
         step = position.step + healer.within
-        keep_now(step_folders.name_of(step, copy=holder.ring.rank > 0), model, parts_of(lambda v: known[id(v)], logs))
+        session.keep_now(
+            step_folders.name_of(step, copy=holder.ring.rank > 0), model, parts_of(lambda v: known[id(v)], logs)
+        )
         return step
 
     def image() -> Place:
@@ -93,15 +85,16 @@ def survivable(
         with scratch.folder() as folder:
             version = checkpoint_files.VERSION if epoch_step else checkpoint_files.VERSION_OF_EPOCHS
             checkpoint.write(folder, model, parts, version)
-            files = session.read_files(folder)
+            files = read_files(folder)
         stand = {name: callback.told() for name, callback in agreed.items()}
-        stand |= {"steps_per_execution": model.steps_per_execution, "reports": reports()}
+        stand |= {"steps_per_execution": model.steps_per_execution, "reports": session.reports_made()}
         stand["looking"] = double_writes.looking()
         if healer.at_end:
             stand["last"] = metrics.last_logs(model)
         return Place(position.step + within, healer.tag, within + healer.begun, healer.at_end, files, b"", stand)
 
-    healer.arm(listen, image, lost, position.step, keep if keep_now is not None else None)
+    can_keep = hasattr(session, "keep_now")
+    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None)
     try:
         yield
     finally:
