@@ -60,6 +60,8 @@ _PARTING_SECONDS = 5.0
 _LOOKS_SECONDS = 5.0
 # A worker's process listens for its trial so long before it answers other questions.
 _BEAT_SECONDS = 0.5
+# What a worker says then that waits for another ring, as one was lost, or all lost their connections.
+_WAITS = ("waits", None)
 # Between two looks at workers that train.
 _LOOK_SECONDS = 1.0
 # For a process to start that takes a lost one's place.
@@ -244,6 +246,7 @@ class WorkerGroup:
     def _events(self, why: Callable[[], str | None] | None) -> dict[int, tuple]:
         """Lets the trial run until each worker has something to say; between its beats it can be asked what it does."""
         events: dict[int, tuple] = {}
+        waits: set[int] = set()  # for another ring
         failed = None  # when the first did
         self._begin_wait()
         pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
@@ -257,7 +260,8 @@ class WorkerGroup:
                 except WorkerGroupLostError as error:
                     lost[rank] = error
                     continue
-                if event is None:
+                if event is None or event == _WAITS:
+                    (waits.discard if event is None else waits.add)(rank)
                     pending[self.workers[rank].next_event.remote()] = rank
                     continue
                 events[rank] = event
@@ -267,13 +271,32 @@ class WorkerGroup:
                 lost = self._standing_still()
             if lost:
                 new = self._heal(lost, events)
+                waits.clear()
                 pending = {ref: rank for ref, rank in pending.items() if rank not in new}
                 pending |= {self.workers[rank].next_event.remote(): rank for rank in new}
             elif pending and failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
                 raise self._alone(events)
+            elif len(waits) == len(self.workers):
+                self._connect()
+                waits.clear()
             elif pending:
                 self._ask_to_end(why)
         return events
+
+    def _connect(self) -> None:
+        """Has workers form another ring in the step that all are in: they lost each other, and the processes live."""
+        if self._heals < 1:
+            for worker in self.workers:
+                worker.execute.remote(healing.command, "the workers lost each other, and no more failures are allowed")
+            return
+        self._heals -= 1
+        self._generation += 1
+        output.say("the workers have lost each other, and the processes of all live: they are connected anew")
+        connecting = Healing(self._healing({}), set(), self._generation)
+        connecting.wait()
+        if not connecting.healed and not connecting.another:  # the loss of one is seen by its next answer
+            output.say(f"they could not be connected anew: {connecting.why}")
+            connecting.give_up()
 
     def _standing_still(self) -> dict[int, WorkerGroupLostError]:
         """Workers that are stopped, whose host has gone, or that hang, by rank, with what is to be said of each."""
@@ -607,10 +630,13 @@ class GroupWorker(Process):
         return self.next_event()
 
     def next_event(self) -> tuple | None:
-        """What the trial's thread says next, or None after a moment, so that this process answers other questions."""
+        """What the trial's thread says next, or after a moment None, or `_WAITS` where it waits for another ring.
+
+        So this process answers other questions.
+        """
         with contextlib.suppress(queue.Empty):
             return self._session.events.get(timeout=_BEAT_SECONDS)
-        return None
+        return _WAITS if isinstance(healing.here.waiting(), Waiting) else None
 
     def save(self) -> dict[str, bytes] | None:
         self._session.commands.put("save")

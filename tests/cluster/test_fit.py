@@ -227,6 +227,7 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
 
 
 KEPT = """
+import os
 import sys
 
 import keras
@@ -234,6 +235,7 @@ import numpy as np
 import ray
 
 import raytf
+import raytf.testing
 from tests.cluster import ended_job, models
 
 folder, name = sys.argv[1:]
@@ -244,7 +246,9 @@ rows = models.rows()
 x = np.stack([rows[column] for column in models.FEATURES], 1)
 place = f"{folder}/{name}"
 kills = [models.kill_once(f"{place}_killed_{rank}", rank, 1, 9 - rank) for rank in (0, 1)]
-callbacks = [*ended_job.noting({"place": place, "workers": 2}), *kills]
+cut = raytf.testing.FaultPlan([raytf.testing.CutOff(rank=0, epoch=2, step=5)] if name == "run" else [])
+os.makedirs(f"{place}_faults", exist_ok=True)
+callbacks = [*ended_job.noting({"place": place, "workers": 2}), *kills, cut.callback(f"{place}_faults")]
 history = raytf.fit(
     model, x, rows["label"], batch_size=7, epochs=3, verbose=0, callbacks=callbacks, num_workers=2,
     name=name, storage=folder, checkpoint_every="4 steps",
@@ -258,7 +262,8 @@ np.savez(f"{place}.npz", *model.get_weights())
 @pytest.mark.timeout(900)
 def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
     """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call goes
-    on behind it. Worker 1 is killed before step 23, and the chief before step 24: others take their places."""
+    on behind it. Worker 1 is killed before step 23, and the chief before step 24: others take their places. In
+    step 5 of the last epoch both live, and lose each other."""
 
     def started(name):
         return driver_of("-c", KEPT, tmp_path, name, tensorflow=True)
@@ -275,6 +280,7 @@ def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
     said = finished(started("run"))
     for rank in (0, 1):
         assert f"raytf: worker {rank} was lost and is replaced in place" in said
+    assert "raytf: the workers are connected again" in said
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     assert steps(tmp_path, "run", 0) == steps(tmp_path, "run", 1) == everything
     for mine, its in zip(*(weights(tmp_path, name) for name in ("run", "quiet")), strict=True):
