@@ -287,7 +287,8 @@ class Resumption:
             metrics.finish_logs(model, self._logs)
 
     def _place(self, iterator, epoch: int) -> None:
-        dataset = self._position.go_on(epoch, self._step, self._skip)
+        skipped = (self._skip,) if self._skip else ()  # parameter servers skip none
+        dataset = self._position.go_on(epoch, self._step, *skipped)
         first = 1 if self._skip else self._first_steps
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
