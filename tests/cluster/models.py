@@ -222,7 +222,8 @@ def kill_server_once(marker, epoch, batch):
             if rank() == 0 and (self.epoch, b) == (epoch, batch) and not os.path.exists(marker):
                 logs = os.path.dirname(os.readlink("/proc/self/fd/1"))
                 found = psutil.process_iter(["cmdline"])
-                found = [p for p in found if (p.info["cmdline"] or [""])[0] == "ray::StreamServer"]
+                # Ray adds the method that runs
+                found = [p for p in found if (p.info["cmdline"] or [""])[0].startswith("ray::StreamServer")]
                 servers = [p for p in found if any(f.path.startswith(logs) for f in p.open_files())]
                 with open(marker, "w") as file:
                     file.write(str([p.pid for p in servers]))
