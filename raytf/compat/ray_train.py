@@ -250,9 +250,10 @@ def poll_now(controller) -> None:
 @uses(
     "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleaner",
     "ray.train.v2._internal.state.state_actor:TrainStateActor",
+    "ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive",
+    "ray.train.v2._internal.state.state_actor:is_actor_alive",
+    "ray._private.state:actors",
 )
-@uses("ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive")
-@uses("ray.train.v2._internal.state.state_actor:is_actor_alive", "ray._private.state:actors")
 def have_helpers_ask_their_cluster() -> None:
     """Has the processes that Ray Train starts beside a controller, from this process on, ask their own cluster whether
     controllers live.

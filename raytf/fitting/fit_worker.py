@@ -241,7 +241,9 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
             told["history"] = (dict(history.history), list(history.epoch))
             session.report(told, None)
 
-    agreed = {"execution": execution, "own": _Values(own)} | dict(zip(("kept",), kept.steps, strict=False))
+    agreed = {"execution": execution, "own": _Values(own)}
+    if kept.steps:
+        agreed["kept"] = kept.steps[0]
     arguments, before, after = kept.going_on()
     survivable = replacement.survivable(work.heals, model, kept.position, kept.report, agreed, feed.order, session)
     try:

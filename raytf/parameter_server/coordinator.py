@@ -64,8 +64,8 @@ class Position:
     def __init__(self, step: int = 0):
         self.step, self.epoch_step = step, 0
 
-    def go_on(self, epoch: int, step: int) -> None:
-        """Has an epoch go on after some steps."""
+    def go_on(self, epoch: int, step: int, skip: int = 0) -> None:
+        """Has an epoch go on after some steps, see `FeedCallback.go_on`; no row is skipped, as batches stay alike."""
         self.epoch_step = step
 
     def begin_at(self, step: int, dataset) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import socket
 from collections.abc import Collection
 
 import ray
@@ -13,9 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_core import gcs_pb2
 from raytf.errors import ResourceError
-
-# For a raylet that lives to take a connection: its host's kernel does it.
-_CONNECT_SECONDS = 1.0
+from raytf.runtime import ports
 
 
 def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
@@ -75,16 +72,13 @@ def silent(nodes: Collection[str]) -> set[str]:
     Args:
         nodes: ids; each that has vanished without a word takes a second.
     """
-    found = set()
-    for node in ray.nodes() if nodes else ():
-        if node["NodeID"] in nodes and node["Alive"]:
-            try:
-                socket.create_connection(
-                    (node["NodeManagerAddress"], node["NodeManagerPort"]), _CONNECT_SECONDS
-                ).close()
-            except OSError:
-                found.add(node["NodeID"])
-    return found
+    return {
+        node["NodeID"]
+        for node in (ray.nodes() if nodes else ())
+        if node["NodeID"] in nodes
+        and node["Alive"]
+        and not ports.answers(ports.joined(node["NodeManagerAddress"], node["NodeManagerPort"]))
+    }
 
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:

@@ -141,6 +141,8 @@ class Healing:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if not self.lost:
+            output.say("the workers have lost each other, and the processes of all live: they are connected anew")
         try:
             self._heal()
             self.new, self.healed = self._made, True
@@ -198,8 +200,7 @@ class Healing:
 
     def give_up(self) -> None:
         """Tells those that wait that there is no other ring."""
-        for worker in self._rest.values():
-            worker.actor.execute.remote(healing.command, self.why)
+        give_up(self._rest.values(), self.why)
 
     def _keep(self) -> None:
         """Has one of the others keep a checkpoint of what all hold, unless they may have gone on."""
@@ -359,6 +360,12 @@ class Healing:
             if time.monotonic() > until:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:g} s")
+
+
+def give_up(workers: Iterable[Member], why: str) -> None:
+    """Tells workers that wait for another ring that there is none, and why, as a clause."""
+    for worker in workers:
+        worker.actor.execute.remote(healing.command, why)
 
 
 def names(ranks: Iterable[int]) -> str:

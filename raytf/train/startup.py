@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
 
-from raytf.collectives.healing import Waiting, command
+from raytf.collectives.healing import Waiting
 from raytf.compat import ray_configs, ray_core, ray_train
 from raytf.compat.patching import overrides
 from raytf.compat.ray_train import (
@@ -66,7 +66,7 @@ from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, ends, entry, local
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing, names, standing
+from raytf.train.healing import Asked, Healing, give_up, names, standing
 from raytf.worker.ending import MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
@@ -658,12 +658,9 @@ class _WorkerGroup(WorkerGroup):
             return False
         self._cut_until = None
         if self._not_healed or ray_train.failures_left(self.policy) < 1:
-            why = "the workers have lost each other, and FailureConfig allows no more failures"
-            for worker in workers:
-                worker.actor.execute.remote(command, why)
+            give_up(workers, "the workers have lost each other, and FailureConfig allows no more failures")
             return False
         ray_train.count_failure(self.policy)
-        output.say("the workers have lost each other, and the processes of all live: they are connected anew")
         self._heal(set())
         return True
 

@@ -39,7 +39,7 @@ from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
 from raytf.train import backend, ends
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing, names
+from raytf.train.healing import Asked, Healing, give_up, names
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, write_files
@@ -286,12 +286,10 @@ class WorkerGroup:
     def _connect(self) -> None:
         """Has workers form another ring in the step that all are in: they lost each other, and the processes live."""
         if self._heals < 1:
-            for worker in self.workers:
-                worker.execute.remote(healing.command, "the workers lost each other, and no more failures are allowed")
+            give_up(map(_Worker, self.workers), "the workers lost each other, and no more failures are allowed")
             return
         self._heals -= 1
         self._generation += 1
-        output.say("the workers have lost each other, and the processes of all live: they are connected anew")
         connecting = Healing(self._healing({}), set(), self._generation)
         connecting.wait()
         if not connecting.healed and not connecting.another:  # the loss of one is seen by its next answer

@@ -287,8 +287,7 @@ class Resumption:
             metrics.finish_logs(model, self._logs)
 
     def _place(self, iterator, epoch: int) -> None:
-        skipped = (self._skip,) if self._skip else ()  # parameter servers skip none
-        dataset = self._position.go_on(epoch, self._step, *skipped)
+        dataset = self._position.go_on(epoch, self._step, self._skip)
         first = 1 if self._skip else self._first_steps
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)

@@ -74,14 +74,19 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
 
         def on_train_batch_begin(self, b, logs=None):
             if rank() == rank_ and (self.epoch, b) == (epoch, batch) and not os.path.exists(marker):
-                until = time.monotonic() + 60.0
-                while behind is not None and not glob.glob(behind) and time.monotonic() < until:
-                    time.sleep(0.01)
-                with open(marker, "w") as file:
-                    file.write(str(os.getpid()))
-                os.kill(os.getpid(), sig)
+                _die(marker, behind, sig)
 
     return Kill()
+
+
+def _die(marker, behind, sig=signal.SIGKILL):
+    """Notes this process and ends it, once a file is there that matches the pattern `behind`, if there is one."""
+    until = time.monotonic() + 60.0
+    while behind is not None and not glob.glob(behind) and time.monotonic() < until:
+        time.sleep(0.01)
+    with open(marker, "w") as file:
+        file.write(str(os.getpid()))
+    os.kill(os.getpid(), sig)
 
 
 def kill_between_steps_once(marker, rank_, epoch, behind):
@@ -91,12 +96,7 @@ def kill_between_steps_once(marker, rank_, epoch, behind):
     class Kill(keras.callbacks.Callback):
         def on_epoch_end(self, e, logs=None):
             if rank() == rank_ and e == epoch and not os.path.exists(marker):
-                until = time.monotonic() + 60.0
-                while not glob.glob(behind) and time.monotonic() < until:
-                    time.sleep(0.01)
-                with open(marker, "w") as file:
-                    file.write(str(os.getpid()))
-                os.kill(os.getpid(), signal.SIGKILL)
+                _die(marker, behind)
 
     return Kill()
 
