@@ -18,9 +18,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --di
 test: venv
 	$(PYTEST) --reruns 1 --rerun-show-tracebacks
 
-# What needs no cluster: single parts, and processes against one.
+# What needs no cluster: single parts, and two processes against one.
 test-fast: venv
-	$(PYTEST) tests/unit tests/processes/test_parity.py
+	$(PYTEST) -m "not slow" tests/unit tests/processes/test_parity.py
 
 lint: venv
 	$(BIN)/ruff check .

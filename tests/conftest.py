@@ -77,7 +77,7 @@ def _start_behind(config, ids) -> None:
     from tests.processes import groups, resume_groups
 
     kinds = dict(zip(_BEHIND, (groups.parity_stages, resume_groups.stages), strict=True))
-    _behind(config).start({name: kinds[name] for name in wanted})
+    _behind(config).start({name: kinds[name] for name in wanted}, ids)
 
 
 def pytest_sessionfinish(session):

@@ -28,12 +28,26 @@ def seed_generators_of(layer) -> list:
 
 
 def seeds_of(model) -> list:
-    """The states of the model's seed generators, and of the global one where something draws from it."""
+    """The states of the seed generators of the model's layers, and last of the global one if something has drawn."""
+    generators = [g for layer in layers_of(model) for g in seed_generators_of(layer)]
+    return list({id(v): v for v in (*(g.state for g in generators), *shared_seed())}.values())
+
+
+def shared_seed() -> list:
+    """The state of the global seed generator, if something has drawn from it in this process, which may be a callback
+    of one worker alone."""
     from raytf.compat.keras import shared_seed_generator
 
     shared = shared_seed_generator()
-    generators = [g for layer in layers_of(model) for g in seed_generators_of(layer)]
-    return list({id(g): g.state for g in (*generators, *([shared] if shared is not None else []))}.values())
+    return [] if shared is None else [shared.state]
+
+
+@uses("keras.src.random.seed_generator:global_seed_generator")
+def make_shared_seed() -> list:
+    """As `shared_seed`, of a generator that is made if there is none; a public draw would count in it."""
+    from keras.src.random.seed_generator import global_seed_generator
+
+    return [global_seed_generator().state]
 
 
 @uses("keras.src.layers.core.embedding:Embedding._embeddings")

@@ -56,6 +56,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply": ("(self, grads, trainable_variables=)",),
     "keras.src.random.seed_generator:SeedGenerator": ("(seed=, name=, **kwargs)",),
     "keras.src.random.seed_generator:SeedGenerator.next": ("(self, ordered=)",),
+    "keras.src.random.seed_generator:global_seed_generator": ("()",),
     "keras.src.random.seed_generator:make_default_seed": ("()",),
     "keras.src.saving.saving_lib:H5IOStore": ("(path_or_io, archive=, mode=)",),
     "keras.src.saving.saving_lib:_save_state": (

@@ -24,7 +24,11 @@ from raytf.parallel import step as step_module
 def variables_of(model) -> list:
     """The variables, in the same order on all workers of a model."""
     states = [v for layer in keras_objects.layers_of(model) for v in keras_objects.own_variables(layer)[1]]
-    return list({id(v): v for v in (*model.metrics_variables, *states, *keras_objects.seeds_of(model))}.values())
+    found = {id(v): v for v in (*model.metrics_variables, *states, *keras_objects.seeds_of(model))}
+    # the global seed may be there for a callback of one worker alone
+    shared = {id(v) for v in keras_objects.shared_seed()}
+    others = shared - model.__dict__.setdefault("_raytf_shared_seed", shared) - _written(model).keys()
+    return [v for key, v in found.items() if key not in others]
 
 
 def bytes_of(model) -> int | None:

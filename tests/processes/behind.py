@@ -36,18 +36,19 @@ class Behind:
     def started(self) -> bool:
         return self._process is not None
 
-    def start(self, kinds) -> None:
+    def start(self, kinds, ids) -> None:
         """Starts the groups of several kinds.
 
         Args:
-            kinds: {name: function}, of which each gives stages for a folder: lists of groups; one begins when all of
-                the one before have ended.
+            kinds: {name: function}, of which each gives stages for a folder and tests: lists of groups; one begins when
+                all of the one before have ended.
+            ids: of the tests that wait for them.
         """
         results = Results(self.folder)
         stages = []
         for name, kind in kinds.items():
             results.of(name).mkdir()
-            stages += kind(results.of(name))
+            stages += kind(results.of(name), ids)
         command = [sys.executable, "-m", "tests.processes.worker", *map(json.dumps, stages)]
         environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         with open(results.log, "w") as out:

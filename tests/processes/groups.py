@@ -40,6 +40,8 @@ WANTED = {
     ("float32", "2"): FLOAT32,
     ("float32", "1"): FLOAT32,
 }
+# What `make test-fast` compares: all scenarios, once.
+FAST = [("float64", "2")]
 
 
 def processes(place: str) -> int:
@@ -52,12 +54,22 @@ def parity_folder(folder, dtype: str, place: str):
     return folder / f"{dtype}_{place}"
 
 
-def parity_stages(folder) -> list[list[dict]]:
-    """The groups of `WANTED`, with folders in a folder."""
-    return [[_group(parity_folder(folder, *key), *key) for key in WANTED]]
+def parity_stages(folder, ids) -> list[list[dict]]:
+    """The groups of `WANTED` with what the tests of some ids compare, with folders in a folder.
+
+    Args:
+        folder: of the results.
+        ids: of tests, "...[SCENARIO-PLACE-DTYPE]"; those of other tests are passed over.
+    """
+    asked = {tuple(its.partition("[")[2].removesuffix("]").rsplit("-", 2)) for its in ids}
+    compared = {key: [name for name in names if (name, key[1], key[0]) in asked] for key, names in WANTED.items()}
+    for dtype in ("float64", "float32"):
+        others = {name for key, names in compared.items() if key[0] == dtype for name in names}
+        compared[dtype, "1"] = [name for name in WANTED[dtype, "1"] if name in others]
+    return [[_group(parity_folder(folder, *key), *key, names) for key, names in compared.items() if names]]
 
 
-def _group(folder, dtype, place):
+def _group(folder, dtype, place, scenarios):
     folder.mkdir()
     return {
         "folder": str(folder),
@@ -66,5 +78,5 @@ def _group(folder, dtype, place):
         "world": processes(place),
         # raytf's ring of sockets in float64, TensorFlow's collectives in float32: both have to be right
         "communication": "auto" if dtype == "float64" else "ring",
-        "scenarios": WANTED[dtype, place],
+        "scenarios": scenarios,
     }

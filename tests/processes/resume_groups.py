@@ -25,8 +25,8 @@ def folder_of(folder, stage: str, place: str):
     return folder / f"{stage if stage.startswith('chain') else 'alone'}_{place}"
 
 
-def stages(folder) -> list[list[dict]]:
-    """What runs at once: all alone, and then each link of the chain behind the one before."""
+def stages(folder, ids) -> list[list[dict]]:
+    """What runs at once: all alone, and then each link of the chain behind the one before; all of it for any test."""
 
     def group(place, stage, scenarios):
         path = folder_of(folder, stage, place)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes.groups import WANTED, parity_folder
+from tests.processes.groups import FAST, WANTED, parity_folder
 
-CASES = [(dtype, place, name) for (dtype, place), names in WANTED.items() if place != "1" for name in names]
+CASES = [
+    pytest.param(*key, name, id=f"{name}-{key[1]}-{key[0]}", marks=[pytest.mark.slow] if key not in FAST else [])
+    for key, names in WANTED.items()
+    for name in names
+    if key[1] != "1"
+]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("dtype", "place", "name"), CASES, ids=[f"{n}-{p}-{d}" for d, p, n in CASES])
+@pytest.mark.parametrize(("dtype", "place", "name"), CASES)
 def test_equals_one_process(behind, dtype, place, name):
     """`bits:` results must be equal between workers alone, `chief:` ones are the chief's, others equal everywhere."""
     folder = behind.of("processes/test_parity.py")

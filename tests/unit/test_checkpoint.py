@@ -118,6 +118,22 @@ def test_a_rate_that_the_config_changed_holds_and_one_that_a_callback_changed_is
     assert float(model.optimizer.learning_rate) == np.float32(0.1)
 
 
+def test_the_global_seed_goes_on_whether_or_not_something_has_drawn_from_it_yet(tmp_path):
+    """A callback draws at the end of an epoch, behind which a process that goes on starts without such a draw."""
+    import keras
+
+    for name in ("without", "with"):
+        (tmp_path / name).mkdir()
+    model, _ = saved(tmp_path / "without", functional)
+    keras.random.normal((2,))
+    checkpoint.save(str(tmp_path / "with"), model, checkpoint.State(3, 3, 7, False, [], {}, None), None)
+    drawn = np.asarray(keras.random.normal((2,)))
+    checkpoint.restore(str(tmp_path / "without"), functional({"units": 4}))
+    keras.utils.clear_session()
+    checkpoint.restore(str(tmp_path / "with"), functional({"units": 4}))
+    np.testing.assert_array_equal(keras.random.normal((2,)), drawn)
+
+
 def test_a_model_that_keras_knows_is_loaded_with_its_optimizer(tmp_path):
     model, x = saved(tmp_path, functional)
     loaded = checkpoint.load_model(tmp_path)

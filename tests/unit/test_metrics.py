@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from raytf.compat import keras_objects
-from raytf.parallel import metrics, trainer
+from raytf.parallel import metrics, own_state, trainer
 from raytf.parallel import step as step_module
 
 
@@ -17,7 +17,7 @@ def test_what_workers_have_together_for_one_that_cannot_reach_the_others():
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
     model.compile("sgd", "mse", metrics=["mae"])
     model.train_on_batch(np.ones((3, 2)), np.ones((3, 2)))
-    norm, (seed,) = model.layers[0], keras_objects.seeds_of(model)
+    norm, seed = model.layers[0], model.layers[1].seed_generator.state
     total, count = model.metrics_variables[:2]
     variables = [total, count, norm.moving_mean, seed]
     each = [[np.float32(rank), np.float32(3), np.full(2, rank, np.float32), np.array([5, rank])] for rank in range(3)]
@@ -26,6 +26,20 @@ def test_what_workers_have_together_for_one_that_cannot_reach_the_others():
     assert mean.dtype == np.float32
     names = {v.path.split("/")[-1] for v in (total, count)}
     assert names == {"total", "count"}
+
+
+def test_the_global_seed_is_a_workers_own_state_where_its_steps_draw_from_it():
+    """A callback of the chief alone may draw from it, too, once the training has begun."""
+    trainer.install()
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5)])
+    before = own_state.variables_of(model)
+    keras.random.normal((1,))
+    assert own_state.variables_of(model) == before
+    (shared,) = keras_objects.shared_seed()
+    with step_module.within(written=own_state._written(model)):
+        keras.random.normal((1,))
+    assert own_state.variables_of(model) == [*before, shared]
 
 
 def test_what_a_step_assigns_beside_its_update_is_noted():
