@@ -57,7 +57,7 @@ class Waiting:
     """A worker that waits for the next ring.
 
     Args:
-        tag: see `Healer.tag`.
+        tag: see `tag_of`.
         address: (host, port) where it listens.
         held: (tag, bytes) that the one before has passed on last, or None.
         numbers: of meetings by kind, as `activity` has counted them.
@@ -77,7 +77,7 @@ class Place:
 
     Args:
         step: steps of the training that the others have made in all.
-        tag: see `Healer.tag`.
+        tag: see `tag_of`.
         within: of these steps, those of the execution that goes on.
         at_end: see `Healer`.
         files: of a checkpoint of that step, by name; what another worker held.
@@ -92,6 +92,17 @@ class Place:
     files: dict[str, bytes] = field(repr=False)
     own: bytes = field(repr=False)
     agreed: dict[str, Any] = field(repr=False)
+
+
+def tag_of(step: int) -> int:
+    """Names what a worker has for itself when so many steps are made; it may change twice before the next step, and the
+    tag is one more each time: at a checkpoint, and when an epoch begins."""
+    return 4 * step
+
+
+def is_step_before(tag: int, other: int) -> bool:
+    """Whether a tag is of the step before that of another, behind which nothing has changed since."""
+    return other % 4 == 0 and other - 4 <= tag < other
 
 
 class Detached:
@@ -144,7 +155,7 @@ class Healer:
         place: of a lost worker that this one takes, or None.
         within: steps of the execution that goes on which this process has made.
         begun: of it, those that were made before by others.
-        tag: of what was passed on last: twice the steps that were made, and one more where an epoch has begun since.
+        tag: of what was passed on last, see `tag_of`.
         at_end: whether the epoch's steps are all made, and its end, with the validation, goes on.
         healed: whether a loss was survived since this was set to False; the same on all workers between two steps.
         rehearses: whether what this process trains is thrown away, and no other takes part in it.
@@ -236,11 +247,15 @@ class Healer:
         self._completed = holder.completed
         self._step += 1
         self.within += 1
-        self._pass_on(holder, 2 * self._step, content)
+        self._pass_on(holder, tag_of(self._step), content)
+
+    def averaged(self, holder, content: bytes) -> None:
+        """A checkpoint behind the step has given workers their mean of what only each has: tells the next one."""
+        self._pass_on(holder, tag_of(self._step) + 1, content)
 
     def began(self, holder, content: bytes) -> None:
         """An epoch has begun: tells the next worker what only this one has, as metrics were reset."""
-        self._pass_on(holder, 2 * self._step + 1, content)
+        self._pass_on(holder, tag_of(self._step) + 2, content)
 
     def _pass_on(self, holder, tag: int, content: bytes) -> None:
         self.tag, self._passed = tag, (tag, content)

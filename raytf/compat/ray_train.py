@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -87,6 +88,7 @@ from ray.train.v2.api.validation_config import ValidationConfig  # as Ray Train'
 
 from raytf.compat.names import uses
 from raytf.compat.versions import at_least
+from raytf.errors import in_a_line
 
 __all__ = [
     "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
@@ -218,6 +220,38 @@ def reported_in_order(manager) -> list:
     """The checkpoints of a CheckpointManager, oldest report first; its public lists are by metric."""
     found = sorted(manager._checkpoint_to_report_index.items(), key=lambda item: item[1])
     return [checkpoint for checkpoint, _ in found]
+
+
+@uses("ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._write_state_to_storage")
+def outlive_full_storage(manager) -> Callable[[], None]:
+    """Has a run go on where the list of its checkpoints cannot be written, as on a full disk: Ray Train would end it,
+    though the checkpoint that it lists is there. It is written again with the next one.
+
+    Returns:
+        What writes it again, if it was not written.
+    """
+    write, unwritten = manager._write_state_to_storage, []
+
+    def tried() -> None:
+        unwritten[:] = [True]
+        try:
+            write()
+            unwritten.clear()
+        except OSError as error:
+            warnings.warn(
+                f"{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, Ray's list of the run's checkpoints, could not be written, "
+                f"and is tried again: {in_a_line(error)}",
+                stacklevel=2,
+            )
+
+    manager._write_state_to_storage = tried
+    return lambda: tried() if unwritten else None
+
+
+@uses("ray.train.v2._internal.execution.controller:TrainController._checkpoint_manager")
+def manager_of(controller):
+    """What knows the checkpoints of a controller's run; its result has them only when the run has ended."""
+    return controller._checkpoint_manager
 
 
 @uses("ray.train.v2.api.result:Result._from_checkpoint_manager")

@@ -184,6 +184,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(checkpoint_config, storage_context)",
     ),
     "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._notify": ("(self)",),
+    "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._write_state_to_storage": (
+        "(self)",
+    ),
     "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:_CheckpointManagerState": (
         "(*, ray_version=, checkpoint_results, checkpoint_report_indices, latest_checkpoint_result=, pending_training_results, pending_validation_specs, current_report_index, validated_checkpoint_dir_names, timed_out_validation_checkpoint_dir_names, failed_validation_checkpoint_dir_names)",
     ),
@@ -200,6 +203,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.execution.context:get_train_context": ("()",),
     "ray.train.v2._internal.execution.context:is_managed_checkpoint": ("(storage_context, checkpoint)",),
     "ray.train.v2._internal.execution.controller.controller:TrainController._poll_workers": ("(self)",),
+    "ray.train.v2._internal.execution.controller.controller:TrainController.get_result": ("(self)",),
     "ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive": ("(actor_id, timeout)",),
     "ray.train.v2._internal.execution.controller:TrainController": (
         "(train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks=, validation_config=)",

@@ -73,6 +73,12 @@ def began(model) -> None:
     healing.here.began(gradient_ring.of(model.distribute_strategy), content_of(model))
 
 
+def averaged(model) -> None:
+    """Passes on what a worker has behind a checkpoint that has averaged it over workers; every worker calls it."""
+    if (holder := gradient_ring.of(model.distribute_strategy)) is not None and healing.here.armed:
+        healing.here.averaged(holder, content_of(model))
+
+
 def content_of(model) -> bytes:
     """The values of these variables, which `take` takes."""
     variables = variables_of(model)

@@ -309,7 +309,7 @@ class Healing:
                 its = None if following in self.lost else waiting[following].held
             else:
                 its = waiting[rank].own
-            behind = its is not None and rank in self.lost and place.tag % 2 == 0 and 0 < place.tag - its[0] <= 2
+            behind = its is not None and rank in self.lost and healing.is_step_before(its[0], place.tag)
             if its is None or (its[0] != place.tag and not behind):
                 return None
             found.append(its[1])

@@ -111,6 +111,7 @@ class _Utils(LocalTrainFnUtils):
         self._storage = context.run_config.storage_context
         self._context = _Context(context.run_config.name, self._storage)
         self._manager = _Manager(context.run_config.checkpoint_config, self._storage)
+        self._list_again = ray_train.outlive_full_storage(self._manager)
         self._datasets = {name: d() if callable(d) else d for name, d in datasets.items()}
         self._later: list[concurrent.futures.Future] = []
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")
@@ -208,6 +209,7 @@ class _Utils(LocalTrainFnUtils):
 
     def result(self, value) -> Result:
         """The run's result, for what its loop returned."""
+        self._list_again()
         found = ray_train.result_of(self._manager, self._storage)
         if found.metrics is None:
             found.metrics = self._last_metrics

@@ -284,10 +284,16 @@ class _Controller(TrainController):
         ours = {name: value for name, value in ours.items() if name not in environment}
         os.environ.update({ray_core.WARN_BLOCKING_GET: "0"} | environment | ours)
         super().__init__(**arguments)
+        self._list_again = ray_train.outlive_full_storage(ray_train.manager_of(self))
         if isinstance(scaling, _Elastic):
             scaling.is_broken = self._is_broken
         for name in ours:
             del os.environ[name]
+
+    def get_result(self):
+        """The list of checkpoints is written again before the run is over."""
+        self._list_again()
+        return super().get_result()
 
     @overrides(TrainController)
     async def _poll_workers(self):

@@ -8,16 +8,18 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from raytf import activity
 from raytf.collectives import communicator
 from raytf.compat import keras_objects, legacy_keras
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, first_line
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import model_optimizers
 from raytf.storage.snapshots import NotKeptError
@@ -407,7 +409,39 @@ def tensorboard(storage, callbacks) -> list:
     if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
         return []
     folder = os.path.join(storage.experiment_fs_path, "tensorboard")
-    return [keras.callbacks.TensorBoard(folder, write_graph=False)]
+    return [Events(folder, write_graph=False)]
+
+
+class Events(keras.callbacks.TensorBoard):
+    """Events of the chief; a disk that takes no more ends them, and not the training."""
+
+    raytf_local_batches = raytf_on_chief = True
+    _failed = False
+
+    def _write(self, hook: Callable, *args, **kwargs) -> None:
+        if self._failed:
+            return
+        try:
+            hook(*args, **kwargs)
+        except (OSError, tf.errors.OpError) as error:
+            self._failed = True
+            warnings.warn(
+                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=3
+            )
+
+
+def _forgiving(name: str) -> Callable:
+    hook = getattr(keras.callbacks.TensorBoard, name)
+
+    @functools.wraps(hook)
+    def call(self, *args, **kwargs):
+        self._write(functools.partial(hook, self), *args, **kwargs)
+
+    return call
+
+
+for _name in ("set_model", *(name for name in vars(keras.callbacks.TensorBoard) if name.startswith("on_"))):
+    setattr(Events, _name, _forgiving(_name))
 
 
 def _numbers(logs) -> dict:

@@ -22,7 +22,7 @@ from raytf import activity
 from raytf.collectives import communicator
 from raytf.compat import keras_objects
 from raytf.data import worker_part
-from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers
+from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers, own_state
 from raytf.storage import step_folders
 from raytf.storage.checkpoint_files import State
 from raytf.worker import checkpoint as checkpoints
@@ -178,7 +178,10 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         strategy, step = self.model.distribute_strategy, self._position.step
         self.kept_step = step if kept else self.kept_step
         self.held_step = step if held else self.held_step
-        values, averages, logs = metrics.standing(self.model, logs, assign=held or self._every.steps is not None)
+        assign = held or self._every.steps is not None
+        values, averages, logs = metrics.standing(self.model, logs, assign)
+        if assign:
+            own_state.averaged(self.model)
         with _holding(averages):
             parts = self._parts(values, logs) if self._chief else {}
             writers = self._writers.count(self.model) if kept and self._writers is not None else 1

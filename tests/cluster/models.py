@@ -46,6 +46,7 @@ def mlp(config):
         [
             keras.Input((6,)),
             layers.Dense(16, "relu"),
+            *([layers.BatchNormalization()] if config.get("normalized") else []),
             layers.Dropout(config.get("dropout", 0.0)),
             layers.Dense(4, "softmax"),
         ]
