@@ -197,8 +197,8 @@ def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_pa
 
 def test_two_at_once_and_two_neighbours_at_once(tmp_path):
     """Of four workers ranks 0 and 2 die before step 20, and both are replaced in place: behind a checkpoint, which has
-    averaged moving statistics. Then ranks 1 and 2 do before step 33: what rank 1 had for itself is lost with rank 2, and
-    all start anew from the last checkpoint."""
+    averaged moving statistics. Then ranks 1 and 2 do before step 33: what rank 1 had for itself is lost with rank 2,
+    and all start anew from the last checkpoint."""
     told = {"workers": 4, "checkpoint_every": "5 steps", "config": {"normalized": True}}
     expected, _ = run(tmp_path, "quiet", **told)
     kills = [Kill(rank=0, step=20), Kill(rank=2, step=20), Kill(rank=1, step=33), Kill(rank=2, step=33)]
