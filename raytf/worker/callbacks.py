@@ -426,7 +426,7 @@ class Events(keras.callbacks.TensorBoard):
         except (OSError, tf.errors.OpError) as error:
             self._failed = True
             warnings.warn(
-                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=3
+                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=1
             )
 
 
