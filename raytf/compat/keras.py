@@ -16,6 +16,7 @@ from keras.src.losses.losses import LossFunctionWrapper  # a loss by its functio
 from keras.src.models.functional import Functional  # `keras.Model(inputs, outputs)`; `keras.Model` is any model
 from keras.src.ops.function import make_node_key  # the name of a node in a functional model
 from keras.src.optimizers.base_optimizer import BaseOptimizer  # `apply` is patched where all optimizers have it
+from keras.src.random import seed_generator as seed_module  # its global generator is patched
 from keras.src.random.seed_generator import make_default_seed  # a seed as Keras draws it, so that set_random_seed holds
 from keras.src.saving import (
     saving_lib,  # its walk over what is saved, with a store of our own; its config.json
@@ -59,6 +60,7 @@ __all__ = [
     "pythonify_logs",
     "saved_paths",
     "saving_lib",
+    "seed_module",
     "serialization_lib",
     "shared_seed_generator",
     "tracking",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from typing import Any
 
 from raytf.compat.names import uses
@@ -38,16 +40,40 @@ def shared_seed() -> list:
     of one worker alone."""
     from raytf.compat.keras import shared_seed_generator
 
-    shared = shared_seed_generator()
+    shared = shared_of_replicas() or shared_seed_generator()
     return [] if shared is None else [shared.state]
 
 
 @uses("keras.src.random.seed_generator:global_seed_generator")
 def make_shared_seed() -> list:
-    """As `shared_seed`, of a generator that is made if there is none; a public draw would count in it."""
+    """As `shared_seed`, of a generator that is made if there is none, as its first draw would; that would count in it.
+
+    Where several workers draw from it within their steps it is to be made by all before these begin: made by their
+    first draw it would have a seed of each worker's own, of which a checkpoint keeps the chief's.
+    """
     from keras.src.random.seed_generator import global_seed_generator
 
-    return [global_seed_generator().state]
+    state = random.getstate()  # the seed is drawn from it
+    generator = global_seed_generator()
+    random.setstate(state)
+    _made[:] = [generator]
+    return [generator.state]
+
+
+# The newest that `make_shared_seed` gave.
+_made: list = []
+
+
+def shared_of_replicas():
+    """Where this thread is that of a replica, the global seed generator which `make_shared_seed` made under its strategy,
+    else None: Keras keeps one for each thread."""
+    import tensorflow as tf
+
+    if getattr(threading.current_thread(), "replica_id", None) is None:
+        return None
+    strategy = tf.distribute.get_strategy()
+    found = [one for one in _made if getattr(held_by(one.state), "distribute_strategy", None) is strategy]
+    return found[0] if found else None
 
 
 @uses("keras.src.layers.core.embedding:Embedding._embeddings")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from raytf.collectives import gradient_ring
 from raytf.collectives.communicator import all_sum, local_replicas, wide
 from raytf.compat import keras_objects
-from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn
+from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn, seed_module
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
 from raytf.errors import ConfigError
@@ -160,6 +160,13 @@ def seed_next(original, self, ordered=True):
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
     return seed + tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])
+
+
+@patch((seed_module, "global_seed_generator"))
+def global_seed_generator(original):
+    """Keras keeps one for each thread, and a replica's function is traced in a thread of its own: each trace would draw
+    from another one, with a seed of chance, that nothing else sees and no checkpoint holds."""
+    return keras_objects.shared_of_replicas() or original()
 
 
 def _from_all_losses(step, rows, *upstream):

@@ -62,6 +62,7 @@ def train(task: TrainJob, session) -> dict | None:
         heals = task.heals and isinstance(session, (RaySession, TrialSession))
         with distribution.scope():
             model = task.build_model(dict(task.config))
+            keras_objects.make_shared_seed()
         static = context.uses_tpu()
         feeds = {name: _open(task, name, session, static and name == "train") for name in task.used()}
         if static:

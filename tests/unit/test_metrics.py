@@ -42,6 +42,23 @@ def test_the_global_seed_is_a_workers_own_state_where_its_steps_draw_from_it():
     assert own_state.variables_of(model) == [*before, shared]
 
 
+def test_replicas_draw_from_the_global_seed_that_a_checkpoint_holds():
+    trainer.install()
+    keras.utils.set_random_seed(3)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        (seed,) = keras_objects.make_shared_seed()
+    drawing = lambda: strategy.run(lambda: keras.random.uniform((2,)))
+    before = np.asarray(seed)
+    first, second = tf.function(drawing)(), tf.function(drawing)()
+    after = np.asarray(seed)
+    assert not np.array_equal(before, after)
+    seed.assign(before)
+    again = tf.function(lambda: (drawing(), drawing()))()
+    np.testing.assert_array_equal(again, (first, second))
+    np.testing.assert_array_equal(seed, after)
+
+
 def test_what_a_step_assigns_beside_its_update_is_noted():
     trainer.install()
     layer = keras.layers.Dense(1)
