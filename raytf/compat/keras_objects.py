@@ -65,8 +65,8 @@ _made: list = []
 
 
 def shared_of_replicas():
-    """Where this thread is that of a replica, the global seed generator which `make_shared_seed` made under its strategy,
-    else None: Keras keeps one for each thread."""
+    """In a replica's thread the global seed generator which `make_shared_seed` made under its strategy,
+    elsewhere None: Keras keeps one for each thread."""
     import tensorflow as tf
 
     if getattr(threading.current_thread(), "replica_id", None) is None:
