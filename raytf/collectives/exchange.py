@@ -240,6 +240,12 @@ def keep(strategy, made: Exchange) -> None:
     weakref.finalize(strategy.extended, made.close)
 
 
+def leave_all() -> None:
+    """Leaves the rings of all strategies of this process."""
+    for made in list(_exchanges.values()):
+        made.close()
+
+
 def of(strategy) -> Exchange | None:
     """The exchange of a strategy, or None where workers meet in TensorFlow's collectives, or there is one."""
     return _exchanges.get(strategy.extended)

@@ -171,6 +171,13 @@ class Healer:
         self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
         self.disarm()
 
+    def reset(self) -> None:
+        """Forgets what it was told: for another training in this process, whose rings are numbered anew."""
+        with self._lock:
+            self._left = 0
+        self.place, self.healed = None, False
+        self.disarm()
+
     def arm(
         self,
         listen: Callable[[], Listener],

@@ -50,6 +50,7 @@ from ray.train.v2._internal.execution.context import (
     is_managed_checkpoint,  # whether a checkpoint lies in the run's own folder
 )
 from ray.train.v2._internal.execution.controller import TrainController  # starts before the run is known
+from ray.train.v2._internal.execution.controller.state import ShuttingDownState  # whether the run ends, or its group
 from ray.train.v2._internal.execution.preemption import PreemptionWatcher  # see PreemptionCallback
 from ray.train.v2._internal.execution.scaling_policy import (
     ElasticScalingPolicy,  # leaves room for what stands beside
@@ -118,6 +119,7 @@ __all__ = [
     "RayTrainWorker",
     "ReportedCheckpoint",
     "ReportedCheckpointStatus",
+    "ShuttingDownState",
     "StateManagerCallback",
     "StorageContext",
     "TrainContext",
@@ -199,6 +201,15 @@ def reports_made() -> int:
 def training_error() -> BaseException | None:
     """What the training of this process has failed of; a poll of Ray Train's tells it, and takes a report with it."""
     return get_train_context().execution_context.training_thread_runner.get_error()
+
+
+@uses("ray.train.v2._internal.execution.worker_group.thread_runner:ThreadRunner._thread")
+def training_has_ended(seconds: float) -> bool:
+    """Whether the thread that trains in this process has ended, or does so within some seconds."""
+    thread = get_train_context().execution_context.training_thread_runner._thread
+    if thread is not None:
+        thread.join(seconds)
+    return thread is None or not thread.is_alive()
 
 
 @uses("ray.train.v2._internal.execution.context:TrainContext.controller_actor")
@@ -350,6 +361,14 @@ def exchange(group, new: Mapping[int, Worker]) -> None:
         group._world_rank_to_ongoing_poll.pop(rank, None)
 
 
+@uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_state")
+def take_out(group, actors: Collection) -> None:
+    """Takes workers out of a group, which ends all processes that it has when it is shut down."""
+    state = group._worker_group_state
+    left = [worker for worker in state.workers if worker.actor not in actors]
+    group._worker_group_state = dataclasses.replace(state, workers=left)
+
+
 @uses(
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._init_train_context",
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_context",
@@ -374,10 +393,30 @@ def worker_environment(group) -> dict[str, Any]:
     return group._get_worker_runtime_env(group._train_run_context.run_config.worker_runtime_env)
 
 
+@uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._train_run_context")
+def scaling_of(group):
+    """The ScalingConfig of a worker group's run."""
+    return group._train_run_context.scaling_config
+
+
 @uses("ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._worker_group_state")
 def group_of(group):
     """The placement group of a worker group that has started."""
     return group._worker_group_state.placement_group_handle.placement_group
+
+
+@uses(
+    "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy._autoscaling_coordinator",
+    "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy._requester_id",
+    since=("ray", 2, 60),
+)
+def see_nodes(policy) -> None:
+    """Has what an ElasticScalingPolicy asks for next be told from the nodes that there are now.
+
+    Ray looks at them every 20 s, and before 2.60 it cannot be told to look.
+    """
+    if at_least("ray", 2, 60):
+        policy._autoscaling_coordinator.get_reserved_resources.remote(policy._requester_id, recompute=True)
 
 
 def reserved(found: list | dict, without: Collection[str] = ()) -> list[dict[str, float]]:

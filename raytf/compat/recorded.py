@@ -203,8 +203,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.execution.context:get_train_context": ("()",),
     "ray.train.v2._internal.execution.context:is_managed_checkpoint": ("(storage_context, checkpoint)",),
     "ray.train.v2._internal.execution.controller.controller:TrainController._poll_workers": ("(self)",),
+    "ray.train.v2._internal.execution.controller.controller:TrainController._shutdown_worker_group": ("(self)",),
     "ray.train.v2._internal.execution.controller.controller:TrainController.get_result": ("(self)",),
     "ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive": ("(actor_id, timeout)",),
+    "ray.train.v2._internal.execution.controller.state:ShuttingDownState": ("(next_state)",),
     "ray.train.v2._internal.execution.controller:TrainController": (
         "(train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks=, validation_config=)",
     ),
@@ -216,6 +218,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy._count_possible_workers": (
         "(self, reserved_resources)",
         "(self, allocated_resources)",
+    ),
+    "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy.make_decision_for_non_running_worker_group": (
+        "(self)",
     ),
     "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy.make_decision_for_running_worker_group": (
         "(self, worker_group_state, worker_group_status)",

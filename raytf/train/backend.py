@@ -24,6 +24,7 @@ from raytf.runtime import cores, ports, settings
 from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
+from raytf.worker import clearing
 
 # The workers' processes are there; this is for one that stands still.
 _ANSWER_SECONDS = 300.0
@@ -79,6 +80,8 @@ def _worker_context(setup: WorkerSetup):
     import_keras()
     from raytf.worker import context  # imports TensorFlow, so on a worker only
 
+    if not legacy_keras.is_on():
+        clearing.note()
     # it tells of each report, and has no name by which Ray Train's own level would hold for it
     logging.getLogger(inspect.getfile(TrainContext)).setLevel(setup.log_level)
     chief = ray.train.get_context().get_world_rank() == 0

@@ -16,6 +16,7 @@ from raytf.train import (
     backend,
     dry_run,  # noqa: F401 - asked of the first process
 )
+from raytf.worker import clearing
 from raytf.worker.job import TrainJob
 from raytf.worker.session import RaySession
 
@@ -50,6 +51,7 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
         Why the step could not be made, in a line; None where it was, or none was asked for.
     """
     import_raytf()
+    clearing.note()
     if not told:
         return None
     from raytf.worker import context, rehearsal

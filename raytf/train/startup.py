@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
 
@@ -40,6 +40,7 @@ from raytf.compat.ray_train import (
     PreemptionCallback,
     PreemptionWatcher,
     RayTrainWorker,
+    ShuttingDownState,
     StateManagerCallback,
     TrainController,
     Worker,
@@ -53,7 +54,7 @@ from raytf.compat.ray_train import (
     time_monotonic,
 )
 from raytf.console import output, quiet
-from raytf.errors import in_a_line
+from raytf.errors import RaytfError, in_a_line
 from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS
 from raytf.runtime import answers, processes, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
@@ -64,7 +65,7 @@ from raytf.runtime.reservation import Reservation
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
-from raytf.train import backend, ends, entry, local
+from raytf.train import backend, ends, entry, local, staying
 from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing, give_up, names, standing
 from raytf.worker.ending import MovedError
@@ -80,7 +81,9 @@ _START_SECONDS = 600.0
 _GUARDS_START_AFTER_SECONDS = 20.0
 # Between two looks at whether an elastic run could have another number of workers: Ray Train's, and ours unless the
 # user said another; the change costs a start of workers, and no step.
-_RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 5.0
+_RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 2.0
+# Between two looks at which nodes there are.
+_NODES_SECONDS = 1.0
 # For Ray to notice the end of a process that another one has told of, and between two polls meanwhile.
 _LOSS_SECONDS, _LOSS_POLL_SECONDS = 2.0, 0.02
 # For all workers to wait for another ring, once one has told that it lost another; the kernel of one whose link is cut
@@ -88,6 +91,12 @@ _LOSS_SECONDS, _LOSS_POLL_SECONDS = 2.0, 0.02
 _CUT_SECONDS = 60.0
 # For workers to end after a step; later Ray Train ends them.
 _LEAVE_SECONDS = 120.0
+# For processes that are to come to a run to be ready, while it goes on without them.
+_READY_SECONDS = 120.0
+# After which such processes are started again, where they did not come to be ready.
+_AGAIN_SECONDS = 30.0
+# For those that stay to end their trainings, when their group has ended; the last checkpoint is written meanwhile.
+_STAY_SECONDS = 10.0
 _NEVER = (-math.inf, -math.inf)
 # Between two looks at which nodes are drained: a question to the head, of a millisecond.
 _DRAINS_SECONDS = 1.0
@@ -286,7 +295,7 @@ class _Controller(TrainController):
         super().__init__(**arguments)
         self._list_again = ray_train.outlive_full_storage(ray_train.manager_of(self))
         if isinstance(scaling, _Elastic):
-            scaling.is_broken = self._is_broken
+            scaling.is_broken, scaling.prepare = self._is_broken, self._prepare
         for name in ours:
             del os.environ[name]
 
@@ -317,6 +326,21 @@ class _Controller(TrainController):
         """Says that a worker is lost, see `ray_train.tell_of_loss`."""
         self._lost.set()
 
+    @overrides(TrainController)
+    def _shutdown_worker_group(self):
+        group = self.get_worker_group()
+        if isinstance(self.get_state(), ShuttingDownState):
+            group.end_processes()
+        else:
+            group.keep_those_that_stay()
+        super()._shutdown_worker_group()
+
+    def _prepare(self, before: int, after: int) -> bool:
+        """See `_WorkerGroup.prepare`; whether those that train are the same then, too."""
+        group = self.get_worker_group()
+        ready = group is not None and group.prepare(before, after)
+        return ready and self.get_worker_group() is group and not group.is_broken
+
     def _is_broken(self) -> bool:
         """Whether the group that trains has lost a worker."""
         group = self.get_worker_group()
@@ -337,20 +361,42 @@ class _Elastic(ElasticScalingPolicy):
         after_step: whether workers end after a step when they are asked to.
 
     Attributes:
+        after_step: see above.
         is_broken: whether a worker was lost: until it is replaced, or the others have ended, too, the number stays.
+        prepare: prepare(workers that there are, workers that there are to be) has processes be ready for those that are
+            to come, in another thread than Ray Train's; whether they are.
         suspects: ids of nodes whose workers were lost: Ray takes up to 15 s to see that one has gone.
     """
 
     is_broken: Callable[[], bool] = staticmethod(lambda: False)
+    prepare: Callable[[int, int], bool] = staticmethod(lambda before, after: True)
 
     def __init__(self, scaling_config, beside: dict[str, dict[str, float]], after_step: bool):
         scaling_config = copy.copy(scaling_config)
         if scaling_config.elastic_resize_monitor_interval_s == _RAYS_RESIZE_SECONDS:
             scaling_config.elastic_resize_monitor_interval_s = _RESIZE_SECONDS
         super().__init__(scaling_config)
-        self._bundles, self._after_step = list(beside.values()), after_step
+        self._bundles, self.after_step = list(beside.values()), after_step
         self.suspects: set[str] = set()
+        self._nodes: set[str] = set()
+        self._look_at = -math.inf
+        self._not_before = -math.inf  # more workers than there are are wanted
         self._asked = _NEVER  # the group that was asked to end by when it started, and when
+
+    def _look(self) -> None:
+        """Has nodes be seen that have come or gone; Ray itself looks every 20 s."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _NODES_SECONDS
+        nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if nodes != self._nodes:
+            self._nodes = nodes
+            ray_train.see_nodes(self)
+
+    @overrides(ElasticScalingPolicy)
+    def make_decision_for_non_running_worker_group(self):
+        self._look()
+        return super().make_decision_for_non_running_worker_group()
 
     @overrides(ElasticScalingPolicy)
     def _count_possible_workers(self, reserved_resources) -> int:
@@ -362,25 +408,35 @@ class _Elastic(ElasticScalingPolicy):
 
     @overrides(ElasticScalingPolicy)
     def make_decision_for_running_worker_group(self, worker_group_state, worker_group_status):
+        self._look()
         started, asked = self._asked
         if started == worker_group_state.start_time and time.monotonic() < asked + _LEAVE_SECONDS:
             return NoopDecision()
         if self.is_broken():
             return NoopDecision()
         decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
-        if isinstance(decision, NoopDecision) or not self._after_step or started == worker_group_state.start_time:
+        if isinstance(decision, NoopDecision) or not self.after_step or started == worker_group_state.start_time:
             return decision
         before, after = worker_group_state.num_workers, decision.num_workers
-        output.say(
-            f"there is room for {after} workers, and the run has {before}: it goes on with {after} after this step"
-        )
-        self._asked = (worker_group_state.start_time, time.monotonic())
+        if after > before and time.monotonic() < self._not_before:
+            return NoopDecision()
+        self._asked = (worker_group_state.start_time, time.monotonic() + _READY_SECONDS)
         actors = [worker.actor for worker in worker_group_state.workers]
-        threading.Thread(target=self._end, args=(actors,), daemon=True).start()
+        threading.Thread(target=self._change, args=(actors, after), daemon=True).start()
         return NoopDecision()
 
-    def _end(self, actors: list) -> None:
-        if not ends.end_of_resized(actors):
+    def _change(self, actors: list, after: int) -> None:
+        """Has workers end after a step, when the processes that are to come are ready."""
+        before, (group, _) = len(actors), self._asked
+        ready = after < before or self.prepare(before, after)
+        if not ready:
+            self._not_before = time.monotonic() + _AGAIN_SECONDS
+        else:
+            self._asked = (group, time.monotonic())
+            output.say(
+                f"there is room for {after} workers, and the run has {before}: it goes on with {after} after this step"
+            )
+        if not ready or not ends.end_of_resized(actors):
             self._asked = _NEVER  # one is being replaced, or all start anew
 
 
@@ -429,9 +485,10 @@ class _SliceAndHeld(PlacementGroupHandle):
 
 
 class _WorkerGroup(WorkerGroup):
-    """A worker group in a run's reservation; the first time, its workers are processes that are there already.
+    """A worker group in a run's reservation; its workers are processes that are there already, where these are.
 
-    Workers that are stopped are ended, and they are what the run failed of.
+    Workers that are stopped are ended, and they are what the run failed of. The processes of an elastic run's workers
+    are none of the reservation's, so that they can outlive both it and the group.
     """
 
     processes: list
@@ -452,6 +509,60 @@ class _WorkerGroup(WorkerGroup):
     _standing: tuple = ()  # refs of where each worker stands
     _gone: dict[int, Exception]
 
+    @functools.cached_property
+    def _stays(self) -> bool:
+        """Whether processes stay when the number of workers changes: where TensorFlow itself connects none of them."""
+        can = self.elastic is not None and self.elastic.after_step and self.config.communication == "auto"
+        return can and resources.only_cpus(ray_train.scaling_of(self))
+
+    def keep_those_that_stay(self) -> None:
+        """Leaves the processes of workers to the next group, unless one has failed by itself; this one is to end."""
+        if not self._stays:
+            return
+        status = self.get_latest_poll_status()
+        causes = {} if status is None else {rank: cause_of(error) for rank, error in status.errors.items()}
+        moved = {rank for rank, cause in causes.items() if isinstance(cause, MovedError)}
+        lost = {rank for rank, cause in causes.items() if isinstance(cause, (RayActorError, WorkerFrozenError))} - moved
+        if any(not is_consequence(causes[rank]) for rank in causes.keys() - moved - lost):
+            return
+        lost |= self._gone.keys() | self._watchdog.ended.keys() | (self._hangs.ended.keys() if self._hangs else set())
+        asked = {}
+        for rank, worker in enumerate(self.get_workers()):
+            if rank not in lost and worker.actor not in self._within:
+                worker.actor.shutdown.remote()
+                asked[worker.actor.execute.remote(staying.leave, _STAY_SECONDS)] = worker
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2 * _STAY_SECONDS) if asked else ([], [])
+        kept = [asked[ref] for ref in asked if ref in done and _is_true(ref)]
+        self.processes[:0] = [(worker.metadata.node_id, worker.actor) for worker in kept]
+        ray_train.take_out(self, [worker.actor for worker in kept])
+
+    def end_processes(self) -> None:
+        """Ends those that were to become workers of another group."""
+        for _, actor in self.processes:
+            ray.kill(actor)
+        self.processes.clear()
+
+    def prepare(self, before: int, after: int) -> bool:
+        """Has processes stand ready where Ray would place those that are to come to a number of workers.
+
+        The workers go on meanwhile. In a thread of its own; whether they are ready.
+        """
+        if not self._stays:
+            return True
+        cpus = processes.cpus_of(self.get_resources_per_worker())
+        nodes = resources.likely_nodes(ray_train.scaling_of(self), after - before)
+        started = [(node, self._start_process(node)) for node in nodes]
+        asked = [actor.execute.remote(entry.rehearse, self.rehearsed, after, cpus) for _, actor in started]
+        try:
+            answers.collect(asked, _READY_SECONDS, "that a process which is to become a worker is ready")
+        except (RaytfError, RayError) as error:  # its node has gone again, or it is too slow
+            for _, actor in started:
+                ray.kill(actor)
+            output.say(f"there is room for {after} workers, and processes for them are not ready: {in_a_line(error)}")
+            return False
+        self.processes.extend(started)
+        return True
+
     @property
     def is_broken(self) -> bool:
         """Whether a worker was lost, and is not replaced."""
@@ -461,6 +572,7 @@ class _WorkerGroup(WorkerGroup):
     def _start(self):
         self._reported: dict[int, int] = {}
         self._gone = {}
+        self._within: list = []  # actors in the reservation, which end with it
         try:
             super()._start()
         except (WorkerGroupStartupFailedError, RayActorError) as error:
@@ -529,6 +641,8 @@ class _WorkerGroup(WorkerGroup):
             else:
                 there[place] = actor
         self.processes.clear()
+        if self._stays:
+            there |= {i: self._start_process(nodes[i]) for i in indices if i not in there}
         try:
             asked = [actor.get_metadata.remote() for actor in there.values()]
             metadata = answers.collect(asked, _START_SECONDS, "the processes that become workers")
@@ -679,10 +793,10 @@ class _WorkerGroup(WorkerGroup):
         if self._spares is None:
             workers, cpus = len(self.get_workers()), processes.cpus_of(self.get_resources_per_worker())
             begin = functools.partial(entry.rehearse, self.rehearsed, workers, cpus)
-            self._spares = Spares(self.config.spares, self._start_spare, begin)
+            self._spares = Spares(self.config.spares, self._start_process, begin)
         self._spares.keep({worker.metadata.node_id for worker in self.get_workers()})
 
-    def _start_spare(self, node: str):
+    def _start_process(self, node: str):
         environment = ray_train.worker_environment(self)
         variables = processes.threads(processes.cpus_of(self.get_resources_per_worker()))
         return processes.start(RayTrainWorker, node, environment | {"env_vars": variables | environment["env_vars"]})
@@ -733,6 +847,7 @@ class _WorkerGroup(WorkerGroup):
             taken = spares.take(node, lambda actor: actor.get_metadata.remote())
         if taken is None:
             (made,) = super()._create_workers(1, group, each, [bundle], rank, size, 1)
+            self._within.append(made.actor)
         else:
             made = Worker(*taken, each, placement_group_bundle_index=bundle)
         made.distributed_context = old.distributed_context
@@ -796,6 +911,13 @@ class _WorkerGroup(WorkerGroup):
                 how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
                 found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
         return found
+
+
+def _is_true(ref) -> bool:
+    try:
+        return ray.get(ref) is True
+    except RayError:  # it has died since
+        return False
 
 
 def _place(worker: Worker) -> Place:

@@ -7,7 +7,6 @@ actor step by step: begin a trial, go on to the next report, save, stop.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
 import queue
@@ -25,7 +24,7 @@ from ray.util.placement_group import placement_group_table
 from raytf import activity
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Waiting
-from raytf.compat import autograph, legacy_keras, legacy_names, ray_core
+from raytf.compat import autograph, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
@@ -41,7 +40,7 @@ from raytf.train import backend, ends
 from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing, give_up, names
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
-from raytf.worker import ending
+from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, write_files
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
@@ -563,7 +562,7 @@ class GroupWorker(Process):
         self._stack.enter_context(once.shown(setup.warned))
         with autograph.in_memory():
             context.get_strategy()
-        self._defaults = _keras_defaults()
+        clearing.note()
 
     def begin(self, job: TrialRun) -> None:
         output.say_who(f"{job.name} worker {self._rank}")
@@ -651,10 +650,7 @@ class GroupWorker(Process):
         self._thread.join()
         self._thread = self._session = None
         scratch.remove(self._folder)
-        self._clear()
-
-    def _clear(self) -> None:
-        _clear(self._defaults)
+        clearing.clear()
 
 
 def _end_with(actor) -> None:
@@ -682,41 +678,3 @@ def _broadcast(value: Any) -> Any:
     room[: min(sent.size, room.size)] = sent[: room.size]
     (got,) = communicator.from_chief(distribution, [room])
     return pickle.loads(got.astype(np.uint8).tobytes())
-
-
-def _keras_defaults() -> dict[str, Any]:
-    if legacy_keras.is_on():
-        from tf_keras import backend, mixed_precision
-
-        config = {name: getattr(backend, name)() for name in ("floatx", "epsilon", "image_data_format")}
-        return config | {"global_policy": mixed_precision.global_policy()}
-    import keras
-
-    return {
-        "floatx": keras.config.floatx(),
-        "epsilon": keras.config.epsilon(),
-        "image_data_format": keras.config.image_data_format(),
-        "dtype_policy": keras.config.dtype_policy(),
-    }
-
-
-def _clear(defaults: dict[str, Any]) -> None:
-    import tensorflow as tf
-
-    from raytf.compat.tensorflow import forget_custom_gradients
-
-    if legacy_keras.is_on():
-        from tf_keras import backend, mixed_precision
-
-        places = (backend, mixed_precision)
-    else:
-        from keras import backend, config
-
-        places = (config,)
-    backend.clear_session()
-    for name, value in defaults.items():
-        place = next(place for place in places if hasattr(place, f"set_{name}"))
-        getattr(place, f"set_{name}")(value)
-    tf.config.run_functions_eagerly(False)
-    forget_custom_gradients()
-    gc.collect()

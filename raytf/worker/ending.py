@@ -85,8 +85,13 @@ class Gate:
             return self._begun
 
     def end_after(self, executions: int) -> None:
-        """Says after how many executions to end: the most that any worker has begun; at least one."""
+        """Says after how many executions to end: the most that any worker has begun; at least one.
+
+        A word that comes when the training that was asked has ended, and its process stays, is none for the next one.
+        """
         with self._changed:
+            if not self._asked:
+                return
             self._end_after = self._end_after or max(1, executions)
             self._changed.notify_all()
 

@@ -2,14 +2,15 @@
 
 With the name "trial" it is the trial of a sweep. WORKERS may be "1-3": as many as there is room for, without Dropout.
 NODE is Ray's id of the node that the trainer is to be on, or "head"; else it is on any node of this host. Each worker
-notes its node and steps in NAME_RANK.txt; a run that ends by itself leaves its metrics in NAME.json. FOLDER/NAME_hold
-may name an epoch and a batch, behind which the last worker (of an elastic run: the chief) stands still until it is
-asked to end, so that others may be one step ahead; then it removes that file. It goes on when the file names another
-one, too.
+notes its node, steps and process in NAME_RANK.txt; a run that ends by itself leaves its metrics in NAME.json.
+FOLDER/NAME_hold may name an epoch and a batch, behind which the last worker (of an elastic run: the chief) stands still
+until it is asked to end, so that others may be one step ahead; then it removes that file. It goes on when the file
+names another one, too.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 import time
@@ -39,7 +40,7 @@ def noting(config):
         def on_train_batch_end(self, batch, logs=None):
             rank = models.rank() if config["workers"] else 0
             with open(f"{config['place']}_{rank}.txt", "a") as file:
-                file.write(f"{node} {self.epoch} {batch}\n")
+                file.write(f"{node} {self.epoch} {batch} {os.getpid()}\n")
             hold = pathlib.Path(f"{config['place']}_hold")
             here = f"{self.epoch} {batch}"
             if rank == max(0, config["workers"] - 1) and hold.exists() and hold.read_text() == here:

@@ -25,6 +25,11 @@ def one_place(warm_starts, monkeypatch):
         monkeypatch.setattr(local, "GRACE_SECONDS", 2)  # a node that was drained does not end by itself
 
 
+def processes(tmp_path, name):
+    """The processes in which the chief has been."""
+    return {line.split()[3] for line in noted(tmp_path, name, 0)}
+
+
 def kill(node):
     """Ends all processes of a node, as when its host vanishes; its workers are forks of a process that is none of them.
 
@@ -45,7 +50,8 @@ def kill(node):
 def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_vanishes(tmp_path, one_place):
     """A node joins while the one worker stands behind step 19: from the next on there are two. Then the second one's
     node is drained, behind step 33 or 34. No step is lost or made twice. Another run loses a node without a word: it
-    goes on with one worker, which makes no step again, though no checkpoint was due before."""
+    goes on with one worker, which makes no step again, though no checkpoint was due before. The chief keeps its process
+    through all this."""
     environment = os.environ | one_place.environment | {"RAY_ADDRESS": one_place.address}
     finished(started(tmp_path, "alone", "1-1", environment))
     (tmp_path / "run_hold").write_text("1 4")
@@ -60,6 +66,7 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     assert steps(tmp_path, "run", 0) == EVERYTHING, said
     made = steps(tmp_path, "run", 1)
     assert made == EVERYTHING[19 : 19 + len(made)] and made[-1] in ((2, 4), (2, 5)), made
+    assert len(processes(tmp_path, "run")) == 1, said
 
     cluster = local.add(cluster)
     (tmp_path / "lost_hold").write_text("0 4")
@@ -71,6 +78,7 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     (tmp_path / "lost_hold").write_text("no more")
     said = finished(driver)
     assert steps(tmp_path, "lost", 0) == EVERYTHING, said
+    assert len(processes(tmp_path, "lost")) == 1, said
     expected = json.loads((tmp_path / "alone.json").read_text())
     for name in ("run", "lost"):
         for row, wanted in zip(json.loads((tmp_path / f"{name}.json").read_text()), expected, strict=True):

@@ -58,7 +58,7 @@ def until(reached, driver, seconds=240):
 
 def steps(tmp_path, name, rank):
     """(epoch, batch) of each step that a rank has made, in order."""
-    return [tuple(map(int, line.split()[1:])) for line in noted(tmp_path, name, rank)]
+    return [tuple(map(int, line.split()[1:3])) for line in noted(tmp_path, name, rank)]
 
 
 def nodes(tmp_path, name):

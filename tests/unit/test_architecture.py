@@ -58,6 +58,7 @@ WITHOUT = {
     "raytf.worker.checkpoint",
     "raytf.worker.checkpoint_every",
     "raytf.worker.choice",
+    "raytf.worker.clearing",
     "raytf.worker.ending",
     "raytf.worker.export",
     "raytf.worker.job",

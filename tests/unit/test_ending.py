@@ -93,6 +93,16 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
     assert gate.is_last()
 
 
+def test_a_word_for_the_training_before_ends_no_other_one():
+    """A process stays when its group ends, and is told late after which execution that was to end."""
+    gate = Gate()
+    gate.ask(DRAIN)
+    gate.reset()
+    gate.end_after(1)
+    gate.begin()
+    assert not gate.is_last() and not gate.is_over()
+
+
 def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(ending, "_TOLD_WITHIN_SECONDS", 0.01)
     gate = Gate()

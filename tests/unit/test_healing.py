@@ -104,6 +104,31 @@ def test_a_word_that_comes_behind_its_end_is_not_followed(survivor):
         sum_.result(20)
 
 
+def test_another_training_of_the_process_counts_its_rings_anew(survivor):
+    healer, _, sum_ = survivor
+    healer.leave(3)
+    until(healer.waiting)
+    healer.command("all start anew")
+    with pytest.raises(PeerLostError):
+        sum_.result(20)
+    healer.reset()
+    with ThreadPoolExecutor(2) as pool:
+        listeners = [Listener("127.0.0.1") for _ in range(2)]
+        mine, other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        holder, new = Holder(mine), Listener("127.0.0.1")
+        healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: None, step=0)
+        with healer.execution():
+            other.close()
+            sum_ = pool.submit(healer.make, holder, holder.add)
+            told = ring_of(until(healer.waiting), new, 1)
+            healer.command(told)
+            ring = new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
+            ring.add(np.ones(2))
+            assert sum_.result(20).tolist() == [2, 2]
+        for one in (ring, holder.ring):
+            one.close()
+
+
 def test_a_join_is_ended_before_and_while_it_goes_on():
     for early in (True, False):
         one = Listener("127.0.0.1")
