@@ -1,7 +1,8 @@
 """Warm starts of Ray's workers and of drivers in tests: forks of a process that has imported TensorFlow, Ray and raytf.
 
 These imports take 4 s of a core, and most of what a small test on a cluster takes is that. For each environment that an
-import would see otherwise there is a process of its own; of these the last `_MOST` that were asked are kept.
+import would see otherwise there is a process of its own; of these the last `_MOST` that were asked are kept. Ray's
+library reads the job's and the node's names when it is loaded: `_Settings` writes each worker's own over them.
 
 `warm(folder)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
 listen` listens to that program, and starts `python -m tests.warm tensorflow`, which imports it; forks of that import
@@ -46,9 +47,12 @@ _READ = (
 _RAYS = ("RAY_",)
 # Of these: what a driver reads when it begins.
 _LATER = ("RAY_ADDRESS",)
+# What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
+_MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
 _WITH, _WITHOUT = "with TensorFlow", "without TensorFlow"
 _CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
+_BEFORE = struct.Struct("@NNi4x")
 _MOST_FILES = 8
 # Of Linux' sched.h.
 _CLONE_NEWNET = 0x40000000
@@ -231,7 +235,7 @@ def listen(listening: socket.socket) -> None:
 
 
 def import_tensorflow(requests: socket.socket) -> None:
-    """Hands each request to a fork that has imported Ray for this job on this node, and keeps the last few of these."""
+    """Hands each request to a fork that has imported Ray with these settings, and keeps the last few of these."""
     import pandas  # noqa: F401
     import psutil  # noqa: F401
     import pyarrow.dataset
@@ -244,29 +248,46 @@ def import_tensorflow(requests: socket.socket) -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     there: dict[str, socket.socket] = {}
+    marked = True
+
+    def fork(own: str) -> bool:
+        """Whether its workers can be of any job on any node, if they are to be."""
+        there[own], other = socket.socketpair()
+        if not os.fork():
+            for end in (requests, *there.values()):
+                end.close()
+            for file in files:
+                os.close(file)
+            os.environ.update(json.loads(own))
+            import_ray(other, marked=marked)
+        other.close()
+        if len(there) > _MOST_JOBS:
+            there.pop(next(iter(there))).close()
+        return there[own].recv(1) == b"y"
+
     while True:
         content, files = _received(requests)
         arguments, environment, _, *_ = json.loads(content)
-        own = _own(environment | _context(arguments).get("env_vars", {}), _RAYS)
-        if own not in there:
-            there[own], other = socket.socketpair()
-            if not os.fork():
-                for end in (requests, *there.values()):
-                    end.close()
-                for file in files:
-                    os.close(file)
-                os.environ.update(json.loads(own))
-                import_ray(other)
-            other.close()
-            if len(there) > _MOST_JOBS:
-                there.pop(next(iter(there))).close()
+        its = environment | _context(arguments).get("env_vars", {})
+        if (own := _own(its, _RAYS, later=_MARKS if marked else ())) not in there and not fork(own):
+            marked = False
+            print("tests.warm: Ray keeps its settings in another way: it is imported for each job and node", file=sys.stderr)
+            there.pop(own).close()
+            fork(own := _own(its, _RAYS))
         _send(there[own], content, files)
         for file in files:
             os.close(file)
 
 
-def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
-    """Becomes, in a fork each, the workers and drivers that are asked for; ends when nothing more can be."""
+def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = False) -> None:
+    """Becomes, in a fork each, the workers and drivers that are asked for; ends when nothing more can be.
+
+    Args:
+        tensorflow: whether that is there, and somebody waits to hear that Ray is.
+        marked: whether workers are of several jobs and nodes.
+    """
+    if marked:
+        os.environ.update({name: mark.decode() for name, mark in _MARKS.items()})
     import ray._private.workers.default_worker
     import ray.actor
 
@@ -287,6 +308,9 @@ def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
         import raytf.train.keras_trainer
         import raytf.tune.sweep  # noqa: F401
 
+    settings = _Settings() if marked else None
+    if tensorflow:
+        requests.send(b"n" if settings and not settings.found else b"y")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert _ids_of_two_forks_differ(), "something that is imported draws from Ray's random numbers"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -301,9 +325,58 @@ def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
         if not os.fork():
             requests.close()
             arguments, environment, place, *driver = json.loads(content)
+            if settings:
+                settings.set(environment | _context(arguments).get("env_vars", {}))
             (_drive if driver else _become)(arguments, environment, place, files, paths)
         for file in files:
             os.close(file)
+
+
+class _Settings:
+    """What Ray's library has read of `_MARKS` when it was loaded, and keeps: C++ strings, of its one object of settings.
+
+    Of such a string the object holds the address of its letters, and before these stand its length, the room that there
+    is, and how many others share it.
+    """
+
+    def __init__(self):
+        self._letters = {name: self._find(mark) for name, mark in _MARKS.items()}
+        self.found = all(self._letters.values())
+
+    def set(self, environment: dict[str, str]) -> None:
+        for name, letters in self._letters.items():
+            value = environment.get(name, "").encode()
+            assert len(value) <= len(_MARKS[name]), f"{name} is too long to stand for another: {value!r}"
+            ctypes.memmove(letters, value + b"\0", len(value) + 1)
+            ctypes.c_size_t.from_address(letters - _BEFORE.size).value = len(value)
+
+    @staticmethod
+    def _find(mark: bytes) -> int | None:
+        """Address of the letters."""
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            for start, end in _variables_of("_raylet.so"):
+                for (address,) in struct.iter_unpack("@N", ctypes.string_at(start, end - start)):
+                    with contextlib.suppress(OSError, OverflowError):  # no address
+                        content = os.pread(memory.fileno(), _BEFORE.size + len(mark), address - _BEFORE.size)
+                        if content.endswith(mark) and _BEFORE.unpack_from(content)[:2] == (len(mark), len(mark)):
+                            return address
+        return None
+
+
+def _variables_of(library: str) -> list[tuple[int, int]]:
+    """(first address, end) of what can be written of a library that is loaded."""
+    found, before = [], None
+    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(address, 16) for address in span.split("-"))
+        if rights.startswith("rw") and (path[0].endswith(library) if path else start == before):
+            found.append((start, end))
+            before = end
+        elif path and path[0].endswith(library):
+            before = end
+        else:
+            before = None
+    return found
 
 
 class _ClassIds:
@@ -440,9 +513,9 @@ def _drive(arguments: list[str], environment: dict[str, str], place: str, files:
     os._exit(code & 0xFF)
 
 
-def _own(environment: dict[str, str], read: tuple[str, ...]) -> str:
-    """What an import would read of a worker's environment."""
-    names = sorted(name for name in environment if name.startswith(read) and name not in _LATER)
+def _own(environment: dict[str, str], read: tuple[str, ...], later=()) -> str:
+    """What an import would read of a worker's environment, without what it can be told later."""
+    names = sorted(name for name in environment if name.startswith(read) and name not in (*_LATER, *later))
     return json.dumps({name: environment[name] for name in names})
 
 
