@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import pathlib
@@ -45,8 +46,8 @@ _READ = (
     "VIRTUAL_ENV",
 )
 _RAYS = ("RAY_",)
-# Of these: what a driver reads when it begins.
-_LATER = ("RAY_ADDRESS",)
+# Of these: what a process reads when it begins, or a fork does in its place.
+_LATER = ("PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 # What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
 _MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
 _WITH, _WITHOUT = "with TensorFlow", "without TensorFlow"
@@ -219,7 +220,8 @@ def listen(listening: socket.socket) -> None:
                     if len(there) == _MOST:
                         there.pop(next(iter(there))).close()
                     there[own], other = socket.socketpair()
-                    its = {name: value for name, value in its.items() if without or not name.startswith(_RAYS)}
+                    left_out = _LATER if without else ("PYTHONPATH", *_RAYS)
+                    its = {name: value for name, value in its.items() if not name.startswith(left_out)}
                     what = "ray" if without else "tensorflow"
                     command = [sys.executable, "-m", "tests.warm", what, str(other.fileno())]
                     with other:
@@ -239,12 +241,20 @@ def import_tensorflow(requests: socket.socket) -> None:
     import pandas  # noqa: F401
     import psutil  # noqa: F401
     import pyarrow.dataset
-    import pyarrow.parquet  # noqa: F401
+    import pyarrow.parquet
 
     from raytf.compat.fast_import import import_keras
 
     import_keras()
-    import tensorboard.summary.v2  # noqa: F401  (which its first summary imports)
+    # what workers import when they come to it, among it what a function of a test's file brings
+    import pyarrow.json  # noqa: F401
+    import pytest  # noqa: F401
+    import tensorboard.summary.v2  # noqa: F401
+    import tensorflow as tf
+
+    for part in ("from_generator", "from_tensors", "flat_map", "rebatch"):
+        importlib.import_module(f"tensorflow.python.data.ops.{part}_op")
+    assert tf.summary
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     there: dict[str, socket.socket] = {}
@@ -271,7 +281,7 @@ def import_tensorflow(requests: socket.socket) -> None:
         its = environment | _context(arguments).get("env_vars", {})
         if (own := _own(its, _RAYS, later=_MARKS if marked else ())) not in there and not fork(own):
             marked = False
-            print("tests.warm: Ray keeps its settings in another way: it is imported for each job and node", file=sys.stderr)
+            print("tests.warm: Ray keeps its settings in another way; it is imported for each job", file=sys.stderr)
             there.pop(own).close()
             fork(own := _own(its, _RAYS))
         _send(there[own], content, files)
@@ -288,6 +298,7 @@ def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = 
     """
     if marked:
         os.environ.update({name: mark.decode() for name, mark in _MARKS.items()})
+    import ray._private.arrow_serialization
     import ray._private.workers.default_worker
     import ray.actor
 
@@ -299,9 +310,14 @@ def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = 
     import ray.tune
 
     if tensorflow:
+        import raytf.compat.multi_worker
+        import raytf.parallel.trainer
+        import raytf.parameter_server.servers
+        import raytf.testing
         import raytf.train.entry
         import raytf.train.startup
         import raytf.worker.fit
+        import raytf.worker.model_file
     else:
         import raytf.cli_options
         import raytf.launch.launcher
@@ -333,10 +349,10 @@ def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = 
 
 
 class _Settings:
-    """What Ray's library has read of `_MARKS` when it was loaded, and keeps: C++ strings, of its one object of settings.
+    """What Ray's library has read of `_MARKS` when it was loaded: C++ strings, of its one object of settings.
 
-    Of such a string the object holds the address of its letters, and before these stand its length, the room that there
-    is, and how many others share it.
+    Of such a string the object holds the address of its letters, and before these stand its length, the room that is
+    there, and how many others share it.
     """
 
     def __init__(self):
@@ -434,6 +450,7 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
         own = ("--serialized-runtime-env-context=", "--language=")
         sys.argv = [argument for argument in arguments[place_of_script:] if not argument.startswith(own)]
         sys.path[:] = [os.path.dirname(sys.argv[0]), *_python_path(), *paths]
+        _customize()
         random.seed()
         np.random.seed()
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -478,6 +495,7 @@ def _drive(arguments: list[str], environment: dict[str, str], place: str, files:
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _customize()
     random.seed()
     np.random.seed()
     first, *rest = arguments
@@ -526,6 +544,13 @@ def _context(arguments: list[str]) -> dict:
 
 def _python_path() -> list[str]:
     return [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _customize() -> None:
+    """Runs a `sitecustomize` of PYTHONPATH, as Python does when it starts."""
+    files = [pathlib.Path(path, "sitecustomize.py") for path in _python_path()]
+    if found := [file for file in files if file.exists()]:
+        runpy.run_path(str(found[0]))
 
 
 def _send(to: socket.socket, content: bytes, files: list[int]) -> None:

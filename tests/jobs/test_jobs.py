@@ -126,13 +126,14 @@ def test_the_command_doctor(folder):
     assert report["findings"] == [] and report["left_out"] == [] and len(report["nodes"]) == 1
 
 
-def test_more_processes_than_cores_share_them(tmp_path):
+def test_more_processes_than_cores_share_them(tmp_path, warm_starts):
     """A Ray that raytf starts has the CPUs that the run asks for; `local` means to start one."""
     (tmp_path / "look.py").write_text("print('here')\n")
     many = (os.cpu_count() or 1) + 1
-    environment = os.environ | {"RAY_ADDRESS": "local"}
     command = [RAYTF, "run", "--num-workers", str(many), "look.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    with warm_starts():
+        environment = os.environ | {"RAY_ADDRESS": "local"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[0] == f"{many} processes share the {many - 1} core(s) of this machine"
     assert done.stdout.count("] here") + done.stdout.count("]  here") == many
