@@ -24,6 +24,7 @@ import pathlib
 import random
 import runpy
 import select
+import shlex
 import signal
 import socket
 import struct
@@ -213,10 +214,12 @@ def listen(listening: socket.socket) -> None:
                 its = environment | _context(arguments).get("env_vars", {})
                 without = kind == [_WITHOUT]
                 own = _own(its, (*_READ, *_RAYS) if without else _READ) + "".join(kind)
-                other_way = legacy_keras.is_on(its) or _context(arguments).get("command_prefix")
-                if own in there:
+                if legacy_keras.is_on(its) or _folder(arguments) is None:
+                    connection.sendall(b"n")
+                elif own in there:
                     there[own] = there.pop(own)  # the last one asked
-                elif not other_way:
+                    _send(there[own], content, [connection.fileno(), *files])
+                else:
                     if len(there) == _MOST:
                         there.pop(next(iter(there))).close()
                     there[own], other = socket.socketpair()
@@ -228,10 +231,7 @@ def listen(listening: socket.socket) -> None:
                         processes.append(
                             subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
                         )
-                if own in there:
                     _send(there[own], content, [connection.fileno(), *files])
-                else:
-                    connection.sendall(b"n")
                 for file in files:
                     os.close(file)
 
@@ -443,7 +443,7 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
             os.close(file)
         _enter(network)
         os.write(connection, b"y")
-        os.chdir(place)
+        os.chdir(_folder(arguments) or place)
         os.environ.clear()
         os.environ.update(environment | _context(arguments).get("env_vars", {}))
         place_of_script = next(i for i, argument in enumerate(arguments) if argument.endswith("default_worker.py"))
@@ -540,6 +540,16 @@ def _own(environment: dict[str, str], read: tuple[str, ...], later=()) -> str:
 def _context(arguments: list[str]) -> dict:
     given = [value for value in arguments if value.startswith("--serialized-runtime-env-context=")]
     return json.loads(given[-1].partition("=")[2]) if given else {}
+
+
+def _folder(arguments: list[str]) -> str | None:
+    """A worker's working directory, "" if it stays where it is; None if it is to start in yet another way."""
+    match _context(arguments).get("command_prefix", []):
+        case []:
+            return ""
+        case ["cd", folder, "&&"]:
+            return shlex.split(folder)[0]
+    return None
 
 
 def _python_path() -> list[str]:
