@@ -48,7 +48,7 @@ _READ = (
 )
 _RAYS = ("RAY_",)
 # Of these: what a process reads when it begins, or a fork does in its place.
-_LATER = ("PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_LATER = ("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 # What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
 _MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
 _WITH, _WITHOUT = "with TensorFlow", "without TensorFlow"
@@ -213,7 +213,7 @@ def listen(listening: socket.socket) -> None:
                 arguments, environment, _, *kind = json.loads(content)
                 its = environment | _context(arguments).get("env_vars", {})
                 without = kind == [_WITHOUT]
-                own = _own(its, (*_READ, *_RAYS) if without else _READ) + "".join(kind)
+                own = _own(its, (*_READ, *_RAYS)) + _WITHOUT if without else _own(its, _READ)
                 if legacy_keras.is_on(its) or _folder(arguments) is None:
                     connection.sendall(b"n")
                 elif own in there:
