@@ -1,7 +1,8 @@
 """Warm starts of Ray's workers and of drivers in tests: forks of a process that has imported TensorFlow, Ray and raytf.
 
 These imports take 4 s of a core, and most of what a small test on a cluster takes is that. For each environment that an
-import would see otherwise there is a process of its own; of these the last `_MOST` that were asked are kept.
+import would see otherwise there is a process of its own; of these the last `_MOST` that were asked are kept. Ray's
+library reads the job's and the node's names when it is loaded: `_Settings` writes each worker's own over them.
 
 `warm(folder)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
 listen` listens to that program, and starts `python -m tests.warm tensorflow`, which imports it; forks of that import
@@ -16,12 +17,14 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import pathlib
 import random
 import runpy
 import select
+import shlex
 import signal
 import socket
 import struct
@@ -44,11 +47,14 @@ _READ = (
     "VIRTUAL_ENV",
 )
 _RAYS = ("RAY_",)
-# Of these: what a driver reads when it begins.
-_LATER = ("RAY_ADDRESS",)
+# Of these: what a process reads when it begins, or a fork does in its place.
+_LATER = ("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+# What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
+_MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
 _WITH, _WITHOUT = "with TensorFlow", "without TensorFlow"
 _CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
+_BEFORE = struct.Struct("@NNi4x")
 _MOST_FILES = 8
 # Of Linux' sched.h.
 _CLONE_NEWNET = 0x40000000
@@ -207,66 +213,92 @@ def listen(listening: socket.socket) -> None:
                 arguments, environment, _, *kind = json.loads(content)
                 its = environment | _context(arguments).get("env_vars", {})
                 without = kind == [_WITHOUT]
-                own = _own(its, (*_READ, *_RAYS) if without else _READ) + "".join(kind)
-                other_way = legacy_keras.is_on(its) or _context(arguments).get("command_prefix")
-                if own in there:
+                own = _own(its, (*_READ, *_RAYS)) + _WITHOUT if without else _own(its, _READ)
+                if legacy_keras.is_on(its) or _folder(arguments) is None:
+                    connection.sendall(b"n")
+                elif own in there:
                     there[own] = there.pop(own)  # the last one asked
-                elif not other_way:
+                    _send(there[own], content, [connection.fileno(), *files])
+                else:
                     if len(there) == _MOST:
                         there.pop(next(iter(there))).close()
                     there[own], other = socket.socketpair()
-                    its = {name: value for name, value in its.items() if without or not name.startswith(_RAYS)}
+                    left_out = _LATER if without else ("PYTHONPATH", *_RAYS)
+                    its = {name: value for name, value in its.items() if not name.startswith(left_out)}
                     what = "ray" if without else "tensorflow"
                     command = [sys.executable, "-m", "tests.warm", what, str(other.fileno())]
                     with other:
                         processes.append(
                             subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
                         )
-                if own in there:
                     _send(there[own], content, [connection.fileno(), *files])
-                else:
-                    connection.sendall(b"n")
                 for file in files:
                     os.close(file)
 
 
 def import_tensorflow(requests: socket.socket) -> None:
-    """Hands each request to a fork that has imported Ray for this job on this node, and keeps the last few of these."""
+    """Hands each request to a fork that has imported Ray with these settings, and keeps the last few of these."""
     import pandas  # noqa: F401
     import psutil  # noqa: F401
     import pyarrow.dataset
-    import pyarrow.parquet  # noqa: F401
+    import pyarrow.parquet
 
     from raytf.compat.fast_import import import_keras
 
     import_keras()
-    import tensorboard.summary.v2  # noqa: F401  (which its first summary imports)
+    # what workers import when they come to it, among it what a function of a test's file brings
+    import pyarrow.json  # noqa: F401
+    import pytest  # noqa: F401
+    import tensorboard.summary.v2  # noqa: F401
+    import tensorflow as tf
+
+    for part in ("from_generator", "from_tensors", "flat_map", "rebatch"):
+        importlib.import_module(f"tensorflow.python.data.ops.{part}_op")
+    assert tf.summary
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     there: dict[str, socket.socket] = {}
+    marked = True
+
+    def fork(own: str) -> bool:
+        """Whether its workers can be of any job on any node, if they are to be."""
+        there[own], other = socket.socketpair()
+        if not os.fork():
+            for end in (requests, *there.values()):
+                end.close()
+            for file in files:
+                os.close(file)
+            os.environ.update(json.loads(own))
+            import_ray(other, marked=marked)
+        other.close()
+        if len(there) > _MOST_JOBS:
+            there.pop(next(iter(there))).close()
+        return there[own].recv(1) == b"y"
+
     while True:
         content, files = _received(requests)
         arguments, environment, _, *_ = json.loads(content)
-        own = _own(environment | _context(arguments).get("env_vars", {}), _RAYS)
-        if own not in there:
-            there[own], other = socket.socketpair()
-            if not os.fork():
-                for end in (requests, *there.values()):
-                    end.close()
-                for file in files:
-                    os.close(file)
-                os.environ.update(json.loads(own))
-                import_ray(other)
-            other.close()
-            if len(there) > _MOST_JOBS:
-                there.pop(next(iter(there))).close()
+        its = environment | _context(arguments).get("env_vars", {})
+        if (own := _own(its, _RAYS, later=_MARKS if marked else ())) not in there and not fork(own):
+            marked = False
+            print("tests.warm: Ray keeps its settings in another way; it is imported for each job", file=sys.stderr)
+            there.pop(own).close()
+            fork(own := _own(its, _RAYS))
         _send(there[own], content, files)
         for file in files:
             os.close(file)
 
 
-def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
-    """Becomes, in a fork each, the workers and drivers that are asked for; ends when nothing more can be."""
+def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = False) -> None:
+    """Becomes, in a fork each, the workers and drivers that are asked for; ends when nothing more can be.
+
+    Args:
+        tensorflow: whether that is there, and somebody waits to hear that Ray is.
+        marked: whether workers are of several jobs and nodes.
+    """
+    if marked:
+        os.environ.update({name: mark.decode() for name, mark in _MARKS.items()})
+    import ray._private.arrow_serialization
     import ray._private.workers.default_worker
     import ray.actor
 
@@ -278,15 +310,23 @@ def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
     import ray.tune
 
     if tensorflow:
+        import raytf.compat.multi_worker
+        import raytf.parallel.trainer
+        import raytf.parameter_server.servers
+        import raytf.testing
         import raytf.train.entry
         import raytf.train.startup
         import raytf.worker.fit
+        import raytf.worker.model_file
     else:
         import raytf.cli_options
         import raytf.launch.launcher
         import raytf.train.keras_trainer
         import raytf.tune.sweep  # noqa: F401
 
+    settings = _Settings() if marked else None
+    if tensorflow:
+        requests.send(b"n" if settings and not settings.found else b"y")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert _ids_of_two_forks_differ(), "something that is imported draws from Ray's random numbers"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -301,9 +341,58 @@ def import_ray(requests: socket.socket, tensorflow: bool = True) -> None:
         if not os.fork():
             requests.close()
             arguments, environment, place, *driver = json.loads(content)
+            if settings:
+                settings.set(environment | _context(arguments).get("env_vars", {}))
             (_drive if driver else _become)(arguments, environment, place, files, paths)
         for file in files:
             os.close(file)
+
+
+class _Settings:
+    """What Ray's library has read of `_MARKS` when it was loaded: C++ strings, of its one object of settings.
+
+    Of such a string the object holds the address of its letters, and before these stand its length, the room that is
+    there, and how many others share it.
+    """
+
+    def __init__(self):
+        self._letters = {name: self._find(mark) for name, mark in _MARKS.items()}
+        self.found = all(self._letters.values())
+
+    def set(self, environment: dict[str, str]) -> None:
+        for name, letters in self._letters.items():
+            value = environment.get(name, "").encode()
+            assert len(value) <= len(_MARKS[name]), f"{name} is too long to stand for another: {value!r}"
+            ctypes.memmove(letters, value + b"\0", len(value) + 1)
+            ctypes.c_size_t.from_address(letters - _BEFORE.size).value = len(value)
+
+    @staticmethod
+    def _find(mark: bytes) -> int | None:
+        """Address of the letters."""
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            for start, end in _variables_of("_raylet.so"):
+                for (address,) in struct.iter_unpack("@N", ctypes.string_at(start, end - start)):
+                    with contextlib.suppress(OSError, OverflowError):  # no address
+                        content = os.pread(memory.fileno(), _BEFORE.size + len(mark), address - _BEFORE.size)
+                        if content.endswith(mark) and _BEFORE.unpack_from(content)[:2] == (len(mark), len(mark)):
+                            return address
+        return None
+
+
+def _variables_of(library: str) -> list[tuple[int, int]]:
+    """(first address, end) of what can be written of a library that is loaded."""
+    found, before = [], None
+    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(address, 16) for address in span.split("-"))
+        if rights.startswith("rw") and (path[0].endswith(library) if path else start == before):
+            found.append((start, end))
+            before = end
+        elif path and path[0].endswith(library):
+            before = end
+        else:
+            before = None
+    return found
 
 
 class _ClassIds:
@@ -354,13 +443,14 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
             os.close(file)
         _enter(network)
         os.write(connection, b"y")
-        os.chdir(place)
+        os.chdir(_folder(arguments) or place)
         os.environ.clear()
         os.environ.update(environment | _context(arguments).get("env_vars", {}))
         place_of_script = next(i for i, argument in enumerate(arguments) if argument.endswith("default_worker.py"))
         own = ("--serialized-runtime-env-context=", "--language=")
         sys.argv = [argument for argument in arguments[place_of_script:] if not argument.startswith(own)]
         sys.path[:] = [os.path.dirname(sys.argv[0]), *_python_path(), *paths]
+        _customize()
         random.seed()
         np.random.seed()
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -405,6 +495,7 @@ def _drive(arguments: list[str], environment: dict[str, str], place: str, files:
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _customize()
     random.seed()
     np.random.seed()
     first, *rest = arguments
@@ -440,9 +531,9 @@ def _drive(arguments: list[str], environment: dict[str, str], place: str, files:
     os._exit(code & 0xFF)
 
 
-def _own(environment: dict[str, str], read: tuple[str, ...]) -> str:
-    """What an import would read of a worker's environment."""
-    names = sorted(name for name in environment if name.startswith(read) and name not in _LATER)
+def _own(environment: dict[str, str], read: tuple[str, ...], later=()) -> str:
+    """What an import would read of a worker's environment, without what it can be told later."""
+    names = sorted(name for name in environment if name.startswith(read) and name not in (*_LATER, *later))
     return json.dumps({name: environment[name] for name in names})
 
 
@@ -451,8 +542,25 @@ def _context(arguments: list[str]) -> dict:
     return json.loads(given[-1].partition("=")[2]) if given else {}
 
 
+def _folder(arguments: list[str]) -> str | None:
+    """A worker's working directory, "" if it stays where it is; None if it is to start in yet another way."""
+    match _context(arguments).get("command_prefix", []):
+        case []:
+            return ""
+        case ["cd", folder, "&&"]:
+            return shlex.split(folder)[0]
+    return None
+
+
 def _python_path() -> list[str]:
     return [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _customize() -> None:
+    """Runs a `sitecustomize` of PYTHONPATH, as Python does when it starts."""
+    files = [pathlib.Path(path, "sitecustomize.py") for path in _python_path()]
+    if found := [file for file in files if file.exists()]:
+        runpy.run_path(str(found[0]))
 
 
 def _send(to: socket.socket, content: bytes, files: list[int]) -> None:

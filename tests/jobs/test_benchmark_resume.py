@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_raytf_repeats_no_step_where_keras_begins_the_epoch_anew(tmp_path):
+def test_raytf_repeats_no_step_where_keras_begins_the_epoch_anew(tmp_path, warm_starts):
     """Killed after 68 steps of the second epoch."""
     ways = ["raytf, each step", "BackupAndRestore, 8 steps"]
     command = [
@@ -27,7 +27,8 @@ def test_raytf_repeats_no_step_where_keras_begins_the_epoch_anew(tmp_path):
         "--ways",
         *ways,
     ]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=580)
+    with warm_starts():
+        done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "found").read_text())
     assert {way: one["repeated"] for way, (one,) in found["figures"].items()} == dict(zip(ways, [0, 68], strict=True))

@@ -14,6 +14,7 @@ import pytest
 import ray
 
 import raytf
+from tests import warm
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -81,12 +82,22 @@ def command(name, folder):
     return run(*COMMANDS[name].split(), cwd=folder, program=RAYTF)
 
 
+def fork_of(name, folder):
+    """As `command`, in a fork, where a test's first command has started from scratch: what it prints."""
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "COLUMNS": "140"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    driver = warm.Driver([RAYTF, *COMMANDS[name].split()], env=environment, cwd=folder, tensorflow=True, **pipes)
+    out, err = driver.communicate(timeout=280)
+    assert driver.returncode == 0, f"exit code {driver.returncode}\n{out[-3000:]}\n{err[-3000:]}"
+    return out
+
+
 def test_the_command_train(folder):
     out, _ = command("train", folder)
     assert "epoch 2/2" in out and "raytf.load_model" in out
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
-    assert command("export", folder)[0] == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
-    assert command("mean", folder)[0] == f"{folder / 'mean.keras'}\n"
+    assert fork_of("export", folder) == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
+    assert fork_of("mean", folder) == f"{folder / 'mean.keras'}\n"
     kept = [raytf.load_model(path).get_weights() for path in (folder / "runs" / "first").glob("checkpoint_2*")]
     for mean, *each in zip(raytf.load_model(folder / "mean.keras").get_weights(), *kept, strict=True):
         assert len(each) == 2 and abs(mean - sum(each) / 2).max() < 1e-6
@@ -105,9 +116,9 @@ def test_the_command_sweep(folder):
     assert "trial 2/2" in out and "best val_loss" in out
     model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
     assert model.layers[0].units in (2, 3)
-    out, _ = command("resume", folder)
+    out = fork_of("resume", folder)
     assert "best val_loss" in out
-    out, _ = command("report", folder)
+    out = fork_of("report", folder)
     assert out.strip() == "page.html"
     assert (folder / "page.html").read_text().count('class="plotly-graph-div"') == 3
 
@@ -126,13 +137,14 @@ def test_the_command_doctor(folder):
     assert report["findings"] == [] and report["left_out"] == [] and len(report["nodes"]) == 1
 
 
-def test_more_processes_than_cores_share_them(tmp_path):
+def test_more_processes_than_cores_share_them(tmp_path, warm_starts):
     """A Ray that raytf starts has the CPUs that the run asks for; `local` means to start one."""
     (tmp_path / "look.py").write_text("print('here')\n")
     many = (os.cpu_count() or 1) + 1
-    environment = os.environ | {"RAY_ADDRESS": "local"}
     command = [RAYTF, "run", "--num-workers", str(many), "look.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    with warm_starts():
+        environment = os.environ | {"RAY_ADDRESS": "local"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[0] == f"{many} processes share the {many - 1} core(s) of this machine"
     assert done.stdout.count("] here") + done.stdout.count("]  here") == many

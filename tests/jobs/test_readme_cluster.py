@@ -55,7 +55,7 @@ class Hosts:
             "HOME": str(folder),
             "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
             local.MARK: self.mark,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
         }
 
     def run(self, command, code=0, **variables):
@@ -87,7 +87,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts():
+def hosts(warm_starts):
     import pandas as pd
 
     folder = pathlib.Path(tempfile.mkdtemp(prefix="rr"))  # a short path, as Unix sockets below it need
@@ -96,7 +96,8 @@ def hosts():
     (folder / "clone" / "mymodels.py").write_text(MODULE)
     (folder / "shared" / "data").mkdir(parents=True)
     pd.DataFrame({"a": range(40), "b": 1.0, "y": 2.0}).to_parquet(folder / "shared" / "data" / "part.parquet")
-    made = Hosts(folder)
+    with warm_starts():
+        made = Hosts(folder)
     yield made
     made.end()
     shutil.rmtree(folder, ignore_errors=True)
