@@ -44,7 +44,7 @@ def test_the_global_seed_is_a_workers_own_state_where_its_steps_draw_from_it():
 
 def test_replicas_draw_from_the_global_seed_that_a_checkpoint_holds():
     trainer.install()
-    keras.utils.set_random_seed(3)
+    keras.utils.clear_session()
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         (seed,) = keras_objects.make_shared_seed()
