@@ -14,7 +14,6 @@ import pytest
 import ray
 
 import raytf
-from tests import warm
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -82,22 +81,12 @@ def command(name, folder):
     return run(*COMMANDS[name].split(), cwd=folder, program=RAYTF)
 
 
-def fork_of(name, folder):
-    """As `command`, in a fork, where a test's first command has started from scratch: what it prints."""
-    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "COLUMNS": "140"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    driver = warm.Driver([RAYTF, *COMMANDS[name].split()], env=environment, cwd=folder, tensorflow=True, **pipes)
-    out, err = driver.communicate(timeout=280)
-    assert driver.returncode == 0, f"exit code {driver.returncode}\n{out[-3000:]}\n{err[-3000:]}"
-    return out
-
-
 def test_the_command_train(folder):
     out, _ = command("train", folder)
     assert "epoch 2/2" in out and "raytf.load_model" in out
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
-    assert fork_of("export", folder) == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
-    assert fork_of("mean", folder) == f"{folder / 'mean.keras'}\n"
+    assert command("export", folder)[0] == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
+    assert command("mean", folder)[0] == f"{folder / 'mean.keras'}\n"
     kept = [raytf.load_model(path).get_weights() for path in (folder / "runs" / "first").glob("checkpoint_2*")]
     for mean, *each in zip(raytf.load_model(folder / "mean.keras").get_weights(), *kept, strict=True):
         assert len(each) == 2 and abs(mean - sum(each) / 2).max() < 1e-6
@@ -116,9 +105,9 @@ def test_the_command_sweep(folder):
     assert "trial 2/2" in out and "best val_loss" in out
     model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
     assert model.layers[0].units in (2, 3)
-    out = fork_of("resume", folder)
+    out, _ = command("resume", folder)
     assert "best val_loss" in out
-    out = fork_of("report", folder)
+    out, _ = command("report", folder)
     assert out.strip() == "page.html"
     assert (folder / "page.html").read_text().count('class="plotly-graph-div"') == 3
 
