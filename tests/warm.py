@@ -36,6 +36,7 @@ import traceback
 import types
 from collections.abc import Iterator
 
+from cluster import local
 from raytf.compat import legacy_keras
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -223,7 +224,8 @@ def listen(listening: socket.socket) -> None:
                     if len(there) == _MOST:
                         there.pop(next(iter(there))).close()
                     there[own], other = socket.socketpair()
-                    left_out = _LATER if without else ("PYTHONPATH", *_RAYS)
+                    # the mark of a cluster, too, which ends all that bears it, with what is forked for others
+                    left_out = (*_LATER, local.MARK) if without else ("PYTHONPATH", *_RAYS, local.MARK)
                     its = {name: value for name, value in its.items() if not name.startswith(left_out)}
                     what = "ray" if without else "tensorflow"
                     command = [sys.executable, "-m", "tests.warm", what, str(other.fileno())]
