@@ -40,7 +40,7 @@ def shared_seed() -> list:
     of one worker alone."""
     from raytf.compat.keras import shared_seed_generator
 
-    shared = shared_of_replicas() or shared_seed_generator()
+    shared = shared_seed_generator() or _made_elsewhere()
     return [] if shared is None else [shared.state]
 
 
@@ -56,24 +56,31 @@ def make_shared_seed() -> list:
     state = random.getstate()  # the seed is drawn from it
     generator = global_seed_generator()
     random.setstate(state)
-    _made[:] = [generator]
+    _made[:] = [(generator, threading.current_thread())]
     return [generator.state]
 
 
-# The newest that `make_shared_seed` gave.
-_made: list = []
+# The newest that `make_shared_seed` gave, and the thread that it was made in.
+_made: list[tuple[Any, threading.Thread]] = []
+
+
+def _made_elsewhere():
+    """The global seed generator that another thread made and trains with; Keras keeps one for each thread."""
+    for generator, thread in _made:
+        if thread is not threading.current_thread() and thread.is_alive():
+            return generator
+    return None
 
 
 def shared_of_replicas():
-    """In a replica's thread the global seed generator which `make_shared_seed` made under its strategy,
-    elsewhere None: Keras keeps one for each thread."""
+    """In a replica's thread the generator that `make_shared_seed` made under its strategy, elsewhere None."""
     import tensorflow as tf
 
-    if getattr(threading.current_thread(), "replica_id", None) is None:
-        return None
-    strategy = tf.distribute.get_strategy()
-    found = [one for one in _made if getattr(held_by(one.state), "distribute_strategy", None) is strategy]
-    return found[0] if found else None
+    made = _made_elsewhere() if hasattr(threading.current_thread(), "replica_id") else None
+    mine = (
+        made is not None and getattr(held_by(made.state), "distribute_strategy", None) is tf.distribute.get_strategy()
+    )
+    return made if mine else None
 
 
 @uses("keras.src.layers.core.embedding:Embedding._embeddings")

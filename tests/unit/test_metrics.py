@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import keras
 import numpy as np
 import pytest
@@ -40,6 +42,16 @@ def test_the_global_seed_is_a_workers_own_state_where_its_steps_draw_from_it():
     with step_module.within(written=own_state._written(model)):
         keras.random.normal((1,))
     assert own_state.variables_of(model) == [*before, shared]
+
+
+def test_the_global_seed_of_a_training_is_known_to_other_threads():
+    """What a worker keeps, or gives to one that takes another's place, is asked of it in another thread."""
+    keras.utils.clear_session()
+    (shared,) = keras_objects.make_shared_seed()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(keras_objects.shared_seed).result() == [shared]
+    keras.utils.clear_session()
+    assert keras_objects.shared_seed() == []
 
 
 def test_replicas_draw_from_the_global_seed_that_a_checkpoint_holds():
