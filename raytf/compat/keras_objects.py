@@ -31,8 +31,12 @@ def seed_generators_of(layer) -> list:
 
 def seeds_of(model) -> list:
     """The states of the seed generators of the model's layers, and last of the global one if something has drawn."""
-    generators = [g for layer in layers_of(model) for g in seed_generators_of(layer)]
-    return list({id(v): v for v in (*(g.state for g in generators), *shared_seed())}.values())
+    return list({id(v): v for v in (*seeds_of_layers(model), *shared_seed())}.values())
+
+
+def seeds_of_layers(model) -> list:
+    """The states of the seed generators of the model's layers."""
+    return list({id(g): g.state for layer in layers_of(model) for g in seed_generators_of(layer)}.values())
 
 
 def shared_seed() -> list:
@@ -51,10 +55,10 @@ def make_shared_seed() -> list:
     Where several workers draw from it within their steps it is to be made by all before these begin: made by their
     first draw it would have a seed of each worker's own, of which a checkpoint keeps the chief's.
     """
-    from keras.src.random.seed_generator import global_seed_generator
+    from raytf.compat.keras import seed_module
 
     state = random.getstate()  # the seed is drawn from it
-    generator = global_seed_generator()
+    generator = seed_module.global_seed_generator()
     random.setstate(state)
     _made[:] = [(generator, threading.current_thread())]
     return [generator.state]

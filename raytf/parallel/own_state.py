@@ -24,11 +24,11 @@ from raytf.parallel import step as step_module
 def variables_of(model) -> list:
     """The variables, in the same order on all workers of a model."""
     states = [v for layer in keras_objects.layers_of(model) for v in keras_objects.own_variables(layer)[1]]
-    found = {id(v): v for v in (*model.metrics_variables, *states, *keras_objects.seeds_of(model))}
-    # the global seed may be there for a callback of one worker alone
-    shared = {id(v) for v in keras_objects.shared_seed()}
-    others = shared - model.__dict__.setdefault("_raytf_shared_seed", shared) - _written(model).keys()
-    return [v for key, v in found.items() if key not in others]
+    shared = keras_objects.shared_seed()
+    # one that comes later, and that no step draws from, is there for a callback of one worker alone
+    ours = model.__dict__.setdefault("_raytf_shared_seed", {id(v) for v in shared}) | _written(model).keys()
+    seeds = [*keras_objects.seeds_of_layers(model), *(v for v in shared if id(v) in ours)]
+    return list({id(v): v for v in (*model.metrics_variables, *states, *seeds)}.values())
 
 
 def bytes_of(model) -> int | None:
@@ -75,8 +75,8 @@ def began(model) -> None:
 
 def averaged(model) -> None:
     """Passes on what a worker has behind a checkpoint that has averaged it over workers; every worker calls it."""
-    if (holder := gradient_ring.of(model.distribute_strategy)) is not None and healing.here.armed:
-        healing.here.averaged(holder, content_of(model))
+    if healing.here.armed:
+        healing.here.averaged(gradient_ring.of(model.distribute_strategy), content_of(model))
 
 
 def content_of(model) -> bytes:

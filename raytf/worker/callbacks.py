@@ -418,24 +418,21 @@ class Events(keras.callbacks.TensorBoard):
     raytf_local_batches = raytf_on_chief = True
     _failed = False
 
-    def _write(self, hook: Callable, *args, **kwargs) -> None:
-        if self._failed:
-            return
-        try:
-            hook(*args, **kwargs)
-        except (OSError, tf.errors.OpError) as error:
-            self._failed = True
-            warnings.warn(
-                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=1
-            )
-
 
 def _forgiving(name: str) -> Callable:
     hook = getattr(keras.callbacks.TensorBoard, name)
 
     @functools.wraps(hook)
     def call(self, *args, **kwargs):
-        self._write(functools.partial(hook, self), *args, **kwargs)
+        if self._failed:
+            return
+        try:
+            hook(self, *args, **kwargs)
+        except (OSError, tf.errors.OpError) as error:
+            self._failed = True
+            warnings.warn(
+                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=1
+            )
 
     return call
 

@@ -253,14 +253,10 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
             model.load_weights(file)
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
-        shared, own = keras_objects.shared_seed(), keras_objects.seeds_of(model)
-        if not shared and len(values) > len(
-            own
-        ):  # a callback may have drawn from it there, which has yet to do so here
-            own += keras_objects.make_shared_seed()
-        elif shared and len(values) < len(own):
-            own.pop()
-        for variable, value in zip(own, values, strict=True):
+        seeds = keras_objects.seeds_of_layers(model)
+        if len(values) > len(seeds):  # a callback that had drawn from the global one there may have yet to do so here
+            seeds += keras_objects.shared_seed() or keras_objects.make_shared_seed()
+        for variable, value in zip(seeds, values, strict=True):
             variable.assign(value)
     except OSError as error:  # of HDF5
         raise checkpoint_files.damaged(name, f"{MODEL}: {first_line(error)}") from error

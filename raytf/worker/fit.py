@@ -58,11 +58,8 @@ def train(task: TrainJob, session) -> dict | None:
         state = checkpoint.read_state(folder) if folder else None
         if job.ended(state, task):
             return None
-        keras.utils.set_random_seed(task.sampling.seed % 2**32)
         heals = task.heals and isinstance(session, (RaySession, TrialSession))
-        with distribution.scope():
-            model = task.build_model(dict(task.config))
-            keras_objects.make_shared_seed()
+        model = built(task, distribution)
         static = context.uses_tpu()
         feeds = {name: _open(task, name, session, static and name == "train") for name in task.used()}
         if static:
@@ -237,6 +234,15 @@ def scale_rate(model, factor: float) -> None:
 def _open(task: TrainJob, name: str, session, static: bool):
 
     return Feed(**task.feed(name, drop_remainder=static), shard=Shard(session.rank, session.size), static=static)
+
+
+def built(task: TrainJob, distribution):
+    """The model that `build_model` gives under a strategy, from the run's seed; all workers have the same seeds."""
+    keras.utils.set_random_seed(task.sampling.seed % 2**32)
+    with distribution.scope():
+        model = task.build_model(dict(task.config))
+        keras_objects.make_shared_seed()
+    return model
 
 
 def build_from_data(model, dataset) -> None:

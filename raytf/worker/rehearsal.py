@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import gc
 
-import keras
-
 from raytf.collectives import healing
-from raytf.compat import keras_objects
 from raytf.data import worker_part
 from raytf.data.feed import Feed
 from raytf.parallel import own_state
@@ -37,10 +34,7 @@ def rehearse(task: TrainJob, workers: int) -> None:
 
 def _step(task: TrainJob, shard: Shard) -> None:
     distribution = context.get_strategy()
-    keras.utils.set_random_seed(task.sampling.seed % 2**32)
-    with distribution.scope():
-        model = task.build_model(dict(task.config))
-        keras_objects.make_shared_seed()
+    model = fit.built(task, distribution)
     first = task.datasets["train"].first()
     dataset = Feed(**{**task.feed("train"), "dataset": first}, shard=shard).dataset()
     with distribution.scope():
