@@ -92,6 +92,9 @@ def _seconds(strategy, name: str, kind: str, steps: int, execution: str) -> tupl
 
     execution = int(execution) if execution.isdigit() else EXECUTION[kind]
     batch = tf.data.Dataset.from_tensors(_rows(kind, BATCH[kind])).repeat(3 * steps)
+    options = tf.data.Options()
+    options.autotune.enabled = False  # a thread that tunes nothing here, for whose pause the end of a `fit` may wait
+    batch = batch.with_options(options)
     run = _by_hand(strategy, kind, batch) if name == "by" else _fit(name, strategy, kind, batch, execution)
     run(steps)
     began, computed = time.perf_counter(), time.process_time()

@@ -164,6 +164,15 @@ def _copy(arrays: list[np.ndarray], start: int, piece: np.ndarray, out: bool) ->
         begin += array.size
 
 
+def read(variable) -> np.ndarray:
+    """A variable's values, where they lie if NumPy knows their type: to be read only, and not kept."""
+    tensor = tf.convert_to_tensor(variable)
+    try:
+        return np.asarray(memoryview(tensor))
+    except ValueError:  # bfloat16 is none of the types of a buffer
+        return tensor.numpy()
+
+
 def bytes_of(variable) -> int:
     """How many bytes a variable of numbers has."""
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size

@@ -81,12 +81,12 @@ class Exchange:
             places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             step = max(1, ALIGNED // dtype.itemsize)
             starts = np.cumsum([0, *(-(-arrays[i].size // step) * step for i in places)])
-            buffer = empty(self.ring.padded(int(starts[-1])), dtype)
+            buffer = self._empty(self.ring.padded(int(starts[-1])), dtype)
             buffer[...] = 0
             for i, start in zip(places, starts, strict=False):
                 buffer[start : start + arrays[i].size] = arrays[i].reshape(-1)
             if buffer.size:
-                self.ring.add(buffer)
+                buffer = self.ring.add(buffer)
             for i, start in zip(places, starts, strict=False):
                 found[i] = buffer[start : start + arrays[i].size].reshape(arrays[i].shape)
         return found
@@ -107,22 +107,22 @@ class Exchange:
         found = []
         for i, array in enumerate(arrays):
             bounds = [0, *np.cumsum(told[:, i, 0] * row_bytes[i]).tolist()]
-            whole = empty(bounds[-1], np.dtype(np.uint8))
+            whole = self._empty(bounds[-1], np.dtype(np.uint8))
             whole[bounds[ring.rank] : bounds[ring.rank + 1]] = bytes_of(array)
             if whole.size:
-                ring.gather(whole, bounds)
+                whole = ring.gather(whole, bounds)
             found.append(whole.view(array.dtype).reshape(int(told[:, i, 0].sum()), *array.shape[1:]))
         return found
 
     def _chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        found = [empty(a.size, a.dtype) for a in arrays]
+        found = [self._empty(a.size, a.dtype) for a in arrays]
         if self.ring.rank == 0 or self.ring.alone:
             for array, its in zip(arrays, found, strict=True):
                 its[...] = array.reshape(-1)
         together: list[np.ndarray] = []
-        for its in found:
+        for i, its in enumerate(found):
             if its.nbytes > _SMALL_BYTES:
-                self.ring.broadcast(its.view(np.uint8))
+                found[i] = self.ring.broadcast(its.view(np.uint8)).view(its.dtype)
             elif its.size:
                 together.append(its.view(np.uint8))
             if sum(one.size for one in together) > _SMALL_BYTES:
@@ -133,8 +133,7 @@ class Exchange:
     def _broadcast_together(self, arrays: list[np.ndarray]) -> None:
         if not arrays:
             return
-        whole = np.concatenate(arrays)
-        self.ring.broadcast(whole)
+        whole = self.ring.broadcast(np.concatenate(arrays))
         start = 0
         for array in arrays:
             array[...] = whole[start : start + array.size]
@@ -199,6 +198,11 @@ class Exchange:
         with tf.control_dependencies(found):
             self._turn.assign_add(1)
         return found
+
+    def _empty(self, items: int, dtype: np.dtype) -> np.ndarray:
+        """A flat array that TensorFlow takes without a copy, and the next worker, if it is on this host."""
+        shared = self.ring.empty(items, dtype)
+        return empty(items, dtype) if shared is None else shared
 
     def _made(self, function: Callable, *arrays: np.ndarray):
         return healing.here.make(self, functools.partial(function, *arrays))

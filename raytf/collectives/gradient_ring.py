@@ -174,7 +174,8 @@ class GradientRing(Exchange):
         blocks = self.ring.padded(scaled_float16.blocks(items)) if wire == np.float16 else 0
         wire = np.dtype(np.float32) if blocks else wire
         scaled = 0 < blocks * scaled_float16.BLOCK.itemsize < items * wire.itemsize  # few numbers fill no blocks
-        buffer = empty(blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items), wire)
+        size = blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items)
+        buffer = empty(size, wire) if scaled else self._empty(size, wire)
         for gradient, start, following in zip(pack, starts, [*starts[1:-1], buffer.size], strict=False):
             buffer[start + gradient.size : following] = 0
         flat = [gradient.reshape(-1) for gradient in pack]
@@ -191,16 +192,16 @@ class GradientRing(Exchange):
             fill(0, items)
             self._add_scaled(buffer.reshape(blocks, -1), place)
         else:
-            self.ring.add(buffer, place, fill)
+            buffer = self.ring.add(buffer, place, fill)
         return buffer if buffer.dtype == dtype else _converted(buffer, dtype)
 
     def _add_scaled(self, numbers: np.ndarray, place: int) -> None:
         """Sums float32 (blocks, items) over the workers, in place, in float16 with scales."""
-        coded = np.empty(len(numbers), scaled_float16.BLOCK)
+        coded = self._empty(len(numbers), scaled_float16.BLOCK)
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.encode(numbers[part], coded[part])
-        self.ring.add(coded, place)
+        coded = self.ring.add(coded, place)
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.decode(coded[part], numbers[part])

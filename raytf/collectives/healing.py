@@ -124,20 +124,25 @@ class Detached:
         """See `Ring.padded`."""
         return -(-items // self.size) * self.size
 
-    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> None:
+    def empty(self, items: int, dtype: np.dtype) -> None:
+        """See `Ring.empty`; nobody would read it."""
+
+    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
         """The sum of what is the same everywhere."""
         if fill is not None:
             fill(0, array.size)
         array *= self.size
+        return array
 
     def trades(self, size: int) -> bool:
         """See `Ring.trades`; here `add` does all."""
         return False
 
-    def broadcast(self, array: np.ndarray) -> None:
+    def broadcast(self, array: np.ndarray) -> np.ndarray:
         """The chief's values, which are this worker's own."""
+        return array
 
-    def gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+    def gather(self, array: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
         """Nobody is there who would have other parts."""
         raise NotImplementedError("parts of others cannot be had before a worker has taken its place")
 

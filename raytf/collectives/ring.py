@@ -4,6 +4,9 @@ The algorithm is the bandwidth-optimal ring all-reduce (Patarasuk and Yuan, 2009
 the array, first partial sums of segments, then the sums. Here the two halves flow as one stream: a piece is passed on
 as soon as it has arrived and been added, so that the sockets work in both directions all the time. A segment is summed
 along one path and then copied, so every process ends with the same bits.
+
+Between processes of one host a socket only tells how far an array is, if it lies in memory that the next one reads, too
+(`Ring.empty`): what it holds is added and copied from where it lies, and no kernel copies it into a socket and out.
 """
 
 from __future__ import annotations
@@ -19,25 +22,34 @@ import socket
 import struct
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from raytf import activity
-from raytf.collectives import scaled_float16
+from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.lookout import Cause, Lookout, said
 from raytf.errors import PeerLostError, RaytfError
 
 # Bytes that are received before they are added: small enough for a core's cache.
 _CHUNK = 1 << 18
 _SENT_AT_ONCE = 1 << 20
+# What is larger is read where it lies, by a neighbour of the same host: less is sent sooner than that is agreed on.
+_READ_IN_PLACE = 1 << 17
 # What a process sends when each passes on all that the others have: little enough that the round trips cost more.
 _TRADED_BYTES = 32 << 10
 # Which group, which of its exchanges, what is done, at which place in a step, and how long: workers that disagree must
 # not add what does not belong together.
 _HEADER = struct.Struct("<QQQQQ")
+# Bytes that are ready in shared memory, or where an array begins there; the largest says that it does not.
+_COUNT = struct.Struct("<Q")
+_ELSEWHERE = 2**64 - 1
+_COUNTS_AT_ONCE = 64
+_YES, _NO = b"\1", b"\0"
 _ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE = range(5)
 _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of parts with their weights")
 # Seconds without an answer from the other host's kernel after which it counts as gone.
@@ -96,7 +108,11 @@ class Ring:
         self.sent = 0  # bytes, since the start
         self._lock = threading.Lock()
         self._unsent = memoryview(b"")
-        self._polls: dict[tuple[bool, bool, bool], select.poll] = {}
+        self._polls: dict[tuple[bool, bool, bool, bool], select.poll] = {}
+        self._memory: shared_memory.Own | None = None  # which the next one reads
+        self._memory_lock, self._may_show = threading.Lock(), _is_local(self._next)
+        self._its_memory: shared_memory.Neighbours | None = None
+        self._showed = False  # whether neighbours have tried to show each other their memories
         self._received = np.empty(_CHUNK, np.uint8)
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
 
@@ -104,7 +120,27 @@ class Ring:
         """The least number of items, at least `items`, that `add` can cut into equal segments."""
         return -(-items // self.size) * self.size
 
-    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> None:
+    def empty(self, items: int, dtype: np.dtype) -> np.ndarray | None:
+        """A flat array in memory that the next process reads, too; None where there is none, or it is not worth it."""
+        if items * dtype.itemsize <= _READ_IN_PLACE:
+            return None
+        own = self._own_memory()
+        return None if own is None else own.empty(items, dtype)
+
+    def _own_memory(self) -> shared_memory.Own | None:
+        with self._memory_lock:
+            if self._memory is None and self._may_show:
+                try:
+                    self._memory = shared_memory.Own()
+                except OSError as error:
+                    self._may_show = False
+                    warnings.warn(
+                        f"workers of this host exchange through sockets, as they cannot share memory: {error}",
+                        stacklevel=3,
+                    )
+            return self._memory
+
+    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
         """Sums `array` over all processes, in place; each calls it with the same sizes and in the same order.
 
         Args:
@@ -113,6 +149,9 @@ class Ring:
             place: where a step makes this sum, the same number on all processes.
             fill: fill(begin, end) gives these items of `array` their values; called once for each item, just before it
                 is needed, while what it reads and writes is in a core's cache. None where they have them.
+
+        Returns:
+            `array`, or a copy of it where the next process may still read it, as that one is lost.
 
         Raises:
             PeerLostError: a member of the ring left or is lost, whose rank is its `lost`, or `timeout` passed. The
@@ -123,9 +162,9 @@ class Ring:
             if fill is not None:
                 fill(0, array.size)
             self.sum_in_order(self._trade(_ADD, array.view(np.uint8), place).view(array.dtype), array)
-            return
+            return array
         sent = 2 * (self.size - 1) * array.nbytes // self.size
-        self._exchange(_ADD, array.nbytes, place, sent, lambda: self._sum(array, fill))
+        return self._exchange_array(_ADD, array, place, sent, lambda ways: self._sum(array, fill, *ways))
 
     def trades(self, size: int) -> bool:
         """Whether so many bytes of each process are few enough for `trade`."""
@@ -178,12 +217,15 @@ class Ring:
                 total = mine
             into[segment] = total
 
-    def gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+    def gather(self, array: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
         """Fills `array` with the parts of all processes; each calls it with the same bounds and in the same order.
 
         Args:
             array: contiguous bytes, in which this process's part stands already.
             bounds: the begin of each rank's part, and the end of the last.
+
+        Returns:
+            See `add`.
 
         Raises:
             PeerLostError, RaytfError: as `add`.
@@ -194,13 +236,18 @@ class Ring:
         receives = [parts[(rank - 1 - i) % size] for i in range(size - 1)]
         own = bounds[rank + 1] - bounds[rank]
         sent = sum(part.stop - part.start for part in sends)
-        self._exchange(_GATHER, array.nbytes, 0, sent, lambda: self._pass_on(array, sends, receives, own))
+        return self._exchange_array(
+            _GATHER, array, 0, sent, lambda ways: self._pass_on(array, sends, receives, own, *ways)
+        )
 
-    def broadcast(self, array: np.ndarray) -> None:
+    def broadcast(self, array: np.ndarray) -> np.ndarray:
         """Gives all processes what rank 0 has in `array`; each calls it with the same size and in the same order.
 
         Args:
             array: contiguous bytes.
+
+        Returns:
+            See `add`.
 
         Raises:
             PeerLostError, RaytfError: as `add`.
@@ -208,7 +255,27 @@ class Ring:
         whole, first, last = [slice(0, array.size)], self.rank == 0, self.rank == self.size - 1
         sends, receives = [] if last else whole, [] if first else whole
         own, sent = array.size if first else 0, 0 if last else array.nbytes
-        self._exchange(_BROADCAST, array.nbytes, 0, sent, lambda: self._pass_on(array, sends, receives, own))
+        return self._exchange_array(
+            _BROADCAST, array, 0, sent, lambda ways: self._pass_on(array, sends, receives, own, *ways)
+        )
+
+    def _exchange_array(
+        self, what: int, array: np.ndarray, place: int, sent: int, work: Callable[[_Ways], None]
+    ) -> np.ndarray:
+        """Makes an exchange of an array, which the next one may read where it lies; see `add` for what it returns."""
+        large = array.nbytes > _READ_IN_PLACE
+        begin = None if self._memory is None or not large else self._memory.place(array)
+        is_read = False
+
+        def exchange() -> None:
+            nonlocal is_read
+            ways = self._ways(begin, array.nbytes) if large else (False, None)
+            work(ways)
+            is_read = not self._have_read(*ways)
+
+        first = _COUNT.pack(_ELSEWHERE if begin is None else begin) if large and _is_local(self._next) else b""
+        self._exchange(what, array.nbytes, place, sent, exchange, first)
+        return array.copy() if is_read else array
 
     def _exchange(
         self, what: int, size: int, place: int, sent: int, work: Callable[[], None], first: bytes = b""
@@ -236,6 +303,65 @@ class Ring:
                 if isinstance(error, OSError):
                     raise PeerLostError(self.rank, said(error)) from error
                 raise
+
+    def _ways(self, begin: int | None, count: int) -> _Ways:
+        """How an array goes to the next one and comes from the one before.
+
+        Args:
+            begin: where it lies in this one's shared memory, as the next one has been told; None is elsewhere.
+            count: bytes of it.
+        """
+        its_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if _is_local(self._previous) else _ELSEWHERE
+        if not self._showed:
+            self._show_memories()
+        shown = its_begin != _ELSEWHERE and self._its_memory is not None
+        its = self._its_memory.at(its_begin, count) if shown else None
+        return begin is not None and self._memory is not None, its
+
+    def _show_memories(self) -> None:
+        """Gives the next one this process's memory to read, and looks at that of the one before."""
+        self._showed = True
+        own = self._own_memory()
+        if _is_local(self._next):
+            self._flush()
+            shown = [_NO] if own is None else [_YES], [] if own is None else [own.descriptor]
+            self._patiently(1, functools.partial(socket.send_fds, self._next, *shown), sending=True)
+        if _is_local(self._previous):
+            look = functools.partial(socket.recv_fds, self._previous, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            there, descriptors, *_ = self._patiently(-1, look, receiving=True)
+            if not there:
+                raise _LostError((self.rank - 1) % self.size, ConnectionResetError("it closed its connection"))
+            if descriptors:
+                with contextlib.suppress(OSError):  # which the other one warns of
+                    self._its_memory = shared_memory.Neighbours(descriptors[0])
+                with contextlib.suppress(OSError):  # the exchange that follows finds out that it is lost
+                    self._previous.send(_NO if self._its_memory is None else _YES)
+        if own is not None:
+            own.sent()
+            if self._patiently(1, functools.partial(self._next.recv, 1), answering=True) != _YES:
+                self._memory, self._may_show = None, False
+                warnings.warn(
+                    f"workers of this host exchange through sockets, as worker {(self.rank + 1) % self.size} cannot "
+                    "read the memory of others",
+                    stacklevel=2,
+                )
+
+    def _have_read(self, shows: bool, its: np.ndarray | None) -> bool:
+        """Says that the array of the one before was read, and waits for the next one; whether that one says it, too."""
+        if its is not None:
+            with contextlib.suppress(OSError):  # it needs no answer any more
+                self._previous.send(_YES)
+        while shows:
+            try:
+                return bool(self._next.recv(1))
+            except BlockingIOError:
+                try:
+                    self._wait(answering=True)
+                except _LostError:  # the sum is whole here; the next exchange finds it out
+                    return False
+            except OSError:
+                return False
+        return True
 
     def pass_on(self, number: int, content: bytes) -> None:
         """Sends the next member something between two sums; it is `held` there when that one makes its next sum.
@@ -289,6 +415,8 @@ class Ring:
         self._lookout.close()
         for link in self._links:
             link.close()
+        self._memory = self._its_memory = None  # arrays that are in use keep it
+        self._may_show = False
 
     def abandon(self) -> None:
         """Closes a fork's copies of the connections: while one is open, nobody sees the death of the member itself."""
@@ -372,70 +500,117 @@ class Ring:
             raise _LostError((self.rank - 1) % self.size, error) from error
         return into[:count]
 
-    def _sum(self, array: np.ndarray, fill: Callable[[int, int], None] | None) -> None:
-        self._flush()
-        size, rank = self.size, self.rank
-        bytes_ = memoryview(array.view(np.uint8))
-        length = array.nbytes // size
-        total = 2 * (size - 1) * length
-        sent = received = waiting = 0  # bytes; `waiting` have arrived and are not added yet
-        filled = length if fill is None else 0  # of the segment that is sent first
-        while sent < total or received < total:
-            # a segment may be passed on as far as the phase before has brought and summed it
-            may_send = min(total, length + received - waiting)
-            moved = False
-            if sent < may_send:
-                phase, offset = divmod(sent, length)
-                start = (rank - phase) % size * length + offset
-                count = min(may_send - sent, length - offset, _SENT_AT_ONCE)
-                if not phase and filled < length:
-                    if filled == offset:  # all that has its values is sent
-                        filled = min(offset + _CHUNK, length)
-                        fill(start // array.itemsize, (start - offset + filled) // array.itemsize)
-                    count = min(count, filled - offset)
-                try:
-                    sent += self._give(bytes_[start : start + count])
-                    moved = True
-                except BlockingIOError:
-                    pass
-            if received < total:
-                phase, offset = divmod(received, length)
-                start = (rank - 1 - phase) % size * length + offset
-                try:
-                    if phase >= size - 1:  # a finished sum
-                        received += len(self._read(bytes_[start : start + min(length - offset, _SENT_AT_ONCE)]))
-                    else:
-                        start, offset = start - waiting, offset - waiting
-                        wanted = min(_CHUNK, length - offset)
-                        count = len(self._read(memoryview(self._received)[waiting:wanted]))
-                        received, waiting = received + count, waiting + count
-                        if waiting == wanted:
-                            mine = array.view(np.uint8)[start : start + wanted].view(array.dtype)
-                            if fill is not None:
-                                fill(start // array.itemsize, (start + wanted) // array.itemsize)
-                            self._accumulate(mine, self._received[:wanted].view(array.dtype))
-                            waiting = 0
-                    moved = True
-                except BlockingIOError:
-                    pass
-            if not moved:
-                self._wait(sending=sent < may_send, receiving=received < total)
+    def _patiently(self, step: int, call: Callable[[], Any], **wanted: bool) -> Any:
+        """What a call gives that has to do with the member so many steps on, once that one takes or gives bytes."""
+        while True:
+            try:
+                return call()
+            except BlockingIOError:
+                self._wait(**wanted)
+            except OSError as error:
+                raise _LostError((self.rank + step) % self.size, error) from error
 
-    def _pass_on(self, array: np.ndarray, sends: list[slice], receives: list[slice], own: int) -> None:
+    def _tell(self, count: int) -> int:
+        """Says that so many bytes more are ready in shared memory."""
+        message = _COUNT.pack(count)
+        taken = self._give(message)
+        if taken < len(message):
+            self._send(message[taken:])
+            self._flush()
+        return count
+
+    def _hear(self) -> int:
+        """How many bytes more are ready in the memory of the one before."""
+        told = self._read(memoryview(self._received)[: _COUNT.size * _COUNTS_AT_ONCE])
+        rest = -len(told) % _COUNT.size
+        if rest:
+            told = bytes(told) + self._receive(rest)
+        return sum(count for (count,) in _COUNT.iter_unpack(told))
+
+    def _sum(
+        self, array: np.ndarray, fill: Callable[[int, int], None] | None, shows: bool, its: np.ndarray | None
+    ) -> None:
+        self._flush()
+        way = _AroundTheRing(array, its, fill, self.rank, self.size, self._accumulate)
+        give = functools.partial(self._show_part if shows else self._send_part, way)
+        take = functools.partial(self._receive_part if its is None else self._read_part, way)
+        while way.sent < way.total or way.received < way.total:
+            moved = False
+            for work, goes_on in ((give, way.sent < way.may_send), (take, way.received < way.total)):
+                if goes_on:
+                    try:
+                        work()
+                        moved = True
+                    except BlockingIOError:
+                        pass
+            if not moved:
+                self._wait(sending=way.sent < way.may_send, receiving=way.received < way.total)
+
+    def _send_part(self, way: _AroundTheRing) -> None:
+        part = way.next_to_send(_CHUNK if way.fills else _SENT_AT_ONCE)
+        way.sent += self._give(way.bytes[part])
+
+    def _show_part(self, way: _AroundTheRing) -> None:
+        part = way.next_to_send(_SENT_AT_ONCE)
+        way.sent += self._tell(part.stop - part.start)
+
+    def _receive_part(self, way: _AroundTheRing) -> None:
+        phase, start, left = way.next_to_receive()
+        if phase >= self.size - 1:  # a finished sum
+            way.received += len(self._read(way.bytes[start : start + min(left, _SENT_AT_ONCE)]))
+            return
+        start, wanted = start - way.waiting, min(_CHUNK, left + way.waiting)
+        count = len(self._read(memoryview(self._received)[way.waiting : wanted]))
+        way.received, way.waiting = way.received + count, way.waiting + count
+        if way.waiting == wanted:
+            way.add(start, self._received[:wanted])
+            way.waiting = 0
+
+    def _read_part(self, way: _AroundTheRing) -> None:
+        phase, start, left = way.next_to_receive()
+        adds = phase < self.size - 1
+        wanted = min(left, _SENT_AT_ONCE) if adds else 1
+        if way.told - way.received < wanted:
+            way.told += self._hear()
+        count = min(left, _SENT_AT_ONCE, way.told - way.received)
+        if count >= wanted:
+            if adds:
+                way.add(start, way.its[start : start + count])
+            else:
+                way.bytes[start : start + count] = way.its[start : start + count]
+            way.received += count
+
+    def _pass_on(
+        self,
+        array: np.ndarray,
+        sends: list[slice],
+        receives: list[slice],
+        own: int,
+        shows: bool,
+        its: np.ndarray | None,
+    ) -> None:
         """Sends parts while others are received; what is sent after the first `own` bytes has been received before."""
         self._flush()
         bytes_ = memoryview(array.view(np.uint8))
-        sending, receiving = _Parts(bytes_, sends), _Parts(bytes_, receives)
+        sending, receiving, told = _Parts(bytes_, sends), _Parts(bytes_, receives), 0
         while sending.left or receiving.left:
             moved = False
             may_send = own + receiving.done - sending.done
             if sending.left and may_send > 0:
                 with contextlib.suppress(BlockingIOError):
-                    sending.advance(self._give(sending.now(min(may_send, _SENT_AT_ONCE))))
+                    some = sending.now(min(may_send, _SENT_AT_ONCE))
+                    sending.advance(self._tell(len(some)) if shows else self._give(some))
                     moved = True
             if receiving.left:
                 with contextlib.suppress(BlockingIOError):
-                    receiving.advance(len(self._read(receiving.now(_SENT_AT_ONCE))))
+                    if its is None:
+                        receiving.advance(len(self._read(receiving.now(_SENT_AT_ONCE))))
+                    else:
+                        if told == receiving.done:
+                            told += self._hear()
+                        into, start = receiving.now(min(told - receiving.done, _SENT_AT_ONCE)), receiving.place
+                        into[:] = its[start : start + len(into)]
+                        receiving.advance(len(into))
                     moved = True
             if not moved:
                 self._wait(sending=bool(sending.left and may_send > 0), receiving=bool(receiving.left))
@@ -458,14 +633,16 @@ class Ring:
         np.add(a, b, out=a)
         mine[...] = a
 
-    def _wait(self, sending: bool, receiving: bool) -> None:
-        """Until a neighbour takes or gives bytes, as is asked for, or a member is lost."""
+    def _wait(self, sending: bool = False, receiving: bool = False, answering: bool = False) -> None:
+        """Until the next one takes bytes, the one before gives some, or the next one answers, as is asked for, or a
+        member is lost."""
         milliseconds = None if self.timeout is None else self.timeout * 1000
-        ready = [number for number, _ in self._poll(sending, receiving, True).poll(milliseconds)]
+        wanted = sending, answering, receiving
+        ready = [number for number, _ in self._poll(*wanted, True).poll(milliseconds)]
         if not ready:
             raise TimeoutError(f"a neighbour sent nothing for {self.timeout} s")
         # what still arrives counts first
-        if ready == [self._lookout.fileno()] and not self._poll(sending, receiving, False).poll(_GRACE_SECONDS * 1000):
+        if ready == [self._lookout.fileno()] and not self._poll(*wanted, False).poll(_GRACE_SECONDS * 1000):
             cause = self._lookout.cause()
             raise _LostError(cause.lost, ConnectionResetError(cause.why))
 
@@ -473,11 +650,97 @@ class Ring:
         found = self._polls.get(wanted)
         if found is None:
             found = self._polls[wanted] = select.poll()
-            events = select.POLLOUT, select.POLLIN, select.POLLIN
-            for one, wants, event in zip((self._next, self._previous, self._lookout), wanted, events, strict=True):
+            sending, answering, receiving, watching = wanted
+            if sending or answering:
+                found.register(self._next, sending * select.POLLOUT | answering * select.POLLIN)
+            for one, wants in ((self._previous, receiving), (self._lookout, watching)):
                 if wants:
-                    found.register(one, event)
+                    found.register(one, select.POLLIN)
         return found
+
+
+# Whether the next one reads an array where it lies, and the array of the one before, if this one does.
+_Ways = tuple[bool, np.ndarray | None]
+
+
+def _is_local(one: socket.socket) -> bool:
+    return one.family == socket.AF_UNIX
+
+
+class _AroundTheRing:
+    """An array that is summed around the ring: how far it is sent, and received.
+
+    Args:
+        array, fill: as `Ring.add` has them.
+        its: bytes of the array of the one before, if they are read where they lie.
+        rank, size: as `Ring` has them.
+        accumulate: accumulate(mine, theirs) adds theirs to mine.
+
+    Attributes:
+        total: bytes that go out, and that come in.
+        sent, received: of these.
+        waiting: received bytes that are not added yet.
+        told: bytes that the one before has said to be ready.
+    """
+
+    def __init__(
+        self,
+        array: np.ndarray,
+        its: np.ndarray | None,
+        fill: Callable[[int, int], None] | None,
+        rank: int,
+        size: int,
+        accumulate: Callable[[np.ndarray, np.ndarray], None],
+    ):
+        self._array, self.its, self._fill, self._accumulate = array, its, fill, accumulate
+        self._rank, self._size = rank, size
+        self._flat = array.view(np.uint8)
+        self.bytes = memoryview(self._flat)
+        self._length = array.nbytes // size  # of a segment
+        self.total = 2 * (size - 1) * self._length
+        self.sent = self.received = self.waiting = self.told = 0
+        self._filled = self._length if fill is None else 0  # of the segment that is sent first
+
+    @property
+    def fills(self) -> bool:
+        """Whether what is sent next may have no values yet."""
+        return self._filled < self._length
+
+    @property
+    def may_send(self) -> int:
+        """A segment may be passed on as far as the phase before has brought and summed it."""
+        return min(self.total, self._length + self.received - self.waiting)
+
+    def next_to_send(self, most: int) -> slice:
+        """What is sent next, at most so many bytes; it has its values."""
+        phase, offset = divmod(self.sent, self._length)
+        start = (self._rank - phase) % self._size * self._length + offset
+        end = start + min(self.may_send - self.sent, self._length - offset, most)
+        if not phase and self.fills:
+            if self._filled == offset:  # all that has its values is sent
+                self._fill_in(start, end)
+                self._filled += end - start
+            end = min(end, start - offset + self._filled)
+        return slice(start, end)
+
+    def next_to_receive(self) -> tuple[int, int, int]:
+        """(phase, where it begins, bytes that are left of its segment) of what is received next."""
+        phase, offset = divmod(self.received, self._length)
+        return phase, (self._rank - 1 - phase) % self._size * self._length + offset, self._length - offset
+
+    def add(self, start: int, theirs: np.ndarray) -> None:
+        """Adds bytes of another's array that begin there."""
+        for begin in range(0, len(theirs), _CHUNK):
+            end = min(begin + _CHUNK, len(theirs))
+            self._fill_in(start + begin, start + end)
+            mine = self._flat[start + begin : start + end]
+            self._accumulate(mine.view(self._array.dtype), theirs[begin:end].view(self._array.dtype))
+
+    def _fill_in(self, start: int, end: int) -> None:
+        if self._fill is not None:
+            for begin in range(start, end, _CHUNK):
+                size = self._array.itemsize
+                self._fill(begin // size, min(begin + _CHUNK, end) // size)
 
 
 class _Parts:
@@ -491,14 +754,18 @@ class _Parts:
         self._memory, self._parts, self._begun = memory, [p for p in parts if p.stop > p.start], 0
         self.left, self.done = sum(p.stop - p.start for p in self._parts), 0
 
+    @property
+    def place(self) -> int:
+        """Where what is next begins."""
+        return self._parts[0].start + self._begun
+
     def now(self, most: int) -> memoryview:
         """What is next, at most so many bytes."""
-        start = self._parts[0].start + self._begun
-        return self._memory[start : min(start + most, self._parts[0].stop)]
+        return self._memory[self.place : min(self.place + most, self._parts[0].stop)]
 
     def advance(self, count: int) -> None:
         self.left, self.done, self._begun = self.left - count, self.done + count, self._begun + count
-        if self._parts[0].start + self._begun == self._parts[0].stop:
+        if self.place == self._parts[0].stop:
             del self._parts[0]
             self._begun = 0
 

@@ -41,16 +41,17 @@ class _Agreement(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """The chief's variables and first epoch: a callback before this one may have restored them."""
         model = self.model
+        chief = communicator.is_chief(model.distribute_strategy)
         variables = [
             v
             for v in (*model.variables, *model_optimizers.variables(model))
             if tf.as_dtype(v.dtype) in exchange.SUMMABLE
         ]
         for group in communicator.groups(variables):  # not all at once: they may be most of a worker's memory
-            local = [np.asarray(v) for v in group]
+            local = [communicator.read(v) for v in group]
             values = communicator.from_chief(model.distribute_strategy, local)
             for variable, old, value in zip(group, local, values, strict=True):
-                if not np.array_equal(old, value):
+                if not chief and not np.array_equal(old, value):
                     variable.assign(value)
         (first_epoch,) = communicator.from_chief(
             model.distribute_strategy, [np.int64(keras_objects.first_epoch(model))]

@@ -309,4 +309,3 @@ def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_lin
     finished(command_line("sweep", *arguments))
     trials = list(tmp_path.glob("runs/sweep/Trial_*/result.json"))
     assert len(trials) == 2 and before <= {path.parent for path in trials}
-

@@ -1,6 +1,9 @@
 """The ring of sockets: sums are right for any number of processes, sizes and types, and a lost neighbour is told."""
 
 import contextlib
+import gc
+import os
+import pathlib
 import pickle
 import socket
 import threading
@@ -13,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytf.collectives import scaled_float16
+from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.ring import TOKEN_BYTES, Listener
 from raytf.errors import PeerLostError, RaytfError
 
@@ -21,8 +24,10 @@ TOKEN = bytes(range(TOKEN_BYTES))
 
 
 def rings(size, hosts="unix", timeout=20.0, before_join=None, **others):
-    """The places of a ring in this process; "tcp" gives each a host of its own, so that no Unix socket is used."""
-    listeners = [Listener(f"127.0.0.{rank + 1}" if hosts == "tcp" else "127.0.0.1") for rank in range(size)]
+    """The places of a ring in this process; "tcp" gives each a host of its own, so that no Unix socket is used, and
+    "both" one to the last, so that the others have one to one neighbour."""
+    own_host = {"unix": (), "tcp": range(size), "both": (size - 1,)}[hosts]
+    listeners = [Listener(f"127.0.0.{rank + 1 if rank in own_host else 1}") for rank in range(size)]
     addresses = [(one.host, one.port) for one in listeners]
     if before_join:
         before_join(listeners)
@@ -43,6 +48,20 @@ def ring_of():
         ring.close()
 
 
+def laid(place, array, shared=True):
+    """An array, in memory that the next one reads where there is such and it is wanted."""
+    there = place.empty(array.size, array.dtype) if shared else None
+    if there is None:
+        return array
+    there[...] = array
+    return there
+
+
+def raised(function, places):
+    """The errors that `function(place)` has raised, called as `together` does."""
+    return [error for error in together(function, places) if isinstance(error, Exception)]
+
+
 def together(function, places):
     """`function(place)` in a thread for each; what they returned, or the errors they raised."""
 
@@ -56,27 +75,27 @@ def together(function, places):
         return list(pool.map(call, places))
 
 
-@pytest.mark.parametrize("hosts", ["unix", "tcp"])
+@pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_sums_any_sizes_and_types(ring_of, size, hosts):
     places = ring_of(size, hosts)
     kinds = [np.float64, np.float32, np.int64, np.float16, ml_dtypes.bfloat16]
 
     @settings(max_examples=25, deadline=None)
-    @given(st.integers(1, 300_000), st.sampled_from(kinds), st.integers(0, 2**32))
-    def check(items, kind, seed):
+    @given(st.integers(1, 300_000), st.sampled_from(kinds), st.integers(0, 2**32), st.sets(st.integers(0, size - 1)))
+    def check(items, kind, seed, shared):
         items = places[0].padded(items)
         # small whole numbers: every type holds every sum
         arrays = [np.random.default_rng([seed, i]).integers(-8, 9, items).astype(kind) for i in range(size)]
         expected = np.sum([a.astype(np.float64) for a in arrays], axis=0)
-        assert together(lambda place: place.add(arrays[place.rank]), places) == [None] * size
-        for array in arrays:
-            np.testing.assert_array_equal(array.astype(np.float64), expected)
+        arrays = [laid(place, a, place.rank in shared) for place, a in zip(places, arrays, strict=True)]
+        for total in together(lambda place: place.add(arrays[place.rank]), places):
+            np.testing.assert_array_equal(total.astype(np.float64), expected)
 
     check()
 
 
-@pytest.mark.parametrize("hosts", ["unix", "tcp"])
+@pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
     places = ring_of(size, hosts)
@@ -88,10 +107,10 @@ def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
         bounds, whole = [0, *np.cumsum(lengths).tolist()], np.concatenate(parts)
 
         def work(place):
-            own, chiefs = np.zeros_like(whole), parts[place.rank][: min(lengths)].copy()
+            shared = (seed >> place.rank) % 2
+            own, chiefs = laid(place, np.zeros_like(whole), shared), parts[place.rank][: min(lengths)].copy()
             own[bounds[place.rank] : bounds[place.rank + 1]] = parts[place.rank]
-            place.gather(own, bounds)
-            place.broadcast(chiefs)
+            own, chiefs = place.gather(own, bounds), place.broadcast(laid(place, chiefs, shared))
             one = np.ones(size)
             place.add(one)
             assert one.tolist() == [size] * size
@@ -132,14 +151,15 @@ def around_the_ring(arrays):
     return np.concatenate(total)
 
 
-@pytest.mark.parametrize("hosts", ["unix", "tcp"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts):
-    """Whether all go to all or around the ring; and each value is there before it is sent, added, or both."""
+def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, shared):
+    """Whether all go to all or around the ring, and where they lie; each is there before it is sent, added, or both."""
     places = ring_of(size, hosts)
     for items in (0, 6, 1200, 600_000, 2_400_006):
         values = [np.random.default_rng(i).normal(size=items).astype(np.float32) for i in range(size)]
-        arrays = [np.full(items, np.nan, np.float32) for _ in range(size)]
+        arrays = [laid(place, np.full(items, np.nan, np.float32), shared) for place in places]
         counts = [np.zeros(items, np.uint8) for _ in range(size)]
 
         def work(place, values=values, arrays=arrays, counts=counts):
@@ -147,11 +167,10 @@ def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts):
                 arrays[place.rank][begin:end] = values[place.rank][begin:end]
                 counts[place.rank][begin:end] += 1
 
-            place.add(arrays[place.rank], fill=fill)
+            return place.add(arrays[place.rank], fill=fill)
 
-        assert together(work, places) == [None] * size
         expected = around_the_ring(values).tobytes()
-        assert [array.tobytes() == expected for array in arrays] == [True] * size, items
+        assert [total.tobytes() == expected for total in together(work, places)] == [True] * size, items
         assert all((count == 1).all() for count in counts), items
 
 
@@ -171,16 +190,72 @@ def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
 
 def test_sums_in_float16_with_scales_pass_its_end(ring_of):
     places = ring_of(3)
-    wide = [np.random.default_rng(i).normal(0, 6e4, (9, scaled_float16.ITEMS)).astype(np.float32) for i in range(3)]
+    count = 3 * 700  # too many for a socket to tell of one after the other
+    wide = [np.random.default_rng(i).normal(0, 6e4, (count, scaled_float16.ITEMS)).astype(np.float32) for i in range(3)]
     exact = np.sum([a.astype(np.float64) for a in wide], axis=0)
-    coded = [np.zeros(9, scaled_float16.BLOCK) for _ in wide]
+    coded = [laid(place, np.zeros(count, scaled_float16.BLOCK)) for place in places]
     for numbers, blocks in zip(wide, coded, strict=True):
         scaled_float16.encode(numbers, blocks)
-    assert together(lambda place: place.add(coded[place.rank]), places) == [None] * 3
+    assert not raised(lambda place: place.add(coded[place.rank]), places)
     assert coded[0].tobytes() == coded[1].tobytes() == coded[2].tobytes()
     found = np.empty_like(wide[0])
     scaled_float16.decode(coded[0], found)
     assert np.abs(found - exact).max() < 3 * 2.0**-11 * np.abs(exact).max()
+
+
+def memories():
+    """Shared memories of rings in this process, and its open descriptors."""
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:raytf" in line for line in lines), len(list(pathlib.Path("/proc/self/fd").iterdir()))
+
+
+def test_shared_memory_is_used_again_and_gone_with_the_ring():
+    gc.collect()  # of other tests
+    before = memories()
+    places = rings(3)
+    used = set()
+    for _ in range(5):
+        arrays = [laid(place, np.ones(300_000)) for place in places]
+        lie_at = [array.ctypes.data for array in arrays]
+        sums = together(lambda place, arrays=arrays: place.add(arrays[place.rank]), places)
+        assert [total.ctypes.data for total in sums] == lie_at
+        more = [place.empty(300_000, np.dtype(np.float64)) for place in places]
+        others = {one.ctypes.data for one in more}
+        assert not set(lie_at) & others  # these are in use
+        used |= {*lie_at, *others}
+        assert all((total == 3).all() for total in sums)
+        arrays = sums = more = None
+    assert len(used) == 6
+    assert memories()[0] == before[0] + 6  # each one's own, and that of the one before
+    for place in places:
+        place.close()
+    assert memories() == before
+
+
+def test_a_sum_is_not_left_where_one_may_read_that_is_lost(ring_of):
+    """TensorFlow writes into the memory of a sum that is needed no more; a neighbour might take that for the sum."""
+    places = ring_of(2)
+    places[1]._have_read = lambda *_: places[1].close()
+    arrays = [laid(place, np.ones(300_000)) for place in places]
+    sums = together(lambda place: place.add(arrays[place.rank]), places)
+    assert not np.shares_memory(sums[0], arrays[0]) and all((total == 2).all() for total in sums)
+
+
+@pytest.mark.parametrize("fails", ["own", "other"])
+def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
+    def refuse(*_, **__):
+        raise OSError("no memory here")
+
+    places = ring_of(3)
+    if fails == "own":
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    else:
+        monkeypatch.setattr(shared_memory, "Neighbours", refuse)
+    with pytest.warns(UserWarning, match="workers of this host exchange through sockets, as"):
+        for _ in range(2):
+            arrays = [laid(place, np.ones(300_000)) for place in places]
+            sums = together(lambda place, arrays=arrays: place.add(arrays[place.rank]), places)
+            assert all((total == 3).all() for total in sums)
 
 
 def test_workers_that_sum_different_things_are_told(ring_of):
@@ -214,7 +289,7 @@ def test_a_member_that_left_after_the_last_sum_ends_no_sum_of_others(ring_of):
     """All leave one after the other; none takes that for a death, and who sums again is told who left."""
     places = ring_of(4)
     arrays = [np.ones(4) for _ in places]
-    assert together(lambda place: place.add(arrays[place.rank]), places) == [None] * 4
+    assert not raised(lambda place: place.add(arrays[place.rank]), places)
     for place in places[:3]:
         place.close()
     with pytest.raises(PeerLostError, match="worker . left the ring") as told:
@@ -250,7 +325,7 @@ def test_a_neighbour_that_does_not_read_is_waited_for_longer_than_its_host(ring_
             time.sleep(3)
         place.add(arrays[place.rank])
 
-    assert together(work, places) == [None] * 3
+    assert not raised(work, places)
     assert all(array.min() == array.max() == 3 for array in arrays)
 
 
@@ -276,7 +351,7 @@ def test_many_strangers_are_turned_away_at_once(ring_of):
     places = ring_of(2, "tcp", before_join=knock)
     assert time.monotonic() - began < 60
     arrays = [np.ones(2), np.ones(2)]
-    assert together(lambda place: place.add(arrays[place.rank]), places) == [None, None]
+    assert not raised(lambda place: place.add(arrays[place.rank]), places)
     assert arrays[0].tolist() == arrays[1].tolist() == [2.0, 2.0]
     for one in strangers:
         one.settimeout(5)
