@@ -49,11 +49,13 @@ class LateError(Exception):
 
 
 def build_model(config):
-    """A small network of which a checkpoint holds random masks, moving statistics and an optimizer's moments."""
+    """A network of which a checkpoint holds random masks, moving statistics and an optimizer's moments, and whose gradients
+    are large enough for workers of one host to read them in each other's memory."""
     import keras
 
     layers = keras.layers
-    model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(16, "relu"), layers.BatchNormalization()])
+    model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(200, "relu"), layers.BatchNormalization()])
+    model.add(layers.Dense(200, "relu"))
     model.add(layers.Dropout(0.2))
     model.add(layers.Dense(10, "softmax"))
     model.compile("adam", "sparse_categorical_crossentropy")
