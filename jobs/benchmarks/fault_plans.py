@@ -49,8 +49,10 @@ class LateError(Exception):
 
 
 def build_model(config):
-    """A network of which a checkpoint holds random masks, moving statistics and an optimizer's moments. Its gradients are
-    so large that workers of one host read them in each other's memory."""
+    """A network of which a checkpoint holds random masks, moving statistics and an optimizer's moments.
+
+    Its gradients are so large that workers of one host read them in each other's memory.
+    """
     import keras
 
     layers = keras.layers
