@@ -44,6 +44,18 @@ def rank(strategy) -> int:
     return strategy.extended._id_in_cluster
 
 
+@uses("tensorflow.python.data.ops.iterator_ops:OwnedIterator._dataset")
+def dataset_of(iterator):
+    """What an iterator goes through; None if it was made of a resource. Nothing public tells."""
+    return getattr(iterator, "_dataset", None)
+
+
+@uses("tensorflow.python.data.ops.iterator_ops:OwnedIterator._iterator_resource")
+def take_resource(iterator):
+    """What of an iterator TensorFlow must end, which the iterator then has no more; None if it has none."""
+    return vars(iterator).pop("_iterator_resource", None)
+
+
 @uses("tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs")
 def inputs_of(dataset) -> list:
     """The datasets that a dataset was made from; nothing public tells."""

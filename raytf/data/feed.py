@@ -98,7 +98,7 @@ class Feed:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
-        options.autotune.enabled = shape.computes
+        options.autotune.enabled = False  # it costs a thread, and at times a wait at the end (`iterator_ends`)
         # A thread more costs a step more than it saves where a batch is only cut out of a superbatch.
         if shape.heavy or shape.row_bytes * (stop - start) > HEAVY_BATCH:
             dataset = dataset.prefetch(PREFETCH)

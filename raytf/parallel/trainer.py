@@ -37,6 +37,7 @@ from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
     epoch_iterator,
+    iterator_ends,
     local_sgd,
     losses,
     metrics,
@@ -48,7 +49,7 @@ from raytf.parallel import (
 from raytf.parallel import step as step_module
 
 # Those that say what stands in the place of Keras' functions, beside this one.
-REPLACING = (epoch_iterator, losses, metrics, optimizers, step_module)
+REPLACING = (epoch_iterator, iterator_ends, losses, metrics, optimizers, step_module)
 _installed: list[bool] = []
 
 
