@@ -338,7 +338,10 @@ class Ring:
                     self._previous.send(_NO if self._its_memory is None else _YES)
         if own is not None:
             own.sent()
-            if self._patiently(1, functools.partial(self._next.recv, 1), answering=True) != _YES:
+            answer = self._patiently(1, functools.partial(self._next.recv, 1), answering=True)
+            if not answer:
+                raise _LostError((self.rank + 1) % self.size, ConnectionResetError("it closed its connection"))
+            if answer == _NO:
                 self._memory, self._may_show = None, False
                 warnings.warn(
                     f"workers of this host exchange through sockets, as worker {(self.rank + 1) % self.size} cannot "

@@ -28,7 +28,7 @@ class Own:
     """Memory of this process, in blocks that are used again when their arrays are gone.
 
     Attributes:
-        descriptor: to be sent to the neighbour, and closed by `sent`.
+        descriptor: to be sent to the neighbour; `sent()` closes it.
 
     Raises:
         OSError: the system gives none.
@@ -38,21 +38,14 @@ class Own:
         if sys.platform != "linux":
             raise OSError("only Linux has memory without a name")
         self.descriptor = os.memfd_create("raytf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, _MOST_BYTES)
-            # who reads beyond the end of a file is killed
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self._memory = mmap.mmap(self.descriptor, _MOST_BYTES)
-        except BaseException:
-            self.sent()
-            raise
+        self.sent = weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, _MOST_BYTES)
+        # who reads beyond the end of a file is killed
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self._memory = mmap.mmap(self.descriptor, _MOST_BYTES)
         self._begin = np.frombuffer(self._memory, np.uint8, 1).ctypes.data
         self._end, self._lock = 0, threading.Lock()
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-
-    def sent(self) -> None:
-        """Closes the descriptor."""
-        os.close(self.descriptor)
 
     def empty(self, items: int, dtype: np.dtype) -> np.ndarray | None:
         """A flat array that begins at a page, of any content; None where all addresses are taken."""
