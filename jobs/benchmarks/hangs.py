@@ -240,7 +240,8 @@ def _refused(fault: Planted, began: float, ended: list) -> dict:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=10, help="how many, of this seed and those behind it")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=10.0, help="hang_timeout_s")
     parser.add_argument("--kinds", nargs="+", default=list(CAUSES), choices=list(CAUSES))
     options = parser.parse_args(arguments)
@@ -251,9 +252,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     seeds, limit = (1, 4.0) if options.smoke else (options.seeds, options.limit)
     found = []
-    for seed in range(seeds):
+    for seed in range(options.seed, options.seed + seeds):
         found += run(seed, options.kinds, limit)
-        print(f"seeds 0 to {seed}: {sum(its['right'] for its in found)} of {len(found)}", flush=True)
+        print(f"seeds {options.seed} to {seed}: {sum(its['right'] for its in found)} of {len(found)}", flush=True)
     for its in found:
         if its["why"]:
             print(its["why"], its["ending"])
