@@ -6,6 +6,11 @@ they held before that step. It makes the step from its beginning; then all join 
 again the sums of this step that were made, from inputs that are still in memory, and go on. Summed in the same order,
 the numbers are the same.
 
+Behind the last step of an epoch all exchanges are kept until the first step of the next one is made: those of its logs,
+of the validation, of what callbacks agree on. A process that takes the place of one lost there begins behind that last
+step, with what another one held then, and makes the end of the epoch from its beginning: callbacks, too. The others
+make their exchanges again with it, and see that what comes of them is the same.
+
 What workers do not have alike, as metrics over rows of their own, each passes on to the next one after every step.
 
 Pure sockets and memory; what a training's state is, says who trains (`raytf.worker.replacement`). Driver:
@@ -17,9 +22,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,12 +50,14 @@ class Rejoin:
         token: see `Listener.join`.
         generation: of the group.
         numbers: of meetings by kind, which `activity` counts on from, the same for all.
+        anew: whether all that was exchanged behind the last step of the epoch is exchanged again.
     """
 
     addresses: Sequence[tuple[str, int]]
     token: bytes = field(repr=False)
     generation: int
     numbers: dict[str, int]
+    anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class Waiting:
         held: (tag, bytes) that the one before has passed on last, or None.
         numbers: of meetings by kind, as `activity` has counted them.
         own: (tag, bytes) that this one has passed on last, or None.
+        since: the tag behind the last step of the epoch, where all that was exchanged since can be exchanged again.
+        between: whether it waits behind that step, and not within the next one.
     """
 
     tag: int
@@ -69,6 +79,8 @@ class Waiting:
     held: tuple[int, bytes] | None
     numbers: dict[str, int]
     own: tuple[int, bytes] | None = None
+    since: int | None = None
+    between: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Place:
         step: steps of the training that the others have made in all.
         tag: see `tag_of`.
         within: of these steps, those of the execution that goes on.
-        at_end: see `Healer`.
+        at_end: whether it begins behind the last step of an epoch, see `Healer`.
         files: of a checkpoint of that step, by name; what another worker held.
         own: what the lost one had passed on after that step.
         agreed: of what workers have agreed on, see `raytf.worker.replacement`.
@@ -153,6 +165,31 @@ class Detached:
         """Nothing is open."""
 
 
+class _Made(NamedTuple):
+    """An exchange that may be made again.
+
+    Attributes:
+        exchange: makes it.
+        digest: of what came of it; None where that is not looked at.
+    """
+
+    exchange: Callable[[], Any]
+    digest: int | None
+
+    def again(self) -> bool:
+        """Makes it; whether the same comes of it."""
+        result = self.exchange()
+        return self.digest is None or _digest(result) == self.digest
+
+
+def _digest(arrays: Sequence[np.ndarray] | np.ndarray | None) -> int:
+    """Of the arrays that an exchange has given."""
+    found = 0
+    for array in arrays if isinstance(arrays, Sequence) else [] if arrays is None else [arrays]:
+        found = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), found)
+    return found
+
+
 class Healer:
     """Of this process.
 
@@ -190,6 +227,7 @@ class Healer:
         lost: Callable[[], None],
         step: int,
         keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
+        end: Callable[[], Callable[[], Place]] | None = None,
     ) -> None:
         """Says that a loss can be survived from now on.
 
@@ -201,18 +239,22 @@ class Healer:
             keep: keep(what each worker has passed on last, by rank; ranks of which that is what they had a step
                 before) keeps a checkpoint of the steps that are made, and gives their number; called as `image` is,
                 before this worker is told that it cannot go on.
+            end: called behind the last step of an epoch; what it gives is an `image` of this moment, also later. None:
+                a loss is survived there only until callbacks are told of the epoch's end.
         """
         self._listen, self._image, self._lost, self._step, self._keep = listen, image, lost, step, keep
+        self._end = end
         self.refused = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Says that it cannot, and why, as a clause."""
-        self._listen = self._image = self._lost = self._keep = None
+        self._listen = self._image = self._lost = self._keep = self._end = None
         self._step = self.within = self.begun = 0
         self.tag = -1
         self._open = self.at_end = False
-        self._enters = False
-        self._made: list[Callable[[], Any]] = []
+        self._enters = self._executes = self._told = False
+        self._made: list[_Made] = []
+        self._forget_end()
         self._completed = 0  # updates, at the end of the step before
         self._waiting: Waiting | None = None
         self._passed: tuple[int, bytes] | None = None
@@ -224,21 +266,38 @@ class Healer:
     def execution(self) -> Iterator[None]:
         """Around an execution of training steps."""
         self._open, self.within = True, 0
+        self._executes, self._before_step = True, len(self._made)
         try:
             yield
         finally:
             self.begun = 0
+            self._executes = False
             self.close()
 
     def end_epoch(self) -> None:
-        """Says that the end of an epoch begins, in which a loss can be survived until callbacks are told of it."""
+        """Says that an epoch's last step is made, and that its end begins."""
         self._open = self.at_end = True
-        self.within = 0
+        self.within, self._told = 0, False
+        if self._end is not None:
+            self._end_image, self._since = self._end(), self.tag
+
+    def tell_callbacks(self) -> bool:
+        """Says that callbacks are told of the epoch's end; whether a loss can be survived from here on, too."""
+        self._told = True
+        if self._since is None:
+            self.close()
+        return self._since is not None
 
     def close(self) -> None:
-        """Says that what follows, as callbacks, cannot be made again by another worker."""
-        self._open = self.at_end = False
-        self._made.clear()
+        """Says that what follows, as callbacks, cannot be made again by another worker, but behind an epoch's end."""
+        if self._since is None:
+            self._open = self.at_end = False
+            self._made.clear()
+
+    def _forget_end(self) -> None:
+        self._since: int | None = None
+        self._end_image: Callable[[], Place] | None = None
+        self._before_step = 0
 
     def enter(self, begun: int) -> None:
         """Says that a worker which takes a place meets the others at its next exchange.
@@ -256,6 +315,8 @@ class Healer:
     def stepped(self, holder, content: bytes) -> None:
         """A step has ended, with all that it changes: tells the next worker what only this one has."""
         self._made.clear()
+        if self._since is not None:
+            self._forget_end()
         self._completed = holder.completed
         self._step += 1
         self.within += 1
@@ -293,7 +354,7 @@ class Healer:
             except PeerLostError as error:
                 self._mend(holder, error)
         if self._open and self.armed:
-            self._made.append(exchange)
+            self._made.append(_Made(exchange, None if self._executes else _digest(result)))
         return result
 
     def _mend(self, holder, error: PeerLostError) -> None:
@@ -305,10 +366,13 @@ class Healer:
         while True:
             self._meet(holder, error)
             try:
-                for made in self._made:
-                    made()
+                if not all(made.again() for made in self._made):
+                    self.refused = "workers that made the end of an epoch again came to something else"
+                    raise error
                 return
             except PeerLostError as another:
+                if self.refused is not None:
+                    raise
                 error = another
 
     def _meet(self, holder, error: PeerLostError | None) -> None:
@@ -334,7 +398,8 @@ class Healer:
         here = activity.here
         numbers, where = here.told()["numbers"], (listener.host, listener.port)
         with self._changed:
-            self._waiting = Waiting(self.tag, where, old.held, numbers, self._passed)
+            between = self._since is not None and not self._executes
+            self._waiting = Waiting(self.tag, where, old.held, numbers, self._passed, self._since, between)
             self._changed.notify_all()
         try:
             with here.meeting(activity.HEALING):
@@ -352,6 +417,9 @@ class Healer:
         if ring is not None:
             ring.held = old.held
             here.count(told.numbers)
+            if self._since is not None and not told.anew:  # one that is new knows of the step alone
+                del self._made[: self._before_step]
+                self._forget_end()
         return ring
 
     def _join(self, listener: Listener, old, told: Rejoin) -> Ring | None:
@@ -390,9 +458,9 @@ class Healer:
             return self._waiting
         return None if self.armed or self.place is not None else self.refused
 
-    def image(self) -> Place:
-        """See `arm`."""
-        return self._image()
+    def image(self, anew: bool = False) -> Place:
+        """See `arm`; `anew`, of the moment behind the last step of the epoch."""
+        return self._end_image() if anew else self._image()
 
     def keep(self, owned: Sequence[bytes], behind: Collection[int]) -> int:
         """See `arm`.
@@ -402,6 +470,8 @@ class Healer:
         """
         if self._waiting is None or self._keep is None:
             raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
+        if self._told and not self._executes:
+            raise RaytfError("callbacks were told of the end of the epoch, and hold what follows from it")
         return self._keep(owned, behind)
 
     def command(self, told: Rejoin | str) -> None:
@@ -416,9 +486,9 @@ here = Healer()
 # ------------------------------------------------------------------------------- what the driver has workers execute
 
 
-def image() -> Place:
+def image(anew: bool = False) -> Place:
     """`Healer.image`, as a function that another process sends here."""
-    return here.image()
+    return here.image(anew)
 
 
 def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:

@@ -245,7 +245,9 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     if kept.steps:
         agreed["kept"] = kept.steps[0]
     arguments, before, after = kept.going_on()
-    survivable = replacement.survivable(work.heals, model, kept.position, kept.report, agreed, feed.order, session)
+    survivable = replacement.survivable(
+        work.heals, model, kept.position, kept.report, agreed, feed.order, session, users
+    )
     try:
         with survivable:
             history = model.fit(

@@ -119,6 +119,23 @@ def _redirected(callbacks, folder: Callable[[], str]):
             yield callback
 
 
+def held_by_chief(callbacks) -> list[str]:
+    """Classes of callbacks that the chief alone runs, and that may hold what follows from the epochs or batches before.
+
+    Those of Keras that write each epoch as it comes hold nothing of the kind.
+    """
+    writers = (*WRITERS, *_ALONE)
+    found = set()
+    for callback in callbacks:
+        left_out = isinstance(callback, (*_ALONE, chief_callbacks.Elsewhere)) or type(callback) in WRITERS
+        if not left_out and not chief_callbacks.is_chiefs(callback):
+            continue
+        holds = looks_at_batches(callback) or getattr(callback, "save_best_only", False)
+        if holds or not isinstance(callback, writers):
+            found.add(type(callback).__name__)
+    return sorted(found)
+
+
 @contextlib.contextmanager
 def prepared(model, callbacks):
     """Yields (callbacks for `fit`, whether the logs of batches must be global) for a model on several workers."""

@@ -7,7 +7,7 @@ to the next one of the ring, for a process that takes its place when it is lost;
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import numpy as np
@@ -94,6 +94,12 @@ def content_of(model) -> bytes:
     return b"".join(value.numpy().tobytes() for value in function())
 
 
+def alike(model) -> list:
+    """The variables that all workers have alike: all others of a model, and those of its optimizers."""
+    own = {id(v) for v in variables_of(model)}
+    return list({id(v): v for v in (*model.variables, *model_optimizers.variables(model)) if id(v) not in own}.values())
+
+
 def check_alike(model) -> None:
     """After a loss that was survived: all workers must have the same weights and state of optimizers.
 
@@ -101,10 +107,8 @@ def check_alike(model) -> None:
         RaytfError: they have not.
     """
     healing.here.healed = False
-    own = {id(v) for v in variables_of(model)}
-    alike = [v for v in (*model.variables, *model_optimizers.variables(model)) if id(v) not in own]
     mine = 0
-    for variable in {id(v): v for v in alike}.values():
+    for variable in alike(model):
         mine = zlib.crc32(np.ascontiguousarray(np.asarray(variable)).tobytes(), mine)
     ring = gradient_ring.of(model.distribute_strategy).ring
     found = np.zeros(ring.size, np.int64)
@@ -142,8 +146,12 @@ def values_of(model, content: bytes) -> list[np.ndarray]:
 
 def put(model, values: Sequence[np.ndarray]) -> None:
     """Gives the variables values in this process alone, from any thread, also while a step of the model waits."""
-    strategy = model.distribute_strategy
-    for variable, value in zip(variables_of(model), values, strict=True):
+    put_each(model.distribute_strategy, zip(variables_of(model), values, strict=True))
+
+
+def put_each(strategy, pairs: Iterable[tuple]) -> None:
+    """`put` of (variable, value)."""
+    for variable, value in pairs:
         (local,) = strategy.experimental_local_results(keras_objects.held_by(variable))
         local.assign(value)
 

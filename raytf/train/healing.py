@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -222,25 +222,24 @@ class Healing:
             told = [worker.actor.execute.remote(healing.leave, self._generation - 1) for worker in self._rest.values()]
             self._ask(told, "an end of what went before")
         waiting = self._all_wait(self._rest, _BREAK_SECONDS, "come to the sum that cannot be made")
-        tags = {its.tag for its in waiting.values()}
-        if len(tags) > 1:
-            raise NotHealedError("the others are not in one step: some have applied an update that others have not")
+        anew = is_to_be_made_anew(waiting, self.lost, len(self._asked.workers))
         if self.lost:
-            self._replace(starting, waiting)
+            self._replace(starting, waiting, anew)
         self._held = None  # from here on they may go on
         told = Rejoin(
             [waiting[rank].address for rank in sorted(waiting)],
             ring.new_token(),
             self._generation,
             {kind: max(its.numbers[kind] for its in waiting.values()) for kind in waiting[min(waiting)].numbers},
+            anew,
         )
         everyone = self._rest | self._made
         self._ask([worker.actor.execute.remote(healing.command, told) for worker in everyone.values()], "the next ring")
 
-    def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting]) -> None:
+    def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting], anew: bool) -> None:
         """Has new processes come to where the others wait."""
-        donor = min(self._rest)
-        (place,) = self._ask([self._rest[donor].actor.execute.remote(healing.image)], "a copy of the training's state")
+        donor = self._rest[min(self._rest)].actor
+        (place,) = self._ask([donor.execute.remote(healing.image, anew)], "a copy of the training's state")
         self._held = self._held_by_all(place, waiting)
         owned = self._owned(place, waiting)
         until = time.monotonic() + _START_SECONDS
@@ -360,6 +359,33 @@ class Healing:
             if time.monotonic() > until:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:g} s")
+
+
+def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], size: int) -> bool:
+    """Whether all that followed the last step of the epoch is made again, callbacks on new processes too.
+
+    Args:
+        waiting: where each of the others waits.
+        lost: the ranks of the lost ones.
+        size: how many all are.
+
+    Returns:
+        False: only the exchanges of the step that all are in are made again, or those since callbacks were told of one.
+
+    Raises:
+        NotHealedError: the others are not in one step, nor behind the last one of one epoch.
+    """
+    tags, since = {its.tag for its in waiting.values()}, {its.since for its in waiting.values()}
+    passed = [waiting[(rank + 1) % size].held for rank in lost if (rank + 1) % size in waiting]
+    # what a lost worker has passed on last may be from before it began the epoch in whose first step the others are
+    behind = any(its is None or its[0] not in tags for its in passed)
+    if len(tags) == 1 and not behind and not any(its.between for its in waiting.values()):
+        return False
+    if len(since) == 1 and None not in since:
+        return True
+    if len(tags) > 1:
+        raise NotHealedError("the others are not in one step: some have applied an update that others have not")
+    return False
 
 
 def give_up(workers: Iterable[Member], why: str) -> None:

@@ -103,7 +103,8 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        survivable = replacement.survivable(heals, model, position, report, agreed, order, session)
+        between = isinstance(session, RaySession)  # a trial stands still at each report
+        survivable = replacement.survivable(heals, model, position, report, agreed, order, session, users, between)
         try:
             with survivable:
                 model.fit(

@@ -8,11 +8,17 @@ what came of it, has what it had a step before: the metrics of the epoch lack it
 It gets the weights and the optimizer's state of one that waits within the next step, which have not changed in it; what
 the lost one had for itself, which that one had passed on; and where callbacks stand that all workers follow alike. Its
 `fit` begins with the step that the others are in; until then nothing is exchanged (`healing.Detached`).
+
+One that takes the place of a worker that was lost at the end of an epoch, or before the first step of the next one is
+made, begins behind the epoch's last step. What another one held then is noted there (`_EndOfEpoch`), as callbacks may
+have changed it since. It makes the validation, and its callbacks are told of the end of the epoch, as in a run that
+goes on from a checkpoint of that step: what a lost chief has written of it is written again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,18 +26,31 @@ import keras
 import numpy as np
 
 from raytf import activity
-from raytf.collectives import gradient_ring, healing
+from raytf.collectives import communicator, gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
-from raytf.errors import RaytfError
-from raytf.parallel import double_writes, local_sgd, metrics, own_state
+from raytf.errors import RaytfError, in_a_line
+from raytf.parallel import callbacks, double_writes, local_sgd, metrics, own_state
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.worker import checkpoint
 from raytf.worker.session import read_files
 
+# What is noted of a variable at the end of each epoch: its value, or whether it is the same.
+_SMALL_BYTES = 1 << 10
+
 
 @contextlib.contextmanager
-def survivable(heals: bool, model, position, report, agreed: dict[str, Any], order: dict, session) -> Iterator[None]:
+def survivable(
+    heals: bool,
+    model,
+    position,
+    report,
+    agreed: dict[str, Any],
+    order: dict,
+    session,
+    users: Sequence[keras.callbacks.Callback],
+    between: bool = False,
+) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
     Args:
@@ -43,6 +62,9 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
         order: `Feed.order` of the training rows.
         session: the run around it: it knows how many reports were made, is told of a loss, and may keep a checkpoint
             when it is asked to (`keep_now`).
+        users: the user's callbacks.
+        between: whether it can be survived between the last step of an epoch and the first one of the next, too: the
+            session knows which reports are made.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -51,6 +73,8 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
         healer.disarm(refused)
         yield
         return
+
+    alone = callbacks.held_by_chief(users)
 
     def listen() -> Listener:
         return gradient_ring.listener(gradient_ring.members(None))
@@ -76,25 +100,47 @@ def survivable(heals: bool, model, position, report, agreed: dict[str, Any], ord
         )
         return step
 
-    def image() -> Place:
-        if position.skipped:
-            raise RaytfError("the others have made no step since they went on with another batch")
-        within = healer.within
-        epoch_step = position.epoch_step + within
-        parts = parts_of(lambda v: np.zeros(tuple(v.shape), v.dtype), {})
-        with scratch.folder() as folder:
-            version = checkpoint_files.VERSION if epoch_step else checkpoint_files.VERSION_OF_EPOCHS
-            checkpoint.write(folder, model, parts, version)
-            files = read_files(folder)
+    def standing() -> dict[str, Any]:
         stand = {name: callback.told() for name, callback in agreed.items()}
         stand |= {"steps_per_execution": model.steps_per_execution, "reports": session.reports_made()}
         stand["looking"] = double_writes.looking()
         if healer.at_end:
             stand["last"] = metrics.last_logs(model)
-        return Place(position.step + within, healer.tag, within + healer.begun, healer.at_end, files, b"", stand)
+        return stand
+
+    def nothing(variable: keras.Variable) -> np.ndarray:
+        return np.zeros(tuple(variable.shape), variable.dtype)
+
+    def check_chief() -> None:
+        """A copy is asked of the first worker that is left, which has other callbacks than the chief."""
+        if alone and holder.ring.rank > 0:
+            raise RaytfError(f"what {', '.join(alone)} held was the chief's alone")
+
+    def image() -> Place:
+        check_chief()
+        if position.skipped:
+            raise RaytfError("the others have made no step since they went on with another batch")
+        files = _files(model, parts_of(nothing, {}), position.epoch_step + healer.within)
+        within = healer.within + healer.begun
+        return Place(position.step + healer.within, healer.tag, within, healer.at_end, files, b"", standing())
+
+    def end() -> Callable[[], Place]:
+        try:
+            check_chief()
+            return _EndOfEpoch(model, parts_of(nothing, {}), standing(), position, healer.tag)
+        except RaytfError as error:
+            why = str(error)
+        except Exception as error:  # of a callback's `get_state`, which only the chief's checkpoint needs otherwise
+            why = f"what a process in its place would need could not be noted: {in_a_line(error)}"
+
+        def refused() -> Place:
+            raise RaytfError(why)
+
+        return refused
 
     can_keep = hasattr(session, "keep_now")
-    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None)
+    keeps, ends = keep if can_keep else None, end if between else None
+    healer.arm(listen, image, session.tell_of_loss, position.step, keeps, ends)
     try:
         yield
     finally:
@@ -113,14 +159,66 @@ def _refused(model, holder) -> str | None:
     return None
 
 
+def _files(model, parts: dict[str, Any], epoch_step: int) -> dict[str, bytes]:
+    """The files of a checkpoint, by name."""
+    with scratch.folder() as folder:
+        version = checkpoint_files.VERSION if epoch_step else checkpoint_files.VERSION_OF_EPOCHS
+        checkpoint.write(folder, model, parts, version)
+        return read_files(folder)
+
+
+class _EndOfEpoch:
+    """What a process needs to go on behind the last step of an epoch, noted as that ends; later a call gives the Place.
+
+    Callbacks may change the model at the end of an epoch. Small variables, as the learning rate, are noted; of weights
+    it is noted whether they are the same.
+
+    Args:
+        model: built.
+        parts: of a checkpoint of this moment, see `checkpoint.parts`.
+        agreed: see `Place`.
+        position: the `callbacks.FeedCallback`.
+        tag: see `Place`.
+    """
+
+    def __init__(self, model, parts: dict[str, Any], agreed: dict[str, Any], position, tag: int):
+        arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}  # callbacks go on
+        self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
+        self._step, self._epoch_step, self._tag = position.step, position.epoch_step, tag
+        self._noted = [(v, np.array(v) if _is_small(v) else _digest(v)) for v in own_state.alike(model)]
+
+    def __call__(self) -> Place:
+        changed, strategy = [], self._model.distribute_strategy
+        for variable, noted in self._noted:
+            if isinstance(noted, int):
+                if _digest(variable) != noted:
+                    raise RaytfError(f"a callback has changed {variable.path} since the last step")
+            elif not np.array_equal(noted, now := np.array(variable)):
+                changed.append((variable, noted, now))
+        own_state.put_each(strategy, [(variable, noted) for variable, noted, _ in changed])
+        try:
+            files = _files(self._model, self._parts, self._epoch_step)
+        finally:
+            own_state.put_each(strategy, [(variable, now) for variable, _, now in changed])
+        return Place(self._step, self._tag, 0, True, files, b"", self._agreed)
+
+
+def _is_small(variable) -> bool:
+    return communicator.bytes_of(variable) <= _SMALL_BYTES
+
+
+def _digest(variable) -> int:
+    return zlib.crc32(np.ascontiguousarray(np.asarray(variable)).reshape(-1).view(np.uint8))
+
+
 class First(keras.callbacks.Callback):
-    """Before all other callbacks: says that what they do at an epoch's end is not to be survived."""
+    """Before all other callbacks: says that they are told of an epoch's end, which may not be survived."""
 
     raytf_local_batches = True
 
     def on_epoch_end(self, epoch, logs=None):
-        healing.here.close()
-        if healing.here.healed:
+        # where it may, workers need not see here alike whether one was healed; the next step looks
+        if not healing.here.tell_callbacks() and healing.here.healed:
             own_state.check_alike(self.model)
 
 
@@ -150,6 +248,7 @@ class Last(keras.callbacks.Callback):
         own_state.take(self.model, place.own)
         activity.here.step = place.step
         if place.at_end:
+            healing.here.tag = place.tag
             self.model.__dict__["_raytf_last"] = place.agreed["last"]
             healing.here.end_epoch()
         healing.here.enter(place.within)

@@ -111,6 +111,8 @@ class RaySession:
         self.storage = context.get_storage()
         self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         self._pending: Pending | None = None
+        self._whole: tuple[int, str] | None = None  # an epoch, and the checkpoint of its end that a lost chief has kept
+        self._told = 0  # reports to come that a lost worker has made
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
@@ -136,25 +138,33 @@ class RaySession:
             if self.rank != 0 and name is not None:
                 folder = _opened(stack, self._at(name), contents=False)
             for end, metrics in unlisted:
-                kept = (self._at(end), self._validate) if self.rank == 0 else (None, False)
-                ray_train.report_later(metrics, lambda kept=kept: kept)
+                self._report_kept(metrics, end if self.rank == 0 else None)
             yield folder
 
     def _report_for(self, place: healing.Place, history: list[dict]) -> None:
-        """Reports the epochs that a lost worker, whose place this one takes, had not come to report."""
-        missing = place.agreed["missing"]
+        """Reports the epochs that a lost worker, whose place this one takes, had not come to report.
+
+        It may have reported the one whose end this one makes again.
+        """
+        missing = max(0, place.agreed["missing"])
+        self._told = max(0, -place.agreed["missing"])
         ray_train.count_reports(place.agreed["reports"] - missing)
-        ends = {}
-        if missing and self.rank == 0:
+        ends: dict[int, str] = {}
+        if (missing or place.at_end) and self.rank == 0:
             self._keeper.wait_for_others()
             unlisted = checkpoint_files.unlisted(
                 self.storage.storage_filesystem, self.storage.experiment_fs_path, _names_reported
             )
             ends = {state.epoch: name for name, state in dict(unlisted).items()}
         for row in history[len(history) - missing :]:
-            name = ends.get(row["epoch"])
-            kept = (None, False) if name is None else (self._at(name), self._validate)
-            ray_train.report_later(row, lambda kept=kept: kept)
+            self._report_kept(row, ends.get(row["epoch"]))
+        if place.at_end and (epoch := len(history) + 1) in ends:
+            self._whole = epoch, ends[epoch]
+
+    def _report_kept(self, metrics: dict, name: str | None) -> None:
+        """Reports metrics with a checkpoint that is whole, or without one."""
+        kept = (None, False) if name is None else (self._at(name), self._validate)
+        ray_train.report_later(metrics, lambda: kept)
 
     def reports_made(self) -> int:
         """See `ray_train.reports_made`."""
@@ -258,10 +268,17 @@ class RaySession:
         name = self.storage.make_default_checkpoint_dir_name()
         if moment is not None and moment.agreed is not None:
             name = moment.agreed(name)
-            if self.rank != 0:
-                self.keep_part(name, moment.model, moment.writers, pinned=True)
+        if self._told:  # by the worker whose place this one has taken
+            self._told -= 1
+            ray_train.count_reports(ray_train.reports_made() + 1)
+            return lambda: None
         if moment is None or self.rank != 0:
-            ray_train.report_later(metrics, lambda: (None, False))
+            if moment is not None and moment.agreed is not None:
+                self.keep_part(name, moment.model, moment.writers, pinned=True)
+            self._report_kept(metrics, None)
+            return lambda: None
+        if self._whole is not None and self._whole[0] == moment.state.epoch:
+            self._report_kept(metrics, self._whole[1])
             return lambda: None
         pending = self._pending = Pending(self._kept_at_end(name, moment), moment.state.epoch)
         kept = self._at(name), self._validate

@@ -23,14 +23,18 @@ def noted(config):
     import keras
 
     class Others(keras.callbacks.Callback):
-        """Waits for so many spares before some batches; dies at the end of an epoch, and when it is asked for what a
-        checkpoint is to hold of it."""
+        """Waits for so many spares before some batches; dies as an epoch begins or ends, as a validation has ended, and
+        when it is asked for what a checkpoint is to hold of it. Notes how often it was told of an end."""
 
         raytf_local_batches = True
-        epoch = batch = 0
+        epoch = batch = ends = 0
 
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
+            self.die("at_begin", epoch)
+
+        def on_test_end(self, logs=None):
+            self.die("tested", self.epoch)
 
         def on_train_batch_begin(self, batch, logs=None):
             self.batch, until = batch, time.monotonic() + 60
@@ -39,13 +43,17 @@ def noted(config):
                 time.sleep(0.02)
 
         def on_epoch_end(self, epoch, logs=None):
+            self.ends += 1
+            with open(f"{config['notes']}/ends_{models.rank()}", "a") as file:
+                print(epoch, self.ends, round(float(self.model.optimizer.learning_rate), 9), file=file)
             self.die("at_end", epoch)
 
         def get_state(self):
             self.die("copying", self.epoch, self.batch)
+            return self.ends
 
         def set_state(self, state):
-            pass
+            self.ends = state
 
         def die(self, what, *place):
             if (models.rank(), *place) == config.get(what) and not os.path.exists(f"{config['notes']}/{what}"):
@@ -54,7 +62,9 @@ def noted(config):
 
     plan = FaultPlan.from_json(config["plan"])
     plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=10)
-    return [models.note_steps(config["notes"]), plateau, Others(), plan.callback(config["notes"])]
+    log = keras.callbacks.CSVLogger(os.path.join(config["notes"], "log.csv"))
+    more = [keras.callbacks.ModelCheckpoint(config["best"], "loss", save_best_only=True)] if "best" in config else []
+    return [models.note_steps(config["notes"]), plateau, log, *more, Others(), plan.callback(config["notes"])]
 
 
 def noting_spares(config):
@@ -135,12 +145,20 @@ def dying_in_validation(config):
     return model
 
 
+def ends(notes, rank):
+    """What a worker has noted of the ends of epochs, and of one that was made again once."""
+    return list(dict.fromkeys((notes / f"ends_{rank}").read_text().splitlines()))
+
+
 def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_path):
     """Three steps are an execution, and four an update. The chief dies before the first step of all, and so does the
     process that is to take its place; rank 1 in a step within an execution; the chief in the validation of the second
-    epoch, and as it copies what a checkpoint is to hold; rank 2 before the first step of the third."""
+    epoch, and as it copies what a checkpoint is to hold; rank 2 before the first step of the third.
+
+    Between two epochs rank 2 dies as its callbacks are told that the first has ended, rank 1 as the second begins for
+    it, when the others are within its first step, and the chief as the last one ends, behind its row of a log."""
     told = {"build": dying_in_validation, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
-    told["failures"] = 6
+    told["failures"] = 9
     inside = {"marker": str(tmp_path / "killed"), "rank_": 1, "step": 19}
     validating = {"marker": str(tmp_path / "validating"), "rank_": 0, "step": 8}
     config = {"inside": inside, "validating": validating}
@@ -149,12 +167,16 @@ def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_pat
     expected, _ = run(tmp_path, "quiet", config=config, **told)
     for marker in ("killed", "validating"):
         (tmp_path / marker).unlink()
-    config["copying"] = 0, 2, 6
+    config |= {"copying": (0, 2, 6), "tested": (2, 0), "at_begin": (1, 1), "at_end": (0, 2)}
     result, notes = run(tmp_path, "broken", Kill(rank=0, step=0), Kill(rank=2, step=28), config=config, **told)
-    assert all((notes / name).exists() for name in ("replacing", "copying"))
+    assert all((notes / name).exists() for name in ("replacing", "copying", "tested", "at_begin", "at_end"))
     processes = [len({process for process, *_ in steps(notes, rank)}) for rank in range(3)]
-    assert processes == [4, 2, 2], "of those that were not lost, each has kept its own"
+    assert processes == [4, 3, 3], "of those that were not lost, each has kept its own, and the last makes no step"
     assert_equal(result, expected, 0)
+    assert len(result.metrics_dataframe) == 3 and len(result.best_checkpoints) == len(expected.best_checkpoints)
+    before = tmp_path / "quiet_notes"
+    assert all(ends(notes, rank) == ends(before, rank) for rank in range(3)), "callbacks go on from what they held"
+    assert (notes / "log.csv").read_text() == (before / "log.csv").read_text()
 
 
 def with_a_moving_copy(config):
@@ -186,21 +208,23 @@ def with_a_moving_copy(config):
 def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_path):
     """In the one that takes a place these have moved twice, which is found out before a callback sees it.
 
-    They do, too, where one dies in a callback of the user's at the end of an epoch."""
+    One that dies in a callback of the user's at the end of an epoch is replaced: all have the weights behind it. Where
+    the chief dies, and it alone knows which epoch was the best one so far, all start anew from what it has kept."""
     expected, _ = run(tmp_path, "quiet", build=with_a_moving_copy)
-    told = {"build": with_a_moving_copy, "config": {"at_end": (1, 0)}}
-    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), **told)
+    told = {"build": with_a_moving_copy, "config": {"at_end": (1, 0), "best": str(tmp_path / "best.keras")}}
+    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33), **told)
     assert (notes / "at_end").exists()
     assert_equal(result, expected, 0)
-    assert [len({process for process, *_ in steps(notes, rank)}) for rank in range(2)] == [3, 4]
+    assert [len({process for process, *_ in steps(notes, rank)}) for rank in range(2)] == [3, 5]
 
 
 def test_two_at_once_and_two_neighbours_at_once(tmp_path):
     """Of four workers ranks 0 and 2 die before step 20, and both are replaced in place: behind a checkpoint, which has
-    averaged moving statistics. Then ranks 1 and 2 do before step 33: what rank 1 had for itself is lost with rank 2,
-    and all start anew from the last checkpoint."""
+    averaged moving statistics, and so is rank 1 as the second epoch ends. Then ranks 1 and 2 do before step 33: what
+    rank 1 had for itself is lost with rank 2, and all start anew from the last checkpoint."""
     told = {"workers": 4, "checkpoint_every": "5 steps", "config": {"normalized": True}}
     expected, _ = run(tmp_path, "quiet", **told)
+    told["config"]["at_end"] = 1, 1
     kills = [Kill(rank=0, step=20), Kill(rank=2, step=20), Kill(rank=1, step=33), Kill(rank=2, step=33)]
     result, notes = run(tmp_path, "killed", *kills, **told)
     assert_equal(result, expected, 0)
@@ -208,5 +232,5 @@ def test_two_at_once_and_two_neighbours_at_once(tmp_path):
     for rank in range(4):
         made = steps(notes, rank)
         assert list(dict.fromkeys((epoch, batch) for _, epoch, batch in made)) == everything
-        assert len({process for process, *_ in made}) == 2 + (rank in (0, 2))
+        assert len({process for process, *_ in made}) == 3 - (rank == 3)
         assert len(made) <= len(everything) + (rank in (0, 2)) + 6, "those since the end of the epoch, at most"

@@ -9,6 +9,7 @@ import pytest
 from raytf.collectives.healing import Healer, Rejoin, Waiting, tag_of
 from raytf.collectives.ring import Listener
 from raytf.errors import PeerLostError
+from raytf.train.healing import NotHealedError, is_to_be_made_anew
 from tests.unit.test_ring import TOKEN
 
 
@@ -141,3 +142,124 @@ def test_a_join_is_ended_before_and_while_it_goes_on():
                 one.stop()
             with pytest.raises(PeerLostError, match="told that there will be none"):
                 joining.result(5)
+
+
+class Epoch:
+    """A survivor of two behind the last step of an epoch: two exchanges were made since, and the third fails."""
+
+    def __init__(self, pool):
+        listeners = [Listener("127.0.0.1") for _ in range(2)]
+        mine, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        self.healer, self.holder, self.made, self.pool = Healer(), Holder(mine), [], pool
+        nothing = lambda: None
+        self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, end=lambda: lambda: "the end")
+        with self.healer.execution():
+            self.healer.stepped(self.holder, b"mine")
+        self.healer.end_epoch()
+        assert self.healer.tell_callbacks(), "a loss is survived from here on, too"
+        for name in ("logs", "rate"):
+            both = pool.submit(self.add, self.other, 1), pool.submit(self.make, name)
+            assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
+        self.made.clear()
+
+    @staticmethod
+    def add(ring, number):
+        ring.add(array := np.full(2, number))
+        return array
+
+    def make(self, name):
+        def exchange():
+            self.made.append(name)
+            return self.add(self.holder.ring, 2)
+
+        return self.healer.make(self.holder, exchange)
+
+    def goes_on(self, anew):
+        """The ring of the one that is new."""
+        waiting, new = until(self.healer.waiting), Listener("127.0.0.1")
+        told = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, anew)
+        self.made.clear()
+        self.healer.command(told)
+        return waiting, new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
+
+
+@pytest.fixture
+def ended():
+    with ThreadPoolExecutor(3) as pool:
+        epoch = Epoch(pool)
+        yield epoch
+        epoch.holder.ring.close()
+
+
+def test_what_followed_an_epoch_is_exchanged_again(ended):
+    """Also within the first step of the next one, with a process that begins behind the last step."""
+    ended.healer.began(ended.holder, b"begun")
+    with ended.healer.execution():
+        ended.other.close()
+        sum_ = ended.pool.submit(ended.make, "gradients")
+        waiting, ring = ended.goes_on(anew=True)
+        assert (waiting.since, waiting.tag, waiting.between) == (tag_of(1), tag_of(1) + 2, False)
+        assert ended.healer.image(True) == "the end"
+        assert [ended.add(ring, 1).tolist() for _ in range(3)] == [[3, 3]] * 3
+        assert sum_.result(20).tolist() == [3, 3] and ended.made == ["logs", "rate", "gradients"]
+        ended.healer.stepped(ended.holder, b"mine")
+    ring.close()
+    with pytest.raises(PeerLostError):
+        ended.make("in a callback of the next step")
+
+
+def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(ended):
+    ended.healer.began(ended.holder, b"begun")
+    with ended.healer.execution():
+        ended.other.close()
+        sum_ = ended.pool.submit(ended.make, "gradients")
+        _, ring = ended.goes_on(anew=False)
+        assert ended.add(ring, 1).tolist() == sum_.result(20).tolist() == [3, 3]
+        assert ended.made == ["gradients"]
+        ring.close()
+        again = ended.pool.submit(ended.make, "more")
+        assert until(ended.healer.waiting).since is None, "the one that is new knows nothing of the epoch before"
+        ended.healer.command("all start anew")
+        with pytest.raises(PeerLostError):
+            again.result(20)
+
+
+def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_followed(ended):
+    """As a chief whose callback draws a learning rate."""
+    ended.other.close()
+    sum_ = ended.pool.submit(ended.make, "stop")
+    waiting, ring = ended.goes_on(anew=True)
+    assert waiting.between and ended.healer.refused is None
+    ended.add(ring, 1)
+    ended.add(ring, 7)
+    with pytest.raises(PeerLostError):
+        sum_.result(20)
+    assert "something else" in ended.healer.refused
+    ring.close()
+
+
+def at(tag, held=None, since=None, between=False):
+    return Waiting(tag, ("", 0), None if held is None else (held, b""), {}, None, since, between)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "lost", "expected"),
+    [
+        ({0: at(8), 2: at(8, 8)}, [1], False),
+        ({0: at(8, since=8, between=True), 2: at(8, 8, 8, True)}, [1], True),
+        ({0: at(10, since=8), 2: at(10, 10, 8)}, [1], False),
+        ({0: at(10, since=8), 2: at(10, 8, 8)}, [1], True),  # it was lost before it began the epoch
+        ({0: at(10, since=8), 2: at(8, 8, 8, True)}, [1], True),
+        ({0: at(8), 2: at(12)}, [1], None),
+        ({0: at(10, since=8), 2: at(12, 12)}, [1], None),
+        ({0: at(8), 1: at(8)}, [], False),
+        ({0: at(8, since=8, between=True), 1: at(10, since=8)}, [], True),
+    ],
+)
+def test_what_is_made_again(waiting, lost, expected):
+    size = len(waiting) + len(lost)
+    if expected is None:
+        with pytest.raises(NotHealedError, match="not in one step"):
+            is_to_be_made_anew(waiting, lost, size)
+        return
+    assert is_to_be_made_anew(waiting, lost, size) is expected
