@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -367,7 +368,13 @@ class Healer:
             self._meet(holder, error)
             try:
                 if not all(made.again() for made in self._made):
-                    self.refused = "workers that made the end of an epoch again came to something else"
+                    self.refused = "the end of the epoch, made again, came to something else"
+                    warnings.warn(
+                        "A process in a lost worker's place made the end of the epoch again, and came to something "
+                        "else, as a callback that draws or measures may: all workers start anew from the last "
+                        "checkpoint",
+                        stacklevel=2,
+                    )
                     raise error
                 return
             except PeerLostError as another:

@@ -106,13 +106,13 @@ def assert_healed(notes, workers, lost):
 
 def test_a_worker_and_the_chief(tmp_path):
     """Rank 1 dies before step 20, the chief before step 33; the chief's state of callbacks is another's then. Spares
-    take their places, which have made a step of the model before that. Before step 26 both live, and lose each
+    take their places, which have made a step of the model before that. Before step 28 both live, and lose each
     other: they are connected anew."""
     expected, _ = run(tmp_path, "quiet")
     kills = Kill(rank=1, step=20), Kill(rank=0, step=33)
     told = {"tensorflow": {"heal": True, "spares": 1}, "build": noting_spares}
     result, notes = run(
-        tmp_path, "killed", *kills, CutOff(rank=1, step=26), config={"spares": {(1, 6): 1, (2, 5): 2}}, **told
+        tmp_path, "killed", *kills, CutOff(rank=1, step=28), config={"spares": {(1, 6): 1, (2, 5): 2}}, **told
     )
     assert_equal(result, expected, 0)
     assert_healed(notes, 2, [1, 0])

@@ -12,7 +12,7 @@ import pytest
 
 import raytf
 from raytf.parallel import chief_callbacks, double_writes
-from raytf.parallel.callbacks import _redirected, looks_at_batches
+from raytf.parallel.callbacks import _redirected, held_by_chief, looks_at_batches
 
 
 @pytest.fixture
@@ -64,6 +64,26 @@ def test_trackers_are_the_chiefs_and_ask_for_batches_only_where_they_log_them(tr
     assert all(map(chief_callbacks.is_chiefs, looking + not_looking[:-1]))
     stopping = keras.callbacks.EarlyStopping()
     assert list(_redirected([*looking, *not_looking, stopping], lambda: str(tmp_path))) == [stopping]
+
+
+def test_what_the_chief_alone_has_counted(tmp_path):
+    """Another worker's copy, which does not run, knows nothing of it; one that writes as epochs come need not."""
+    to = tmp_path / "a.keras"
+
+    class Own(keras.callbacks.ModelCheckpoint):  # runs on all workers
+        pass
+
+    without = [
+        *(keras.callbacks.ModelCheckpoint(to), keras.callbacks.CSVLogger(tmp_path / "a.csv")),
+        *(keras.callbacks.TensorBoard(tmp_path), keras.callbacks.RemoteMonitor(), keras.callbacks.EarlyStopping()),
+        *(Own(to, save_best_only=True), keras.callbacks.BackupAndRestore(tmp_path)),
+    ]
+    assert held_by_chief(without) == []
+    holding = [
+        *(keras.callbacks.ModelCheckpoint(to, save_best_only=True), keras.callbacks.TensorBoard(update_freq=5)),
+        *(chief_callbacks.Elsewhere(), chief_callbacks.on_chief(keras.callbacks.Callback())),
+    ]
+    assert held_by_chief([*without, *holding]) == ["Callback", "Elsewhere", "ModelCheckpoint", "TensorBoard"]
 
 
 def test_orbax_is_the_chiefs(tmp_path):
