@@ -113,7 +113,7 @@ def logs_of(model, values: Mapping[int, np.ndarray]) -> dict[str, float]:
     Raises:
         RaytfError: a `train_step` of the user's returns something else, of which each worker knows its own.
     """
-    last_logs(model)  # raises where they are others
+    last_logs(model, model.__dict__["_raytf_last"])  # raises where they are others
     pairs = [(v, tf.convert_to_tensor(values[id(v)])) for v in model.metrics_variables]
     with keras.StatelessScope(state_mapping=pairs):
         return {name: float(value) for name, value in model.get_metrics_result().items()}
@@ -201,13 +201,17 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
         tf.function(lambda: strategy.run(replica), autograph=False)()
 
 
-def last_logs(model) -> tuple[dict[str, float], int]:
-    """What the last step returned here, by the names of metrics, for a worker that has not made it.
+def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
+    """What a step returned here, by the names of metrics, for a worker that has not made it.
+
+    Args:
+        model: in `fit`.
+        last: (logs, rows) of the step, as the model's execution has noted them.
 
     Raises:
         RaytfError: a `train_step` of the user's returns something else, which is another worker's own.
     """
-    logs, rows = model.__dict__["_raytf_last"]
+    logs, rows = last
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in model.metrics_variables]
     with keras.StatelessScope(state_mapping=zeros):  # a read would sum them over workers
         names = list(model.get_metrics_result())

@@ -24,9 +24,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import communicator, gradient_ring, healing
+from raytf.collectives import gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
 from raytf.errors import RaytfError, in_a_line
@@ -36,7 +37,7 @@ from raytf.worker import checkpoint
 from raytf.worker.session import read_files
 
 # What is noted of a variable at the end of each epoch: its value, or whether it is the same.
-_SMALL_BYTES = 1 << 10
+_SMALL_BYTES, _ROW_BYTES = 1 << 10, 1 << 13
 
 
 @contextlib.contextmanager
@@ -101,12 +102,10 @@ def survivable(
         return step
 
     def standing() -> dict[str, Any]:
+        """Where those stand that all workers follow alike."""
         stand = {name: callback.told() for name, callback in agreed.items()}
         stand |= {"steps_per_execution": model.steps_per_execution, "reports": session.reports_made()}
-        stand["looking"] = double_writes.looking()
-        if healer.at_end:
-            stand["last"] = metrics.last_logs(model)
-        return stand
+        return stand | {"looking": double_writes.looking()}
 
     def nothing(variable: keras.Variable) -> np.ndarray:
         return np.zeros(tuple(variable.shape), variable.dtype)
@@ -121,8 +120,10 @@ def survivable(
         if position.skipped:
             raise RaytfError("the others have made no step since they went on with another batch")
         files = _files(model, parts_of(nothing, {}), position.epoch_step + healer.within)
-        within = healer.within + healer.begun
-        return Place(position.step + healer.within, healer.tag, within, healer.at_end, files, b"", standing())
+        within, stand = healer.within + healer.begun, standing()
+        if healer.at_end:
+            stand["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
+        return Place(position.step + healer.within, healer.tag, within, healer.at_end, files, b"", stand)
 
     def end() -> Callable[[], Place]:
         try:
@@ -185,30 +186,39 @@ class _EndOfEpoch:
         arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}  # callbacks go on
         self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
         self._step, self._epoch_step, self._tag = position.step, position.epoch_step, tag
-        self._noted = [(v, np.array(v) if _is_small(v) else _digest(v)) for v in own_state.alike(model)]
+        self._last = model.__dict__["_raytf_last"]
+        strategy = model.distribute_strategy
+        self._noted = [(v, _noted(own_state.here(strategy, v))) for v in own_state.alike(model)]
 
     def __call__(self) -> Place:
         changed, strategy = [], self._model.distribute_strategy
         for variable, noted in self._noted:
+            held = own_state.here(strategy, variable)
+            if _noted(held) == noted:
+                continue
             if isinstance(noted, int):
-                if _digest(variable) != noted:
-                    raise RaytfError(f"a callback has changed {variable.path} since the last step")
-            elif not np.array_equal(noted, now := np.array(variable)):
-                changed.append((variable, noted, now))
+                raise RaytfError(f"a callback has changed {variable.path} since the last step")
+            now, kind, shape = held.tobytes(), tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
+            changed.append((variable, *(np.frombuffer(its, kind).reshape(shape).copy() for its in (noted, now))))
         own_state.put_each(strategy, [(variable, noted) for variable, noted, _ in changed])
         try:
             files = _files(self._model, self._parts, self._epoch_step)
         finally:
             own_state.put_each(strategy, [(variable, now) for variable, _, now in changed])
-        return Place(self._step, self._tag, 0, True, files, b"", self._agreed)
+        agreed = self._agreed | {"last": metrics.last_logs(self._model, self._last)}
+        return Place(self._step, self._tag, 0, True, files, b"", agreed)
 
 
-def _is_small(variable) -> bool:
-    return communicator.bytes_of(variable) <= _SMALL_BYTES
+def _noted(held: np.ndarray) -> bytes | int:
+    """The bytes of a small variable; of a larger one a number that is another one where they are others.
 
-
-def _digest(variable) -> int:
-    return zlib.crc32(np.ascontiguousarray(np.asarray(variable)).reshape(-1).view(np.uint8))
+    Sums of every 1024th word, of which the digest is made, take a fifth of the time that this takes of the bytes.
+    """
+    if held.size <= _SMALL_BYTES:
+        return held.tobytes()
+    whole = held.size // _ROW_BYTES * _ROW_BYTES
+    sums = np.add.reduce(held[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8), axis=0)
+    return zlib.crc32(held[whole:], zlib.crc32(sums))
 
 
 class First(keras.callbacks.Callback):
