@@ -1,0 +1,73 @@
+"""What a process gets that begins behind the last step of an epoch, when callbacks have changed the model since."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from raytf.errors import RaytfError
+from raytf.parallel import trainer
+from raytf.storage.checkpoint_files import State
+from raytf.worker import checkpoint, replacement
+from raytf.worker.callback_state import CallbackStates
+from raytf.worker.session import write_files
+
+trainer.install()
+
+
+@pytest.fixture
+def model():
+    with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
+        made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(400), keras.layers.Dense(1)])
+        made.compile("sgd", "mse")
+    made.fit(np.ones((4, 6)), np.ones((4, 1)), verbose=0)
+    made.__dict__["_raytf_last"] = {"loss": 0.5}, 4
+    return made
+
+
+@pytest.fixture
+def noted(model):
+    """(the note of the end of an epoch, a callback's attribute of then)."""
+    callback = keras.callbacks.Callback()
+    states = CallbackStates([callback])
+    callback.counts = np.arange(3)
+    state = State(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
+    parts = checkpoint.parts(model, state, states, metrics={})
+    position = types.SimpleNamespace(step=4, epoch_step=4)
+    return replacement._EndOfEpoch(model, parts, {"reports": 2}, position, 16), callback
+
+
+def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_what_they_did(model, noted, tmp_path):
+    image, callback = noted
+    before, rate = model.get_weights(), float(model.optimizer.learning_rate)
+    model.optimizer.learning_rate = 0.25
+    model.layers[1].set_weights([w + 1 for w in model.layers[1].get_weights()[:1]] + [np.ones(1)])
+    model.layers[1].kernel.assign(before[2])  # as it was
+    callback.counts += 1
+    place = image()
+    write_files(place.files, str(tmp_path))
+    assert (place.step, place.tag, place.at_end, place.agreed) == (
+        4,
+        16,
+        True,
+        {"reports": 2, "last": ({"loss": 0.0}, 4)},
+    )
+    assert float(model.optimizer.learning_rate) == 0.25 and model.get_weights()[3].tolist() == [1.0]
+    other = callback.__class__()
+    checkpoint.restore_callbacks(str(tmp_path), CallbackStates([other]))
+    assert other.counts.tolist() == [0, 1, 2]
+    checkpoint.restore(str(tmp_path), model)
+    assert float(model.optimizer.learning_rate) == rate
+    for mine, its in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda w: w * 0.5, lambda w: w[:, ::-1], lambda w: np.where(np.arange(400) == 7, 0, w)]
+)
+def test_no_process_gets_weights_that_a_callback_has_changed(model, noted, change):
+    model.layers[0].kernel.assign(change(model.layers[0].get_weights()[0]))
+    with pytest.raises(RaytfError, match="a callback has changed .*kernel since the last step"):
+        noted[0]()
