@@ -11,8 +11,9 @@ as counters, best values and weights put aside. It is none of these:
   write elsewhere, any text with a separator.
 
 A callback that defines `get_state()` and `set_state(state)` says for itself: a plain value, asked for at each
-checkpoint, and given back after `on_train_begin`; in an epoch that goes on after some of its steps, after its
-`on_epoch_begin` once more, which may have begun to count anew.
+checkpoint, on every worker behind the last step of an epoch where a lost one may be replaced, and given back after
+`on_train_begin`; in an epoch that goes on after some of its steps, after its `on_epoch_begin` once more, which may have
+begun to count anew.
 """
 
 from __future__ import annotations
