@@ -207,6 +207,7 @@ class Healer:
     def __init__(self):
         self.place: Place | None = None
         self.healed = self.rehearses = False
+        self._why: str | None = None  # of a loss that was not survived, which outlives the training
         self._lock = threading.Lock()
         self._changed = threading.Condition()  # where it waits
         self._left = 0  # generation of the last ring that will not be
@@ -218,7 +219,7 @@ class Healer:
         """Forgets what it was told: for another training in this process, whose rings are numbered anew."""
         with self._lock:
             self._left = 0
-        self.place, self.healed = None, False
+        self.place, self.healed, self._why = None, False, None
         self.disarm()
 
     def arm(
@@ -245,7 +246,7 @@ class Healer:
         """
         self._listen, self._image, self._lost, self._step, self._keep = listen, image, lost, step, keep
         self._end = end
-        self.refused = None
+        self.refused = self._why = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Says that it cannot, and why, as a clause."""
@@ -259,7 +260,7 @@ class Healer:
         self._completed = 0  # updates, at the end of the step before
         self._waiting: Waiting | None = None
         self._passed: tuple[int, bytes] | None = None
-        self.refused: str | None = why
+        self.refused: str | None = self._why or why
         with self._changed:
             self._changed.notify_all()
 
@@ -360,15 +361,17 @@ class Healer:
 
     def _mend(self, holder, error: PeerLostError) -> None:
         if not self._open or not self.armed:
+            if self.armed:
+                self._refuse("it met the others between two steps, as in a checkpoint or in a callback")
             raise error
         if holder.completed != self._completed:
-            self.refused = "a part of the step's updates was applied"
+            self._refuse("a part of the step's updates was applied")
             raise error
         while True:
             self._meet(holder, error)
             try:
                 if not all(made.again() for made in self._made):
-                    self.refused = "the end of the epoch, made again, came to something else"
+                    self._refuse("the end of the epoch, made again, came to something else")
                     warnings.warn(
                         "A process in a lost worker's place made the end of the epoch again, and came to something "
                         "else, as a callback that draws or measures may: all workers start anew from the last "
@@ -381,6 +384,9 @@ class Healer:
                 if self.refused is not None:
                     raise
                 error = another
+
+    def _refuse(self, why: str) -> None:
+        self.refused = self._why = why
 
     def _meet(self, holder, error: PeerLostError | None) -> None:
         """Waits for the driver's word, and joins the ring that it tells of, or the next one where that will not be."""

@@ -27,7 +27,7 @@ from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
-from raytf.runtime.failures import cause_of
+from raytf.runtime.failures import cause_of, is_consequence
 from raytf.train import backend
 
 # For the others to come to the sum that the lost one does not make: the rest of a step, and what callbacks do.
@@ -348,7 +348,7 @@ class Healing:
             ranks = [rank for rank in workers if rank not in found]
             told = self._ask([self._asked.standing(workers[rank], _LOOK_SECONDS) for rank in ranks], what, seconds)
             for rank, (its, error) in zip(ranks, told, strict=True):
-                if error is not None:
+                if error is not None and not (isinstance(its, str) and is_consequence(error)):
                     raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")
                 if isinstance(its, Waiting):
                     found[rank] = its

@@ -206,6 +206,8 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
     ring.close()
     with pytest.raises(PeerLostError):
         ended.make("in a callback of the next step")
+    ended.healer.disarm()
+    assert "between two steps" in ended.healer.waiting(), "also when the training has failed of it"
 
 
 def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(ended):
