@@ -35,6 +35,13 @@ def start(*arguments, cwd=SCRIPTS, from_scratch=False):
 
 
 @pytest.fixture(autouse=True)
+def warm_scripts(ray_cluster):
+    """Scripts are forks, too; see `from_scratch`."""
+    with warm.scripts():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def none_stays(gives_back):
     """Ends what a test that failed has started: the next one would see its processes, and wait for its CPUs."""
     yield
@@ -45,13 +52,14 @@ def none_stays(gives_back):
 
 
 def run(*arguments, code=0, cwd=SCRIPTS, from_scratch=False):
-    """`start`, to its end: what it printed."""
-    process = start(*arguments, cwd=cwd, from_scratch=from_scratch)
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
-        process.wait()
+    """`start`, to its end: what it printed. The script is started from scratch where the command is."""
+    with warm.scripts(forks=not from_scratch):
+        process = start(*arguments, cwd=cwd, from_scratch=from_scratch)
+        try:
+            out, err = process.communicate(timeout=200)
+        finally:
+            process.kill()
+            process.wait()
     assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-5000:]}"
     assert not left(), "processes outlive the command"
     return out, err
@@ -63,7 +71,10 @@ def left():
     found = []
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
-            if "raytf.launch.bootstrap" in (process.info["cmdline"] or []):
+            line = process.info["cmdline"] or []
+            if " ".join(line).split() == ["raytf.launch.bootstrap", str(raylet)]:  # a fork
+                found.append(process)
+            elif "raytf.launch.bootstrap" in line:
                 found += [process] * (process.environ().get("RAY_RAYLET_PID") == str(raylet))
     return found
 
@@ -236,7 +247,8 @@ def here(folder, text, *, monkeypatch, **options):
     """Runs a script in this process, as `run` does in one of its own; the exit code."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
-    code = launcher.run(launcher.LaunchSpec(script="script.py", **options))
+    with warm.scripts(forks=False):  # they import nothing, and one looks for its parent
+        code = launcher.run(launcher.LaunchSpec(script="script.py", **options))
     _, alive = psutil.wait_procs(left(), timeout=30)
     assert not alive, "processes outlive the run"
     return code
