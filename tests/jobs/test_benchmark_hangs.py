@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.timeout(400)
 def test_the_right_worker_and_cause(tmp_path):
     kinds = ("input", "steps", "collective")
-    command = "jobs/benchmarks/hangs.py --seeds 1 --limit 3 --json".split()
+    command = ["jobs/benchmarks/hangs.py", "--seeds", "1", "--limit", "3", "--json"]
     command += [tmp_path / "found", "--kinds", *kinds]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
