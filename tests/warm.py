@@ -35,6 +35,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -600,6 +601,7 @@ def _become(
         os.chdir(_folder(arguments) or place)
         os.environ.clear()
         os.environ.update(environment | _context(arguments).get("env_vars", {}))
+        tempfile.tempdir = None  # TMPDIR may be another one
         service = _service(arguments)
         scripts = ("default_worker.py", *_SERVICES)
         place_of_script = next(i for i, argument in enumerate(arguments) if argument.endswith(scripts))
@@ -727,6 +729,7 @@ def _drive(
     os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR may be another one
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _customize()
     random.seed()
