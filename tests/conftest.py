@@ -31,6 +31,12 @@ _LONG = (
     *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
 )
 _BEHIND_KEY = pytest.StashKey()
+# Figures of Ray's own, for a Prometheus that nobody asks here: each process of a node would send them all the time.
+_NO_FIGURES = {
+    "RAY_enable_metrics_collection": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
+    "METRICS_RECORD_INTERVAL_S": "600",
+}
 
 
 def pytest_collection_modifyitems(items):
@@ -165,6 +171,8 @@ def warm_starts(warm_python, tmp_path_factory):
     def context():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+            for name, value in _NO_FIGURES.items():
+                patch.setenv(name, value)
             yield
 
     return context
@@ -176,9 +184,13 @@ def ray_cluster(warm_python):
     import logging
 
     import ray
+    from ray._private.node import Node
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", warm_python)
+        patch.setattr(Node, "start_log_monitor", lambda self: None)  # it looks at the files of all workers ever since
+        for name, value in _NO_FIGURES.items():
+            patch.setenv(name, value)
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
     processes = _processes()

@@ -7,7 +7,8 @@ library reads the job's and the node's names when it is loaded: `_Settings` writ
 `warm(folder)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
 listen` listens to that program, and starts `python -m tests.warm tensorflow`, which imports it; forks of that import
 Ray, and forks of these are the workers. `Driver` asks for a script, which is a fork of `python -m tests.warm ray`, or
-of these where it is to have TensorFlow.
+of these where it is to have TensorFlow. Ray's own processes in Python beside a node are forks, too, and of what workers
+and drivers start what writes checkpoints, and within `scripts` the processes of `raytf run`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import array
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
+import importlib.util
+import io
 import json
+import logging
 import os
 import pathlib
 import random
@@ -30,6 +35,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -40,31 +46,46 @@ from cluster import local
 from raytf.compat import legacy_keras
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Environments, and jobs in each of these, for which a process is kept.
+# Environments of a kind, and jobs in each of these, for which a process is kept.
 _MOST, _MOST_JOBS = 5, 6
+# Descriptors below it are free in a process that forks: a fork may be asked to have its files there.
+_OWN_FILES = 200
 # What an import reads; Ray's settings, which name the job and the node, are read where Ray is imported.
 _READ = (
     *("PYTHON", "TF_", "KERAS_", "XLA_", "CUDA", "LD_", "MALLOC", "ARROW_", "HDF5_", "ABSL_", "GRPC_"),
     "VIRTUAL_ENV",
 )
 _RAYS = ("RAY_",)
+_READ_OF_FILES = ("PYTHON", "LD_", "MALLOC", "ARROW_")
 # Of these: what a process reads when it begins, or a fork does in its place.
-_LATER = ("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_LATER = ("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "TF_CONFIG")
+# What differs between Ray's own processes in Python, which read it from the environment.
+_OF_A_NODE = ("RAY_NODE_ID", "RAY_RAYLET_PID")
 # What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
 _MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
-_WITH, _WITHOUT = "with TensorFlow", "without TensorFlow"
+# Kinds of processes that fork, by what they have imported.
+_TENSORFLOW, _RAY, _FILES = "tensorflow", "ray", "files"
+# Ray's own processes; the two agents have libraries of the same names.
+_SERVICES = {
+    "/dashboard/agent.py": "agent",
+    "/runtime_env/agent/main.py": "runtime_env",
+    "/log_monitor.py": "log_monitor",
+}
 _CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
 _BEFORE = struct.Struct("@NNi4x")
-_MOST_FILES = 8
+_MOST_FILES = 32
 # Of Linux' sched.h.
 _CLONE_NEWNET = 0x40000000
+
+# Where Ray is imported at once, and not for each job.
+_READS_RAYS = (_RAY, *_SERVICES.values())
 
 # Hands its arguments, environment and files over, and stays for as long as the fork does.
 _PROGRAM = """#!{python} -IS
 import array, json, os, socket, struct, sys
 taken = False
-if any(argument.endswith("default_worker.py") for argument in sys.argv[1:3]):
+if any(argument.endswith({scripts!r}) for argument in sys.argv[1:3]):
     try:
         s = socket.socket(socket.AF_UNIX)
         s.connect({address!r})
@@ -93,12 +114,13 @@ def warm(folder: pathlib.Path) -> Iterator[str]:
         The path of the program.
     """
     address, program = str(folder / "s"), folder / "python"
-    program.write_text(_PROGRAM.format(python=sys.executable, address=address))
+    scripts = ("default_worker.py", *_SERVICES)
+    program.write_text(_PROGRAM.format(python=sys.executable, address=address, scripts=scripts))
     program.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen(64)
-        command = [sys.executable, "-m", "tests.warm", "listen", str(listening.fileno())]
+        command = [sys.executable, "-m", "tests.warm", "listen", str(listening.fileno()), address]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, pass_fds=[listening.fileno()])
     try:
         _addresses.append(address)
@@ -110,6 +132,23 @@ def warm(folder: pathlib.Path) -> Iterator[str]:
 
 
 _addresses: list[str] = []
+
+
+@contextlib.contextmanager
+def scripts(forks: bool = True) -> Iterator[None]:
+    """Within it the scripts of `raytf run` are forks on nodes of a `warm`; or, within that, they are none."""
+    here = _forked_scripts(_addresses[-1])
+    before = here.exists()
+    try:
+        here.touch() if forks else here.unlink()
+        yield
+    finally:
+        here.touch() if before else here.unlink(missing_ok=True)
+
+
+def _forked_scripts(address: str) -> pathlib.Path:
+    """A file that is there while they are."""
+    return pathlib.Path(address).with_name("scripts")
 
 
 class Driver:
@@ -127,35 +166,39 @@ class Driver:
     """
 
     def __init__(self, command, *, env, cwd=None, stdout=None, stderr=None, tensorflow=False):
-        self.args, self.returncode = list(map(str, command)), None
-        self.stdout, out = _pipe(stdout, 1)
-        self.stderr, err = _pipe(stderr, 2)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(_addresses[-1])
-        kind = _WITH if tensorflow else _WITHOUT
-        content = json.dumps([self.args, dict(env), str(cwd or os.getcwd()), kind]).encode()
-        _send(self._socket, content, [nothing, out, err])
-        for file in (nothing, *([out] if self.stdout else ()), *([err] if self.stderr else ())):
-            os.close(file)
-        self._socket.settimeout(120)
-        (self.pid,) = _CODE.unpack(self._socket.recv(_CODE.size))
+        kind = _TENSORFLOW if tensorflow else _RAY
+        self._start(_addresses[-1], kind, command, env, cwd, (None, stdout, stderr), text=True)
+
+    def _start(self, address, kind, command, env, cwd, streams, text, pass_fds=(), **options) -> None:
+        self.args, self.returncode, self._lock = list(map(str, command)), None, threading.Lock()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        with contextlib.ExitStack() as others:
+            self.stdin, first = _pipe(streams[0] or subprocess.DEVNULL, 0, text, others)
+            self.stdout, out = _pipe(streams[1], 1, text, others)
+            self.stderr, err = _pipe(streams[2], 2, text, others)
+            network = os.open("/proc/self/ns/net", os.O_RDONLY)
+            others.callback(os.close, network)
+            how = {"kind": kind, "pass_fds": list(pass_fds), "cores": sorted(os.sched_getaffinity(0)), **options}
+            content = json.dumps([self.args, dict(env), str(cwd or os.getcwd()), how]).encode()
+            _send(connection, content, [first, out, err, network, *pass_fds])
+        connection.settimeout(120)
+        self._socket = connection
+        (self.pid,) = _CODE.unpack(connection.recv(_CODE.size))
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._socket], [], [], 0)[0]:
-            self._hear()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not select.select([self._socket], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            self._hear()
+            with self._lock:
+                if self.returncode is None:
+                    (self.returncode,) = _CODE.unpack(self._socket.recv(_CODE.size, socket.MSG_PEEK))
         return self.returncode
-
-    def _hear(self) -> None:
-        (self.returncode,) = _CODE.unpack(self._socket.recv(_CODE.size))
-        self._socket.close()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -186,18 +229,54 @@ class Driver:
         return found.get(self.stdout), found.get(self.stderr)
 
 
-def _pipe(asked, own: int):
-    """(a file to read from, or None; the number of the file that the driver gets)."""
+def _pipe(asked, own: int, text: bool, others: contextlib.ExitStack):
+    """(the file at this end, or None; the number of the one that the driver gets, which `others` closes)."""
     if asked is None:
         return None, own
-    assert asked == subprocess.PIPE
-    read, write = os.pipe()
-    return os.fdopen(read, encoding="utf-8", errors="replace"), write
+    if asked == subprocess.PIPE:
+        read, write = os.pipe()
+        mine, its = (read, write) if own else (write, read)
+        others.callback(os.close, its)
+        kind = {"encoding": "utf-8", "errors": "replace"} if text else {"mode": "rb" if own else "wb", "buffering": 0}
+        return os.fdopen(mine, **kind), its
+    if asked == subprocess.DEVNULL:
+        others.callback(os.close, its := os.open(os.devnull, os.O_RDWR))
+        return None, its
+    return None, asked
 
 
-def listen(listening: socket.socket) -> None:
-    """Hands each request to the process of its environment."""
-    there: dict[str, socket.socket] = {}
+class _Process(Driver):
+    """A process of raytf's own in place of a `subprocess.Popen`, with what is used of that."""
+
+    def __init__(self, address, kind, command, env, cwd, stdin, stdout, stderr, pass_fds, **options):
+        self._start(address, kind, command, env, cwd, (stdin, stdout, stderr), False, pass_fds, **options)
+
+
+def _fork_what_is_started(address: str) -> None:
+    """From here on processes of raytf's own that this one starts are forks of one that has imported what they need."""
+
+    class Popen(subprocess.Popen):
+        def __new__(cls, args, *_, **options):
+            kind = None
+            if isinstance(args, list) and args[0] == sys.executable and "-m" in args[1:3]:
+                module = args[args.index("-m") + 1]
+                if module == "raytf.storage.snapshot_writer":
+                    kind = _FILES
+                elif module == "raytf.launch.bootstrap" and _forked_scripts(address).exists():
+                    kind = None if legacy_keras.is_on(options["env"]) else _TENSORFLOW
+            if kind is None:
+                return super().__new__(cls)
+            given = {name: options.get(name) for name in ("env", "cwd", "stdin", "stdout", "stderr")}
+            how = {"unbuffered": "-u" in args[1:3], "session": options["start_new_session"]}
+            command = args[args.index("-m") :]
+            return _Process(address, kind, command, **given, pass_fds=options["pass_fds"], **how)
+
+    subprocess.Popen = Popen
+
+
+def listen(listening: socket.socket, address: str) -> None:
+    """Hands each request to the process of its kind and environment."""
+    there: dict[tuple[str, str], socket.socket] = {}
     processes: list[subprocess.Popen] = []
 
     def end(*_):
@@ -211,34 +290,47 @@ def listen(listening: socket.socket) -> None:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(ConnectionError):
                 content, files = _received(connection)
-                arguments, environment, _, *kind = json.loads(content)
+                arguments, environment, _, *how = json.loads(content)
                 its = environment | _context(arguments).get("env_vars", {})
-                without = kind == [_WITHOUT]
-                own = _own(its, (*_READ, *_RAYS)) + _WITHOUT if without else _own(its, _READ)
+                kind = how[0]["kind"] if how else _service(arguments) or _TENSORFLOW
+                key = kind, _read_by(kind, its)
                 if legacy_keras.is_on(its) or _folder(arguments) is None:
                     connection.sendall(b"n")
-                elif own in there:
-                    there[own] = there.pop(own)  # the last one asked
-                    _send(there[own], content, [connection.fileno(), *files])
+                elif key in there:
+                    there[key] = there.pop(key)  # the last one asked
+                    _send(there[key], content, [connection.fileno(), *files])
                 else:
-                    if len(there) == _MOST:
-                        there.pop(next(iter(there))).close()
-                    there[own], other = socket.socketpair()
+                    same = [other for other in there if other[0] == kind]
+                    if len(same) == _MOST:
+                        there.pop(same[0]).close()
+                    there[key], other = socket.socketpair()
                     # the mark of a cluster, too, which ends all that bears it, with what is forked for others
-                    left_out = (*_LATER, local.MARK) if without else ("PYTHONPATH", *_RAYS, local.MARK)
+                    left_out = (*_LATER, *(_OF_A_NODE if kind in _READS_RAYS else _RAYS), local.MARK)
                     its = {name: value for name, value in its.items() if not name.startswith(left_out)}
-                    what = "ray" if without else "tensorflow"
-                    command = [sys.executable, "-m", "tests.warm", what, str(other.fileno())]
+                    command = [sys.executable, "-m", "tests.warm", kind, str(other.fileno()), address]
                     with other:
                         processes.append(
                             subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
                         )
-                    _send(there[own], content, [connection.fileno(), *files])
+                    _send(there[key], content, [connection.fileno(), *files])
                 for file in files:
                     os.close(file)
 
 
-def import_tensorflow(requests: socket.socket) -> None:
+def _service(arguments: list[str]) -> str | None:
+    """The kind of one of Ray's own processes."""
+    found = (kind for end, kind in _SERVICES.items() if any(argument.endswith(end) for argument in arguments[:2]))
+    return next(found, None)
+
+
+def _read_by(kind: str, environment: dict[str, str]) -> str:
+    """What an import would read of it."""
+    if kind in _READS_RAYS:
+        return _own(environment, (*_READ, *_RAYS), later=_OF_A_NODE if kind in _SERVICES.values() else ())
+    return _own(environment, _READ_OF_FILES if kind == _FILES else _READ)
+
+
+def import_tensorflow(requests: socket.socket, address: str) -> None:
     """Hands each request to a fork that has imported Ray with these settings, and keeps the last few of these."""
     import pandas  # noqa: F401
     import psutil  # noqa: F401
@@ -271,7 +363,7 @@ def import_tensorflow(requests: socket.socket) -> None:
             for file in files:
                 os.close(file)
             os.environ.update(json.loads(own))
-            import_ray(other, marked=marked)
+            import_ray(other, address, marked=marked)
         other.close()
         if len(there) > _MOST_JOBS:
             there.pop(next(iter(there))).close()
@@ -279,9 +371,12 @@ def import_tensorflow(requests: socket.socket) -> None:
 
     while True:
         content, files = _received(requests)
-        arguments, environment, _, *_ = json.loads(content)
+        arguments, environment, _, *how = json.loads(content)
         its = environment | _context(arguments).get("env_vars", {})
-        if (own := _own(its, _RAYS, later=_MARKS if marked else ())) not in there and not fork(own):
+        own = _own(its, _RAYS, later=_MARKS if marked else ())
+        if how and how[0].get("session") and there:  # a script of a user, which asks nothing of Ray: any will do
+            own = next(reversed(there))
+        if own not in there and not fork(own):
             marked = False
             print("tests.warm: Ray keeps its settings in another way; it is imported for each job", file=sys.stderr)
             there.pop(own).close()
@@ -291,7 +386,7 @@ def import_tensorflow(requests: socket.socket) -> None:
             os.close(file)
 
 
-def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = False) -> None:
+def import_ray(requests: socket.socket, address: str, tensorflow: bool = True, marked: bool = False) -> None:
     """Becomes, in a fork each, the workers and drivers that are asked for; ends when nothing more can be.
 
     Args:
@@ -331,8 +426,15 @@ def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = 
         requests.send(b"n" if settings and not settings.found else b"y")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert _ids_of_two_forks_differ(), "something that is imported draws from Ray's random numbers"
+    _fork(requests, address, settings)
+
+
+def _fork(requests: socket.socket, address: str, settings: _Settings | None = None) -> None:
+    """Becomes, in a fork each, what is asked for; ends when nothing more can be."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     paths = [path for path in sys.path if path not in ("", str(ROOT), *_python_path())]
+    while _reserved:
+        os.close(_reserved.pop())
     gc.collect()
     gc.freeze()
     while True:
@@ -342,12 +444,24 @@ def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = 
             os._exit(0)
         if not os.fork():
             requests.close()
-            arguments, environment, place, *driver = json.loads(content)
+            arguments, environment, place, *how = json.loads(content)
             if settings:
                 settings.set(environment | _context(arguments).get("env_vars", {}))
-            (_drive if driver else _become)(arguments, environment, place, files, paths)
+            if how:
+                _drive(arguments, environment, place, files, paths, address, **how[0])
+            else:
+                _become(arguments, environment, place, files, paths, address)
         for file in files:
             os.close(file)
+
+
+_reserved: list[int] = []
+
+
+def _reserve() -> None:
+    """Keeps the first descriptors from what is imported: a fork may be asked to have its files there."""
+    while not _reserved or _reserved[-1] < _OWN_FILES:
+        _reserved.append(os.open(os.devnull, os.O_RDONLY))
 
 
 class _Settings:
@@ -423,38 +537,85 @@ def _ids_of_two_forks_differ() -> bool:
     return found[0] != found[1]
 
 
-def import_ray_alone(requests: socket.socket) -> None:
+def import_ray_alone(requests: socket.socket, address: str) -> None:
     """As `import_ray`, without TensorFlow."""
-    import_ray(requests, tensorflow=False)
+    import_ray(requests, address, tensorflow=False)
 
 
-_PROCESSES = {"listen": listen, "tensorflow": import_tensorflow, "ray": import_ray_alone}
+def import_files(requests: socket.socket, address: str) -> None:
+    """Of what writes checkpoints."""
+    import raytf.storage.snapshot_writer  # noqa: F401
+
+    _fork(requests, address)
 
 
-def _become(arguments: list[str], environment: dict[str, str], place: str, files: list[int], paths: list[str]) -> None:
-    """Goes on as the worker that was asked for, and ends with it; the connection stays open for as long."""
+def import_agent(requests: socket.socket, address: str) -> None:
+    """Of what Ray has beside each node, for its dashboard and its figures."""
+    import ray.dashboard.agent
+    import ray.dashboard.utils
+
+    logging.disable()
+    ray.dashboard.utils.get_all_modules(ray.dashboard.utils.DashboardAgentModule)
+    logging.disable(logging.NOTSET)
+    _fork(requests, address)
+
+
+def import_runtime_env(requests: socket.socket, address: str) -> None:
+    """Of what makes the environments of Ray's workers."""
+    import ray._private.runtime_env.agent.main  # noqa: F401
+
+    _fork(requests, address)
+
+
+def import_log_monitor(requests: socket.socket, address: str) -> None:
+    """Of what hands on what Ray's workers print."""
+    import ray._private.log_monitor  # noqa: F401
+
+    _fork(requests, address)
+
+
+_PROCESSES = {
+    _TENSORFLOW: import_tensorflow,
+    _RAY: import_ray_alone,
+    _FILES: import_files,
+    "agent": import_agent,
+    "runtime_env": import_runtime_env,
+    "log_monitor": import_log_monitor,
+}
+
+
+def _become(
+    arguments: list[str], environment: dict[str, str], place: str, files: list[int], paths: list[str], address: str
+) -> None:
+    """Goes on as the process of Ray's that was asked for, and ends with it; the connection stays open for as long."""
     import numpy as np
 
     code = 1
     try:
         os.setpgid(0, 0)  # Ray ends a worker with its group
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        connection, *others, network = files
-        for number, file in enumerate(others):
-            os.dup2(file, number)
-            os.close(file)
+        connection, *others, network = _out_of_the_way(files)
+        _take(others, range(3))
         _enter(network)
         os.write(connection, b"y")
         os.chdir(_folder(arguments) or place)
         os.environ.clear()
         os.environ.update(environment | _context(arguments).get("env_vars", {}))
-        place_of_script = next(i for i, argument in enumerate(arguments) if argument.endswith("default_worker.py"))
+        tempfile.tempdir = None  # TMPDIR may be another one
+        service = _service(arguments)
+        scripts = ("default_worker.py", *_SERVICES)
+        place_of_script = next(i for i, argument in enumerate(arguments) if argument.endswith(scripts))
         own = ("--serialized-runtime-env-context=", "--language=")
         sys.argv = [argument for argument in arguments[place_of_script:] if not argument.startswith(own)]
         sys.path[:] = [os.path.dirname(sys.argv[0]), *_python_path(), *paths]
         _customize()
         random.seed()
         np.random.seed()
+        if service:
+            _write_at_once()
+            threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+        else:
+            _fork_what_is_started(address)
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as error:
@@ -468,6 +629,52 @@ def _become(arguments: list[str], environment: dict[str, str], place: str, files
         os._exit(code)
 
 
+def _end_with(connection: int) -> None:
+    """Ends this process when the one that stands for it has been ended."""
+    os.read(connection, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _out_of_the_way(files: list[int]) -> list[int]:
+    """The same files, of numbers that nobody asks for."""
+    found = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _OWN_FILES) for file in files]
+    for file in files:
+        os.close(file)
+    return found
+
+
+def _take(files: list[int], numbers) -> None:
+    for file, number in zip(files, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _write_at_once() -> None:
+    """As `python -u` does."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(number, "w", closefd=False)
+        before = getattr(sys, name)
+        stream = io.TextIOWrapper(raw, encoding=before.encoding, errors=before.errors, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+class _Imported:
+    """Finds TensorFlow and Keras, which are there, for a script that is to be the first that imports them."""
+
+    def __init__(self):
+        self._modules = {name: sys.modules.pop(name) for name in ("tensorflow", "keras")}
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self._modules:
+            return None
+        module = self._modules.pop(name)
+        loader = types.SimpleNamespace(create_module=lambda spec: module, exec_module=lambda module: None)
+        spec = importlib.util.spec_from_loader(name, loader, is_package=True)
+        spec.submodule_search_locations = module.__path__
+        return spec
+
+
 def _enter(network: int) -> None:
     """Goes to another network namespace, of a host that is one; this process has one thread."""
     if os.fstat(network).st_ino != os.stat("/proc/self/ns/net").st_ino:
@@ -477,12 +684,33 @@ def _enter(network: int) -> None:
     os.close(network)
 
 
-def _drive(arguments: list[str], environment: dict[str, str], place: str, files: list[int], paths: list[str]) -> None:
-    """Runs a script in a fork, and tells its number and how it ended."""
+def _drive(
+    arguments: list[str],
+    environment: dict[str, str],
+    place: str,
+    files: list[int],
+    paths: list[str],
+    address: str,
+    *,
+    kind: str,
+    pass_fds: list[int],
+    cores: list[int],
+    unbuffered: bool = False,
+    session: bool = False,
+) -> None:
+    """Runs a script in a fork, and tells its number and how it ended.
+
+    Args:
+        kind: of this process.
+        pass_fds: numbers of files behind the first three.
+        cores: of the process that asks.
+        unbuffered: as with `python -u`.
+        session: it has one of its own.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    connection, *others = files
+    connection, others, network, passed = files[0], files[1:4], files[4], files[5:]
     if pid := os.fork():
-        for file in others:
+        for file in (*others, network, *passed):
             os.close(file)
         os.write(connection, _CODE.pack(pid))
         os.write(connection, _CODE.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
@@ -490,17 +718,29 @@ def _drive(arguments: list[str], environment: dict[str, str], place: str, files:
     import numpy as np
 
     os.close(connection)
-    for number, file in enumerate(others):
-        os.dup2(file, number)
-        os.close(file)
+    if session:
+        os.setsid()
+    network, *others = _out_of_the_way([network, *others, *passed])
+    _take(others, [0, 1, 2, *pass_fds])
+    _enter(network)
+    os.sched_setaffinity(0, cores)
+    if unbuffered:
+        _write_at_once()
     os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR may be another one
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _customize()
     random.seed()
     np.random.seed()
     first, *rest = arguments
+    if not session:
+        _fork_what_is_started(address)
+    elif kind == _TENSORFLOW:
+        sys.meta_path.insert(0, _Imported())
+        sys.modules["raytf.compat.fast_import"]._active = True  # it was quick
+        sys.modules["ray"]._raylet.setproctitle(f"raytf.launch.bootstrap {environment['RAY_RAYLET_PID']}")
     code = 0
     try:
         if first in ("-m", "-c"):
@@ -587,6 +827,10 @@ def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 if __name__ == "__main__":
-    what, number = sys.argv[1:]
+    what, number, address = sys.argv[1:]
     with contextlib.suppress(ConnectionError):
-        _PROCESSES[what](socket.socket(fileno=int(number)))
+        if what == "listen":
+            listen(socket.socket(fileno=int(number)), address)
+        else:
+            _reserve()
+            _PROCESSES[what](socket.socket(fileno=int(number)), address)

@@ -16,6 +16,7 @@ import pytest
 import ray
 
 from raytf.launch import launcher
+from raytf.runtime import hangs
 from tests import warm
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -35,6 +36,13 @@ def start(*arguments, cwd=SCRIPTS, from_scratch=False):
 
 
 @pytest.fixture(autouse=True)
+def warm_scripts(ray_cluster):
+    """Scripts are forks, too; see `from_scratch`."""
+    with warm.scripts():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def none_stays(gives_back):
     """Ends what a test that failed has started: the next one would see its processes, and wait for its CPUs."""
     yield
@@ -45,13 +53,14 @@ def none_stays(gives_back):
 
 
 def run(*arguments, code=0, cwd=SCRIPTS, from_scratch=False):
-    """`start`, to its end: what it printed."""
-    process = start(*arguments, cwd=cwd, from_scratch=from_scratch)
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
-        process.wait()
+    """`start`, to its end: what it printed. The script is started from scratch where the command is."""
+    with warm.scripts(forks=not from_scratch):
+        process = start(*arguments, cwd=cwd, from_scratch=from_scratch)
+        try:
+            out, err = process.communicate(timeout=200)
+        finally:
+            process.kill()
+            process.wait()
     assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-5000:]}"
     assert not left(), "processes outlive the command"
     return out, err
@@ -63,7 +72,10 @@ def left():
     found = []
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
-            if "raytf.launch.bootstrap" in (process.info["cmdline"] or []):
+            line = process.info["cmdline"] or []
+            if " ".join(line).split() == ["raytf.launch.bootstrap", str(raylet)]:  # a fork
+                found.append(process)
+            elif "raytf.launch.bootstrap" in line:
                 found += [process] * (process.environ().get("RAY_RAYLET_PID") == str(raylet))
     return found
 
@@ -174,16 +186,6 @@ model.fit(np.ones((160, 1)), np.ones((160, 1)), batch_size=16, callbacks=[Mine()
 """
 
 
-def test_a_script_that_hangs_is_named_with_its_stack(tmp_path):
-    (tmp_path / "deadlock.py").write_text(DEADLOCK)
-    _, err = run("--num-workers", 2, "--hang-timeout", 2, "deadlock.py", code=128 + signal.SIGKILL, cwd=tmp_path)
-    named = r"its process \d+ on \S+ is in Mine.on_train_batch_end after step 6 since \d+ s; "
-    named += r"(worker 0|the run) waits for it since"
-    at_first = named.replace("Mine.on_train_batch_end", r"(Mine.on_train_batch_end|callbacks)")  # it may answer late
-    assert re.search(rf"raytf run: worker 1 is waited for: {at_first} step 7", err)
-    assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_every_process(tmp_path, number):
     (tmp_path / "forever.py").write_text(
@@ -232,14 +234,27 @@ def test_the_folder_travels(tmp_path):
     assert len(re.findall(says, done.stderr, re.MULTILINE)) == 1
 
 
-def here(folder, text, *, monkeypatch, **options):
-    """Runs a script in this process, as `run` does in one of its own; the exit code."""
+def here(folder, text, *, monkeypatch, forks=False, **options):
+    """Runs a script in this process, as `run` does in one of its own; the exit code. Few import what forks have."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
-    code = launcher.run(launcher.LaunchSpec(script="script.py", **options))
+    with warm.scripts(forks):
+        code = launcher.run(launcher.LaunchSpec(script="script.py", **options))
     _, alive = psutil.wait_procs(left(), timeout=30)
     assert not alive, "processes outlive the run"
     return code
+
+
+def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(hangs, "_ENDS_LATE", 6.0)  # times the limit
+    options = {"num_workers": 2, "hang_timeout": 2.0}
+    assert here(tmp_path, DEADLOCK, monkeypatch=monkeypatch, forks=True, **options) == 128 + signal.SIGKILL
+    err = capfd.readouterr().err
+    named = r"its process \d+ on \S+ is in Mine.on_train_batch_end after step 6 since \d+ s; "
+    named += r"(worker 0|the run) waits for it since"
+    at_first = named.replace("Mine.on_train_batch_end", r"(Mine.on_train_batch_end|callbacks)")  # it may answer late
+    assert re.search(rf"raytf run: worker 1 is waited for: {at_first} step 7", err)
+    assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
 
 
 def test_a_stopped_process_is_named_and_a_restart_goes_on(tmp_path, monkeypatch, capfd):
