@@ -151,11 +151,7 @@ def put(model, values: Sequence[np.ndarray]) -> None:
 
 def here(strategy, variable) -> np.ndarray:
     """What a variable holds in this process, as bytes; its own memory where TensorFlow shows that."""
-    value = strategy.experimental_local_results(keras_objects.held_by(variable))[0].read_value()
-    try:
-        array = np.asarray(memoryview(value))
-    except ValueError:  # bfloat16 and the like have no name there
-        array = np.asarray(value)
+    array = communicator.read(strategy.experimental_local_results(keras_objects.held_by(variable))[0])
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
