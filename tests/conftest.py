@@ -184,11 +184,9 @@ def ray_cluster(warm_python):
     import logging
 
     import ray
-    from ray._private.node import Node
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", warm_python)
-        patch.setattr(Node, "start_log_monitor", lambda self: None)  # it looks at the files of all workers ever since
         for name, value in _NO_FIGURES.items():
             patch.setenv(name, value)
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
