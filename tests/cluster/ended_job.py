@@ -3,9 +3,9 @@
 With the name "trial" it is the trial of a sweep. WORKERS may be "1-3": as many as there is room for, without Dropout.
 NODE is Ray's id of the node that the trainer is to be on, or "head"; else it is on any node of this host. Each worker
 notes its node, steps and process in NAME_RANK.txt; a run that ends by itself leaves its metrics in NAME.json.
-FOLDER/NAME_hold may name an epoch and a batch, behind which the last worker (of an elastic run: the chief) stands still
-until it is asked to end, so that others may be one step ahead; then it removes that file. It goes on when the file
-names another one, too.
+FOLDER/NAME_hold may name an epoch and a batch in each line, behind which the last worker (of an elastic run: the chief)
+stands still until it is asked to end, so that others may be one step ahead; then it removes that line, and a file
+without others. It goes on when the file names others, too.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ def noting(config):
                 file.write(f"{node} {self.epoch} {batch} {os.getpid()}\n")
             hold = pathlib.Path(f"{config['place']}_hold")
             here = f"{self.epoch} {batch}"
-            if rank == max(0, config["workers"] - 1) and hold.exists() and hold.read_text() == here:
+            if rank == max(0, config["workers"] - 1) and hold.exists() and here in hold.read_text().splitlines():
                 until = time.monotonic() + _HELD_SECONDS
-                while ending.gate.why is None and hold.read_text() == here and time.monotonic() < until:
+                while ending.gate.why is None and here in hold.read_text().splitlines() and time.monotonic() < until:
                     time.sleep(0.01)
-                if hold.read_text() == here:
+                lines = hold.read_text().splitlines()
+                if lines == [here]:
                     hold.unlink()
+                elif here in lines:
+                    hold.write_text("\n".join(line for line in lines if line != here))
 
         def on_train_end(self, logs=None):
             if not config["workers"] or models.rank() == 0:

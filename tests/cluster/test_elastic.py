@@ -30,12 +30,25 @@ def processes(tmp_path, name):
     return {line.split()[3] for line in noted(tmp_path, name, 0)}
 
 
+def of_node(node):
+    """The processes of a node that it has started, and where its workers' logs are; of one that has ended, nowhere."""
+    ours = [*psutil.Process(node).children(recursive=True), psutil.Process(node)]
+    logs = {w.partition("=")[2] for p in ours for w in p.cmdline() if w.startswith("--log_dir=")}
+    return ours, tuple(logs)
+
+
+def node_of(cluster, worker):
+    """That of a worker's process: Ray may have put the chief on any."""
+    files = [file.path for file in psutil.Process(worker).open_files()]
+    (node,) = [node for node in cluster.nodes if any(path.startswith(of_node(node)[1]) for path in files)]
+    return node
+
+
 def kill(node):
     """Ends all processes of a node, as when its host vanishes; its workers are forks of a process that is none of them.
 
     Some arrive at their ends only when their memory is given back: behind that nothing of them is at work."""
-    ours = [*psutil.Process(node).children(recursive=True), psutil.Process(node)]
-    (logs,) = {w.partition("=")[2] for p in ours for w in p.cmdline() if w.startswith("--log_dir=")}
+    ours, logs = of_node(node)
     for process in psutil.process_iter(["pid", "cmdline"]):
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.info["cmdline"] or ())
@@ -69,12 +82,12 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     assert len(processes(tmp_path, "run")) == 1, said
 
     cluster = local.add(cluster)
-    (tmp_path / "lost_hold").write_text("0 4")
+    (tmp_path / "lost_hold").write_text("0 4\n0 9")
     driver = started(tmp_path, "lost", "1-3", environment)
     until(lambda: steps(tmp_path, "lost", 1), driver)
     (tmp_path / "lost_hold").write_text("0 9")
     until(lambda: steps(tmp_path, "lost", 0)[-1:] == [(0, 9)], driver)
-    kill(cluster.nodes[-1])
+    kill(node_of(cluster, int(noted(tmp_path, "lost", 1)[-1].split()[3])))
     (tmp_path / "lost_hold").write_text("no more")
     said = finished(driver)
     assert steps(tmp_path, "lost", 0) == EVERYTHING, said
