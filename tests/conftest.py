@@ -39,6 +39,11 @@ _NO_FIGURES = {
 }
 
 
+def _gather_no_figures(patch):
+    for name, value in _NO_FIGURES.items():
+        patch.setenv(name, value)
+
+
 def pytest_collection_modifyitems(items):
     """Puts those last for whose processes, which run behind all else, nobody is to wait meanwhile."""
     order = {name: i - len(_LONG) for i, name in enumerate(_LONG)} | {name: i + 1 for i, name in enumerate(_BEHIND)}
@@ -171,8 +176,7 @@ def warm_starts(warm_python, tmp_path_factory):
     def context():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-            for name, value in _NO_FIGURES.items():
-                patch.setenv(name, value)
+            _gather_no_figures(patch)
             yield
 
     return context
@@ -187,8 +191,7 @@ def ray_cluster(warm_python):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", warm_python)
-        for name, value in _NO_FIGURES.items():
-            patch.setenv(name, value)
+        _gather_no_figures(patch)
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
     processes = _processes()

@@ -1,5 +1,6 @@
 """What a worker does from the loss of a member until there is another ring: sockets and threads, no training."""
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -174,6 +175,14 @@ class Epoch:
 
         return self.healer.make(self.holder, exchange)
 
+    @contextlib.contextmanager
+    def lost_in_the_next(self, anew):
+        """Within its first step, as the other one is lost: (its sum, where this one waited, the new one's ring)."""
+        self.healer.began(self.holder, b"begun")
+        with self.healer.execution():
+            self.other.close()
+            yield self.pool.submit(self.make, "gradients"), *self.goes_on(anew)
+
     def goes_on(self, anew):
         """The ring of the one that is new."""
         waiting, new = until(self.healer.waiting), Listener("127.0.0.1")
@@ -193,11 +202,7 @@ def ended():
 
 def test_what_followed_an_epoch_is_exchanged_again(ended):
     """Also within the first step of the next one, with a process that begins behind the last step."""
-    ended.healer.began(ended.holder, b"begun")
-    with ended.healer.execution():
-        ended.other.close()
-        sum_ = ended.pool.submit(ended.make, "gradients")
-        waiting, ring = ended.goes_on(anew=True)
+    with ended.lost_in_the_next(anew=True) as (sum_, waiting, ring):
         assert (waiting.since, waiting.tag, waiting.between) == (tag_of(1), tag_of(1) + 2, False)
         assert ended.healer.image(True) == "the end"
         assert [ended.add(ring, 1).tolist() for _ in range(3)] == [[3, 3]] * 3
@@ -211,11 +216,7 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
 
 
 def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(ended):
-    ended.healer.began(ended.holder, b"begun")
-    with ended.healer.execution():
-        ended.other.close()
-        sum_ = ended.pool.submit(ended.make, "gradients")
-        _, ring = ended.goes_on(anew=False)
+    with ended.lost_in_the_next(anew=False) as (sum_, _, ring):
         assert ended.add(ring, 1).tolist() == sum_.result(20).tolist() == [3, 3]
         assert ended.made == ["gradients"]
         ring.close()
