@@ -81,6 +81,7 @@ class Last:
         identity: what the run was, see `same_run.py`; {} where that is not known.
         order: within an epoch, what says which rows its steps have, see `Feed.order`.
         relisted: (checkpoints, what is wrong with the list) where Ray's list is to be made anew, see `relist`.
+        name: of the checkpoint's folder.
     """
 
     epoch: int
@@ -90,6 +91,7 @@ class Last:
     identity: dict[str, Any]
     order: dict[str, Any] = dataclasses.field(default_factory=dict)
     relisted: tuple[tuple[str, ...], str] | None = None
+    name: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +140,22 @@ class RunFolder:
         steps = [name for _, name in step_folders.listed(self.filesystem, self.path)]
         within, refused = self._first_whole(steps, finished)
         try:
-            last = self._last_of_epochs(finished)
-        except DamagedCheckpointError:
+            last, others = self._last_of_epochs(finished)
+        except DamagedCheckpointError as error:
             if within is None:
                 raise
-            return within
-        if within is None and last is None and refused:
-            raise self._none_whole(f"none is whole: {'; '.join(refused)}")
-        if within is None or (last is not None and last.step >= within.step):
-            return last
-        return dataclasses.replace(within, relisted=last.relisted if last else None)
+            last, others = None, [str(error.received)]
+        taken = last
+        if within is not None and (last is None or last.step < within.step):
+            taken = dataclasses.replace(within, relisted=last.relisted if last else None)
+        damaged = "; ".join(refused + others)
+        if taken is not None and damaged:
+            warnings.warn(f"{self.name}: Damaged: {damaged}. In its place {taken.name} is taken", stacklevel=3)
+        elif refused:
+            raise self._none_whole(f"none is whole: {damaged}")
+        elif damaged:
+            print(f"{self.name}: none of its checkpoints is whole ({damaged}); starts anew")
+        return taken
 
     def _none_whole(self, why: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
@@ -165,13 +173,11 @@ class RunFolder:
             except DamagedCheckpointError as error:
                 refused.append(str(error.received))
                 continue
-            if refused:
-                text = "Damaged: " + "; ".join(refused)
-                warnings.warn(f"{self.name}: {text}. In its place {name} is taken", stacklevel=5)
             return found, refused
         return None, refused
 
-    def _last_of_epochs(self, finished: Callable[[Last], bool]) -> Last | None:
+    def _last_of_epochs(self, finished: Callable[[Last], bool]) -> tuple[Last | None, list[str]]:
+        """Where the run stood at the newest whole checkpoint of an epoch's end, and what is wrong with newer ones."""
         wrong, names, unlisted = "", [], []
         try:
             names = [entry.checkpoint_dir_name for entry in self._by_age(self._listed())]
@@ -181,20 +187,19 @@ class RunFolder:
             wrong, listed = str(error), not error.missing
             names = self._stored()
             if not names and not listed:
-                return None
+                return None, []
         found, refused = self._first_whole(names, finished)
         if found is not None and (wrong or refused or unlisted):
-            return dataclasses.replace(found, relisted=(tuple(names[len(refused) :]), wrong))
+            found = dataclasses.replace(found, relisted=(tuple(names[len(refused) :]), wrong))
         if found is not None:
-            return found
+            return found, refused
         if wrong and not listed:  # of a run that ended before its first checkpoint was whole
-            print(f"{self.name}: none of its checkpoints is whole ({'; '.join(refused)}); starts anew")
-            return None
+            return None, refused
         if names or wrong:
             where = f"none is whole: {'; '.join(refused)}" if names else "there is none"
             wrong = f", and {CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which lists them, {wrong}" if wrong else ""
             raise self._none_whole(f"{where}{wrong}")
-        return None
+        return None, []
 
     def relist(self, last: Last, config: CheckpointConfig) -> None:
         """Writes Ray's list of the checkpoints anew where it cannot be used, or lists newer ones that are damaged.
@@ -307,7 +312,7 @@ class RunFolder:
         """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""
         path = f"{self.path}/{name}"
         state: State = checkpoint_files.look(self.filesystem, path)
-        last = Last(state.epoch, state.step, state.epoch_step, state.stopped, state.identity, state.order)
+        last = Last(state.epoch, state.step, state.epoch_step, state.stopped, state.identity, state.order, name=name)
         if finished(last):
             with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
                 checkpoint_files.check(folder, name=name)

@@ -90,10 +90,21 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
     with pytest.warns(UserWarning, match="Damaged"):
         found = folder.last()
     assert found.step == 6 and found.relisted == (("checkpoint_0",), ""), "Ray's list is made anew all the same"
+    whole(folder, "checkpoint_1", {"version": 3, "epoch": 2, "step": 8, "stopped": False, "history": [], "seed": 0})
+    with pytest.warns(UserWarning, match="Damaged: step_000000000009 .*In its place checkpoint_1 is taken"):
+        assert folder.last().step == 8, "the end of an epoch is newer than the whole checkpoint of a step"
     aside = folder.put_aside()
     assert folder.last() is None and any(
         n.startswith("step_") for n in names(folder, f"{folder.path.rpartition('/')[0]}/{aside}")
     )
+
+
+def test_what_is_told_of_a_damaged_end_of_an_epoch_is_where_the_run_goes_on(folder, capsys):
+    within(folder, 6, 2)
+    write(folder, "checkpoint_2026-01-01_00-00-00.000001/state.json", "torn")
+    with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*In its place step_000000000006 is taken"):
+        assert folder.last().step == 6
+    assert "starts anew" not in capsys.readouterr().out
 
 
 def snapshot(names):
