@@ -187,6 +187,12 @@ def apply_scaled(optimizer, grads, variables) -> None:
     optimizer._common_apply(grads, trainable_variables=variables)
 
 
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
+def place_of(optimizer, variable) -> int:
+    """Where in its lists an optimizer has what it keeps for a variable."""
+    return optimizer._get_variable_index(variable)
+
+
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer._var_key")
 def key_of(optimizer, variable):
     """The key by which an optimizer finds what it has for a variable; made anew in another process."""

@@ -47,6 +47,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.optimizers.base_optimizer:BaseOptimizer": (
         "(learning_rate, weight_decay=, clipnorm=, clipvalue=, global_clipnorm=, use_ema=, ema_momentum=, ema_overwrite_frequency=, loss_scale_factor=, gradient_accumulation_steps=, name=, **kwargs)",
     ),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer.apply": ("(self, grads, trainable_variables=)",),
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._common_apply": (
@@ -54,6 +55,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._tf_apply": ("(self, grads, trainable_variables=)",),
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply": ("(self, grads, trainable_variables=)",),
+    "keras.src.optimizers.sgd:SGD.update_step": ("(self, gradient, variable, learning_rate)",),
     "keras.src.random.seed_generator:SeedGenerator": ("(seed=, name=, **kwargs)",),
     "keras.src.random.seed_generator:SeedGenerator.next": ("(self, ordered=)",),
     "keras.src.random.seed_generator:global_seed_generator": ("()",),
