@@ -490,14 +490,18 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
             refused.append(error.received if isinstance(error, ConfigError) else f"{candidate.path} is missing")
             continue
         if refused:
-            text = "Damaged: " + "; ".join(refused)
-            warnings.warn(f"{text}. In its place {posixpath.basename(candidate.path)} is taken", stacklevel=3)
+            warnings.warn(taken_instead(refused, posixpath.basename(candidate.path)), stacklevel=3)
         return candidate, found
     raise DamagedCheckpointError(
         "A run goes on from a checkpoint of which every part is what was written",
         "; ".join(refused),
         "Start a run with another name",
     )
+
+
+def taken_instead(refused: Iterable[str], name: str) -> str:
+    """Says which checkpoint is taken, and what is wrong with those that would have come first."""
+    return f"Damaged: {'; '.join(refused)}. In its place {name} is taken"
 
 
 def merged(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:

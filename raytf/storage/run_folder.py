@@ -148,13 +148,13 @@ class RunFolder:
         taken = last
         if within is not None and (last is None or last.step < within.step):
             taken = dataclasses.replace(within, relisted=last.relisted if last else None)
-        damaged = "; ".join(refused + others)
+        damaged = refused + others
         if taken is not None and damaged:
-            warnings.warn(f"{self.name}: Damaged: {damaged}. In its place {taken.name} is taken", stacklevel=3)
+            warnings.warn(f"{self.name}: {checkpoint_files.taken_instead(damaged, taken.name)}", stacklevel=3)
         elif refused:
-            raise self._none_whole(f"none is whole: {damaged}")
+            raise self._none_whole(f"none is whole: {'; '.join(damaged)}")
         elif damaged:
-            print(f"{self.name}: none of its checkpoints is whole ({damaged}); starts anew")
+            print(f"{self.name}: none of its checkpoints is whole ({'; '.join(damaged)}); starts anew")
         return taken
 
     def _none_whole(self, why: str) -> DamagedCheckpointError:
@@ -189,9 +189,9 @@ class RunFolder:
             if not names and not listed:
                 return None, []
         found, refused = self._first_whole(names, finished)
-        if found is not None and (wrong or refused or unlisted):
-            found = dataclasses.replace(found, relisted=(tuple(names[len(refused) :]), wrong))
         if found is not None:
+            if wrong or refused or unlisted:
+                found = dataclasses.replace(found, relisted=(tuple(names[len(refused) :]), wrong))
             return found, refused
         if wrong and not listed:  # of a run that ended before its first checkpoint was whole
             return None, refused

@@ -155,9 +155,7 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
     lost = "ps 0 died, and with it the variables that it held. Other servers get them from the checkpoint of step 30"
     with pytest.raises(raytf.errors.TrainingError, match=lost):
         trainer(tmp_path, "lost", workers=1, failures=1, callbacks=callbacks, **kept, **options).fit()
-    first, second = (tmp_path / "begun").read_text().split()
-    # where the server dies late, its step 26 is there, too
-    assert first == "20" and second in ("24", "26"), "the second time from the coordinator's memory"
+    assert (tmp_path / "begun").read_text().split() == ["20", "24"], "the second time from the coordinator's memory"
     assert sorted(path.name for path in tmp_path.glob("killed_*")) == ["killed_2", "killed_3"]
     with np.load(tmp_path / "third.npz") as third:
         found = [third[name] for name in third.files]

@@ -1,5 +1,7 @@
 """SGD's update in one operation is Keras' own, to the bit."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -10,14 +12,7 @@ from hypothesis import strategies as st
 from raytf.parallel.optimizers import sgd_update_step
 
 KERAS = getattr(keras.optimizers.SGD.update_step, "__wrapped__", keras.optimizers.SGD.update_step)
-
-
-def keras_own(optimizer, *arguments):
-    return KERAS(optimizer, *arguments)
-
-
-def in_one(optimizer, *arguments):
-    return sgd_update_step(KERAS, optimizer, *arguments)
+in_one = functools.partial(sgd_update_step, KERAS)
 
 
 def updated(update, dtype, weights, gradients, graph, **options):
@@ -48,12 +43,9 @@ def updated(update, dtype, weights, gradients, graph, **options):
 )
 def test_same_bits(dtype, size, options, graph, seed):
     rng = np.random.default_rng(seed)
-    weights, *gradients = (
-        tf.cast(rng.standard_normal(size) * 10.0 ** rng.integers(-30, 30, size), dtype) for _ in range(4)
-    )
-    gradients = [tf.where(tf.math.is_finite(gradient), gradient, tf.ones_like(gradient)) for gradient in gradients]
-    weights = tf.where(tf.math.is_finite(weights), weights, tf.ones_like(weights))
-    expected, _ = updated(keras_own, dtype, weights, gradients, graph, **options)
+    drawn = [tf.cast(rng.standard_normal(size) * 10.0 ** rng.integers(-30, 30, size), dtype) for _ in range(4)]
+    weights, *gradients = (tf.where(tf.math.is_finite(d), d, tf.ones_like(d)) for d in drawn)
+    expected, _ = updated(KERAS, dtype, weights, gradients, graph, **options)
     found, operations = updated(in_one, dtype, weights, gradients, graph, **options)
     for mine, its in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine, its)
@@ -66,7 +58,7 @@ def test_same_bits(dtype, size, options, graph, seed):
 def test_gradients_of_some_rows_are_keras_own(options):
     some = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 2]), tf.constant([4, 3]))
     weights = tf.reshape(tf.range(12.0), [4, 3])
-    expected, _ = updated(keras_own, "float32", weights, [some], False, **options)
+    expected, _ = updated(KERAS, "float32", weights, [some], False, **options)
     found, _ = updated(in_one, "float32", weights, [some], False, **options)
     for mine, its in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine, its)
