@@ -9,7 +9,9 @@ the numbers are the same.
 Behind the last step of an epoch all exchanges are kept until the first step of the next one is made: those of its logs,
 of the validation, of what callbacks agree on. A process that takes the place of one lost there begins behind that last
 step, with what another one held then, and makes the end of the epoch from its beginning: callbacks, too. The others
-make their exchanges again with it, and see that what comes of them is the same.
+make their exchanges again with it, and see that what comes of them is the same. So it is between two steps of one
+epoch, where workers are known to meet there: for a checkpoint, a look whether one is due, or callbacks that look at
+batches. There it begins with telling its callbacks of the batch.
 
 What workers do not have alike, as metrics over rows of their own, each passes on to the next one after every step.
 
@@ -24,7 +26,7 @@ import queue
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,7 +53,7 @@ class Rejoin:
         token: see `Listener.join`.
         generation: of the group.
         numbers: of meetings by kind, which `activity` counts on from, the same for all.
-        anew: whether all that was exchanged behind the last step of the epoch is exchanged again.
+        anew: whether all that was exchanged behind the last step, see `Waiting.since`, is exchanged again.
     """
 
     addresses: Sequence[tuple[str, int]]
@@ -68,18 +70,18 @@ class Waiting:
     Args:
         tag: see `tag_of`.
         address: (host, port) where it listens.
-        held: (tag, bytes) that the one before has passed on last, or None.
+        held: (tag, bytes) that the one before has passed on, the last ones, in order.
         numbers: of meetings by kind, as `activity` has counted them.
-        own: (tag, bytes) that this one has passed on last, or None.
-        since: the tag behind the last step of the epoch, where all that was exchanged since can be exchanged again.
+        own: (tag, bytes) that this one has passed on since the step, in order.
+        since: the tag behind the step since which all that was exchanged can be exchanged again, or None.
         between: whether it waits behind that step, and not within the next one.
     """
 
     tag: int
     address: tuple[str, int]
-    held: tuple[int, bytes] | None
+    held: tuple[tuple[int, bytes], ...]
     numbers: dict[str, int]
-    own: tuple[int, bytes] | None = None
+    own: tuple[tuple[int, bytes], ...] = ()
     since: int | None = None
     between: bool = False
 
@@ -93,6 +95,7 @@ class Place:
         tag: see `tag_of`.
         within: of these steps, those of the execution that goes on.
         at_end: whether it begins behind the last step of an epoch, see `Healer`.
+        between: whether it begins behind an execution of steps, of which callbacks are to be told.
         files: of a checkpoint of that step, by name; what another worker held.
         own: what the lost one had passed on after that step.
         agreed: of what workers have agreed on, see `raytf.worker.replacement`.
@@ -105,12 +108,18 @@ class Place:
     files: dict[str, bytes] = field(repr=False)
     own: bytes = field(repr=False)
     agreed: dict[str, Any] = field(repr=False)
+    between: bool = False
 
 
 def tag_of(step: int) -> int:
     """Names what a worker has for itself when so many steps are made; it may change twice before the next step, and the
     tag is one more each time: at a checkpoint, and when an epoch begins."""
     return 4 * step
+
+
+def passed_on(held: Iterable[tuple[int, bytes]], tag: int) -> bytes | None:
+    """What was passed on with a tag, or None."""
+    return dict(held).get(tag)
 
 
 def is_step_before(tag: int, other: int) -> bool:
@@ -131,7 +140,7 @@ class Detached:
 
     def __init__(self, rank: int, size: int, timeout: float | None, rehearses: bool = False):
         self.rank, self.size, self.timeout, self.sent, self.rehearses = rank, size, timeout, 0, rehearses
-        self.held: tuple[int, bytes] | None = None
+        self.held: tuple[tuple[int, bytes], ...] = ()
 
     def padded(self, items: int) -> int:
         """See `Ring.padded`."""
@@ -198,6 +207,7 @@ class Healer:
         place: of a lost worker that this one takes, or None.
         within: steps of the execution that goes on which this process has made.
         begun: of it, those that were made before by others.
+        step: steps of the training that are made in all.
         tag: of what was passed on last, see `tag_of`.
         at_end: whether the epoch's steps are all made, and its end, with the validation, goes on.
         healed: whether a loss was survived since this was set to False; the same on all workers between two steps.
@@ -229,7 +239,7 @@ class Healer:
         lost: Callable[[], None],
         step: int,
         keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
-        end: Callable[[], Callable[[], Place]] | None = None,
+        note: Callable[[bool], Callable[[], Place] | None] | None = None,
     ) -> None:
         """Says that a loss can be survived from now on.
 
@@ -241,25 +251,26 @@ class Healer:
             keep: keep(what each worker has passed on last, by rank; ranks of which that is what they had a step
                 before) keeps a checkpoint of the steps that are made, and gives their number; called as `image` is,
                 before this worker is told that it cannot go on.
-            end: called behind the last step of an epoch; what it gives is an `image` of this moment, also later. None:
-                a loss is survived there only until callbacks are told of the epoch's end.
+            note: note(whether an epoch ends), called behind its last step and behind each execution of steps. What it
+                gives is an `image` of this moment, also later; None where workers are not to meet before the next
+                step. Without it a loss is survived behind an epoch only until callbacks are told of its end.
         """
-        self._listen, self._image, self._lost, self._step, self._keep = listen, image, lost, step, keep
-        self._end = end
+        self._listen, self._image, self._lost, self.step, self._keep = listen, image, lost, step, keep
+        self._note = note
         self.refused = self._why = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Says that it cannot, and why, as a clause."""
-        self._listen = self._image = self._lost = self._keep = self._end = None
-        self._step = self.within = self.begun = 0
+        self._listen = self._image = self._lost = self._keep = self._note = None
+        self.step = self.within = self.begun = 0
         self.tag = -1
         self._open = self.at_end = False
         self._enters = self._executes = self._told = False
         self._made: list[_Made] = []
-        self._forget_end()
+        self._forget_moment()
         self._completed = 0  # updates, at the end of the step before
         self._waiting: Waiting | None = None
-        self._passed: tuple[int, bytes] | None = None
+        self._passed: list[tuple[int, bytes]] = []  # since the step, in order
         self.refused: str | None = self._why or why
         with self._changed:
             self._changed.notify_all()
@@ -276,12 +287,25 @@ class Healer:
             self._executes = False
             self.close()
 
+    def steps_made(self) -> None:
+        """Says that the steps of an execution are made; what follows can be made again where that is noted."""
+        self.begun, self._executes = 0, False
+        self.close()
+        self._note_moment(epoch_ends=False)
+
     def end_epoch(self) -> None:
         """Says that an epoch's last step is made, and that its end begins."""
         self._open = self.at_end = True
         self.within, self._told = 0, False
-        if self._end is not None:
-            self._end_image, self._since = self._end(), self.tag
+        self._note_moment(epoch_ends=True)
+
+    def _note_moment(self, epoch_ends: bool) -> None:
+        if self._note is None or self._since is not None:  # what follows the step was noted behind it
+            return
+        image = self._note(epoch_ends)
+        if image is not None:
+            self._open, self._told = True, False
+            self._noted_image, self._since = image, self.tag
 
     def tell_callbacks(self) -> bool:
         """Says that callbacks are told of the epoch's end; whether a loss can be survived from here on, too."""
@@ -291,14 +315,14 @@ class Healer:
         return self._since is not None
 
     def close(self) -> None:
-        """Says that what follows, as callbacks, cannot be made again by another worker, but behind an epoch's end."""
+        """Says that what follows, as callbacks, cannot be made again by another worker, unless the moment is noted."""
         if self._since is None:
             self._open = self.at_end = False
             self._made.clear()
 
-    def _forget_end(self) -> None:
+    def _forget_moment(self) -> None:
         self._since: int | None = None
-        self._end_image: Callable[[], Place] | None = None
+        self._noted_image: Callable[[], Place] | None = None
         self._before_step = 0
 
     def enter(self, begun: int) -> None:
@@ -310,6 +334,11 @@ class Healer:
         self._enters, self.begun = True, begun
 
     @property
+    def executes(self) -> bool:
+        """Whether this worker is within an execution of training steps."""
+        return self._executes
+
+    @property
     def armed(self) -> bool:
         """Whether a loss within a step can be survived."""
         return self._listen is not None
@@ -318,22 +347,24 @@ class Healer:
         """A step has ended, with all that it changes: tells the next worker what only this one has."""
         self._made.clear()
         if self._since is not None:
-            self._forget_end()
+            self._forget_moment()
         self._completed = holder.completed
-        self._step += 1
+        self.step += 1
         self.within += 1
-        self._pass_on(holder, tag_of(self._step), content)
+        self._passed.clear()
+        self._pass_on(holder, tag_of(self.step), content)
 
     def averaged(self, holder, content: bytes) -> None:
         """A checkpoint behind the step has given workers their mean of what only each has: tells the next one."""
-        self._pass_on(holder, tag_of(self._step) + 1, content)
+        self._pass_on(holder, tag_of(self.step) + 1, content)
 
     def began(self, holder, content: bytes) -> None:
         """An epoch has begun: tells the next worker what only this one has, as metrics were reset."""
-        self._pass_on(holder, tag_of(self._step) + 2, content)
+        self._pass_on(holder, tag_of(self.step) + 2, content)
 
     def _pass_on(self, holder, tag: int, content: bytes) -> None:
-        self.tag, self._passed = tag, (tag, content)
+        self.tag = tag
+        self._passed.append((tag, content))
         try:
             holder.ring.pass_on(tag, content)
         except PeerLostError:  # the next exchange finds it out, and can be made again
@@ -371,11 +402,11 @@ class Healer:
             self._meet(holder, error)
             try:
                 if not all(made.again() for made in self._made):
-                    self._refuse("the end of the epoch, made again, came to something else")
+                    self._refuse("what followed the last step, made again, came to something else")
                     warnings.warn(
-                        "A process in a lost worker's place made the end of the epoch again, and came to something "
-                        "else, as a callback that draws or measures may: all workers start anew from the last "
-                        "checkpoint",
+                        "A process in a lost worker's place made again what followed the last step, and came to "
+                        "something else, as a callback that draws or measures may: all workers start anew from the "
+                        "last checkpoint",
                         stacklevel=2,
                     )
                     raise error
@@ -396,11 +427,12 @@ class Healer:
         holder.replace(ring)
         self._completed, self.healed = holder.completed, True
         if self.place is not None:
-            self.tag, self._passed = self.place.tag, (self.place.tag, self.place.own)
+            self.tag, self._passed = self.place.tag, [(self.place.tag, self.place.own)]
             self.place = None
-        if self._passed is not None:  # the one behind may be new, and this one the next that is lost
-            with contextlib.suppress(PeerLostError):  # which the exchange that follows finds out
-                ring.pass_on(*self._passed)
+        passed = self._passed if sum(len(its) for _, its in self._passed) <= MOST_BYTES else self._passed[-1:]
+        with contextlib.suppress(PeerLostError):  # which the exchange that follows finds out
+            for number, content in passed:  # the one behind may be new, and this one the next that is lost
+                ring.pass_on(number, content)
 
     def _join_next(self, old, error: PeerLostError | None) -> Ring | None:
         if error is not None:
@@ -412,7 +444,7 @@ class Healer:
         numbers, where = here.told()["numbers"], (listener.host, listener.port)
         with self._changed:
             between = self._since is not None and not self._executes
-            self._waiting = Waiting(self.tag, where, old.held, numbers, self._passed, self._since, between)
+            self._waiting = Waiting(self.tag, where, old.held, numbers, tuple(self._passed), self._since, between)
             self._changed.notify_all()
         try:
             with here.meeting(activity.HEALING):
@@ -432,7 +464,7 @@ class Healer:
             here.count(told.numbers)
             if self._since is not None and not told.anew:  # one that is new knows of the step alone
                 del self._made[: self._before_step]
-                self._forget_end()
+                self._forget_moment()
         return ring
 
     def _join(self, listener: Listener, old, told: Rejoin) -> Ring | None:
@@ -472,8 +504,8 @@ class Healer:
         return None if self.armed or self.place is not None else self.refused
 
     def image(self, anew: bool = False) -> Place:
-        """See `arm`; `anew`, of the moment behind the last step of the epoch."""
-        return self._end_image() if anew else self._image()
+        """See `arm`; `anew`, of the moment that is noted, see `Waiting.since`."""
+        return self._noted_image() if anew else self._image()
 
     def keep(self, owned: Sequence[bytes], behind: Collection[int]) -> int:
         """See `arm`.
@@ -483,8 +515,8 @@ class Healer:
         """
         if self._waiting is None or self._keep is None:
             raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
-        if self._told and not self._executes:
-            raise RaytfError("callbacks were told of the end of the epoch, and hold what follows from it")
+        if not self._executes and (self._told or (self._since is not None and not self.at_end)):
+            raise RaytfError("callbacks may have been told of what followed the step, and hold what follows from it")
         return self._keep(owned, behind)
 
     def command(self, told: Rejoin | str) -> None:

@@ -56,6 +56,8 @@ _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of 
 HOST_GONE = 35
 # That what a lost member sent before may still take to arrive, and the first cause after a connection broke.
 _GRACE_SECONDS = 0.5
+# Of a step, a checkpoint behind it, and the begin of an epoch, see `healing.tag_of`.
+_MOST_HELD = 3
 TOKEN_BYTES = 32
 
 _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
@@ -95,7 +97,7 @@ class Ring:
         self, rank: int, size: int, following: Link, previous: Link, timeout: float | None, generation: int = 0
     ):
         self.rank, self.size, self.timeout, self.generation = rank, size, timeout, generation
-        self.held: tuple[int, bytes] | None = None  # what the one before has passed on last
+        self.held: tuple[tuple[int, bytes], ...] = ()  # what the one before has passed on, the last ones
         self._links = (following, previous)
         self._next, self._previous = following.data, previous.data
         self._lookout = Lookout(
@@ -411,7 +413,11 @@ class Ring:
                     return
                 content = self._previous.recv(_HEADER.size + length)
                 if len(content) == _HEADER.size + length:
-                    self.held = number, content[_HEADER.size :]
+                    self._hold(number, content[_HEADER.size :])
+
+    def _hold(self, number: int, content: bytes) -> None:
+        before = [its for its in self.held if its[0] != number]
+        self.held = (*before, (number, content))[-_MOST_HELD:]
 
     def close(self) -> None:
         """Leaves the ring; the sums of all others fail."""
@@ -434,7 +440,7 @@ class Ring:
         theirs = self._receive(_HEADER.size)
         generation, number, its, _, length = _HEADER.unpack(theirs)
         while generation == self.generation and its == _PASS_ON:
-            self.held = number, self._receive(length)
+            self._hold(number, self._receive(length))
             theirs = self._receive(_HEADER.size)
             generation, number, its, _, length = _HEADER.unpack(theirs)
         if theirs != mine:

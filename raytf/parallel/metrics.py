@@ -19,7 +19,7 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core, backend_trainer
 from raytf.compat.patching import patch
 from raytf.errors import RaytfError
-from raytf.parallel import local_sgd
+from raytf.parallel import assigned, local_sgd
 from raytf.parallel import step as step_module
 
 
@@ -237,6 +237,7 @@ def direct_assign(original, self, value):
     was there before counted once for each of them. What is no sum becomes the mean. A replica without rows changes
     nothing.
     """
+    assigned.tell(self)
     held = keras_objects.held_by(self)
     written = getattr(step_module.state, "written", None)
     if written is not None and not getattr(step_module.state, "reduced", False):

@@ -116,10 +116,13 @@ def _make_function(original, self, step_function):
         is_tf = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
         outputs, rows = compiled(iterator) if is_tf and compiled else eager_steps(iterator)
         self.__dict__["_raytf_last"] = (outputs, rows)
-        if training and self.__dict__.get("_raytf_sync_batches"):
-            healing.here.close()  # one that takes a lost one's place begins behind it
-            return metrics.global_logs(self, outputs, rows)
-        return outputs
+        if not training:
+            return outputs
+        healing.here.close()
+        if healing.here.healed:
+            own_state.check_alike(self)
+        healing.here.steps_made()
+        return metrics.global_logs(self, outputs, rows) if self.__dict__.get("_raytf_sync_batches") else outputs
 
     return _told(self, function, training)
 
@@ -140,8 +143,6 @@ def _told(model, function: Callable, training: bool) -> Callable:
         try:
             with healing.here.execution():
                 outputs = function(iterator)
-            if healing.here.healed:
-                own_state.check_alike(model)
         except BaseException:  # the data has ended, too
             here.at(activity.CALLBACKS)
             raise
@@ -197,11 +198,13 @@ def _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *a
         verbose = 0
     _agree_on_seed(strategy)
     with callbacks_module.prepared(self, callbacks) as (callbacks, sync_batches):
-        self.__dict__["_raytf_sync_batches"] = sync_batches
+        listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+        self.__dict__.update(_raytf_sync_batches=sync_batches, _raytf_callbacks=listed)
         try:
             return original(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
         finally:
-            self.__dict__.pop("_raytf_sync_batches", None)
+            for name in ("_raytf_sync_batches", "_raytf_callbacks"):
+                self.__dict__.pop(name, None)
 
 
 def _agree_on_seed(strategy):

@@ -284,13 +284,13 @@ class Healing:
                 raise NotHealedError(
                     f"what worker {rank} had for itself was passed on to worker {following} alone, which was lost, too"
                 )
-            held = waiting[following].held
-            if held is None or held[0] != place.tag:
+            its = healing.passed_on(waiting[following].held, place.tag)
+            if its is None:
                 raise NotHealedError(
                     f"worker {rank} was lost between two steps, and what it had for itself after step {place.step} "
                     "with it"
                 )
-            owned[rank] = held[1]
+            owned[rank] = its
         return owned
 
     def _held_by_all(self, place: Place, waiting: Mapping[int, Waiting]) -> list[bytes] | None:
@@ -304,15 +304,19 @@ class Healing:
             return None
         for rank in range(size):
             following = (rank + 1) % size
-            if rank in self.lost:
-                its = None if following in self.lost else waiting[following].held
-            else:
-                its = waiting[rank].own
-            behind = its is not None and rank in self.lost and healing.is_step_before(its[0], place.tag)
-            if its is None or (its[0] != place.tag and not behind):
+            if rank not in self.lost:
+                passed = waiting[rank].own
+            elif following in self.lost:
                 return None
-            found.append(its[1])
-            self.behind += [rank] * behind
+            else:
+                passed = waiting[following].held
+            its = healing.passed_on(passed, place.tag)
+            if its is None and rank in self.lost and passed and healing.is_step_before(passed[-1][0], place.tag):
+                its = passed[-1][1]
+                self.behind.append(rank)
+            if its is None:
+                return None
+            found.append(its)
         return found
 
     def _take_places(self, place: Place, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
@@ -362,7 +366,7 @@ class Healing:
 
 
 def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], size: int) -> bool:
-    """Whether all that followed the last step of the epoch is made again, callbacks on new processes too.
+    """Whether all that followed the last step is made again, with callbacks on new processes too.
 
     Args:
         waiting: where each of the others waits.
@@ -373,12 +377,12 @@ def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], si
         False: only the exchanges of the step that all are in are made again, or those since callbacks were told of one.
 
     Raises:
-        NotHealedError: the others are not in one step, nor behind the last one of one epoch.
+        NotHealedError: the others are not in one step, nor behind one step where that can be made again.
     """
     tags, since = {its.tag for its in waiting.values()}, {its.since for its in waiting.values()}
     passed = [waiting[(rank + 1) % size].held for rank in lost if (rank + 1) % size in waiting]
     # what a lost worker has passed on last may be from before it began the epoch in whose first step the others are
-    behind = any(its is None or its[0] not in tags for its in passed)
+    behind = any(tags.isdisjoint(tag for tag, _ in its) for its in passed)
     if len(tags) == 1 and not behind and not any(its.between for its in waiting.values()):
         return False
     if len(since) == 1 and None not in since:

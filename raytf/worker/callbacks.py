@@ -250,6 +250,7 @@ class WarmupCallback(keras.callbacks.Callback):
         steps: at least 1.
         model: just built; its learning rate is the one to reach.
         done: steps that were made before.
+        told: where another worker stands with it, whose training this one joins; or None.
 
     Raises:
         ConfigError: the optimizer follows a schedule of its own, or is not the only one.
@@ -257,7 +258,7 @@ class WarmupCallback(keras.callbacks.Callback):
 
     raytf_local_batches = True
 
-    def __init__(self, steps: int, model, done: int = 0):
+    def __init__(self, steps: int, model, done: int = 0, told: Mapping | None = None):
         super().__init__()
         others = [name for name in model_optimizers.of(model) if name != "optimizer"]
         if others:
@@ -274,7 +275,12 @@ class WarmupCallback(keras.callbacks.Callback):
                 f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
-        self._steps, self._rate, self._done = steps, float(rate), done
+        self._steps, self._rate = steps, float(rate)
+        self._done, self._begin = (done, 0) if told is None else (told["done"], told["begin"])
+
+    def told(self) -> dict[str, int]:
+        """Where it stands, for a worker that joins the training."""
+        return {"done": self._done, "begin": self._begin}
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._done < self._steps:

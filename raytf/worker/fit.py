@@ -84,7 +84,8 @@ def train(task: TrainJob, session) -> dict | None:
             agreed["execution"] = steps_per_execution.ExecutionCallback(users, told.get("execution"))
             around.insert(0, agreed["execution"])
         if task.warmup_steps:
-            around.append(callbacks.WarmupCallback(task.warmup_steps, model, position.step))
+            agreed["warmup"] = callbacks.WarmupCallback(task.warmup_steps, model, position.step, told.get("warmup"))
+            around.append(agreed["warmup"])
         around += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))

@@ -10,9 +10,11 @@ the lost one had for itself, which that one had passed on; and where callbacks s
 `fit` begins with the step that the others are in; until then nothing is exchanged (`healing.Detached`).
 
 One that takes the place of a worker that was lost at the end of an epoch, or before the first step of the next one is
-made, begins behind the epoch's last step. What another one held then is noted there (`_EndOfEpoch`), as callbacks may
+made, begins behind the epoch's last step. What another one held then is noted there (`_Moment`), as callbacks may
 have changed it since. It makes the validation, and its callbacks are told of the end of the epoch, as in a run that
-goes on from a checkpoint of that step: what a lost chief has written of it is written again.
+goes on from a checkpoint of that step: what a lost chief has written of it is written again. Behind an execution of
+steps it is noted, too, where workers meet before the next one: for a checkpoint or the look whether one is due, or as
+callbacks look at batches. There its callbacks are told of the batch first.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ from raytf import activity
 from raytf.collectives import gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
+from raytf.compat.keras import pythonify_logs
 from raytf.errors import RaytfError, in_a_line
-from raytf.parallel import callbacks, double_writes, local_sgd, metrics, own_state
+from raytf.parallel import assigned, callbacks, double_writes, epoch_iterator, local_sgd, metrics, own_state
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.worker import checkpoint
 from raytf.worker.session import read_files
 
-# What is noted of a variable at the end of each epoch: its value, or whether it is the same.
-_SMALL_BYTES, _ROW_BYTES = 1 << 10, 1 << 13
+# See `_number`.
+_ROW_BYTES = 1 << 13
 
 
 @contextlib.contextmanager
@@ -64,8 +67,8 @@ def survivable(
         session: the run around it: it knows how many reports were made, is told of a loss, and may keep a checkpoint
             when it is asked to (`keep_now`).
         users: the user's callbacks.
-        between: whether it can be survived between the last step of an epoch and the first one of the next, too: the
-            session knows which reports are made.
+        between: whether it can be survived between two steps, too, as at the end of an epoch: the session knows which
+            reports are made.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -76,15 +79,20 @@ def survivable(
         return
 
     alone = callbacks.held_by_chief(users)
+    meeting = [callback for callback in agreed.values() if hasattr(callback, "meets")]
+
+    def ahead() -> int:
+        """Steps that are made, of which callbacks have not been told."""
+        return healer.step - position.step
 
     def listen() -> Listener:
         return gradient_ring.listener(gradient_ring.members(None))
 
     def parts_of(value: Callable[[keras.Variable], np.ndarray], logs: Mapping[str, float]) -> dict[str, Any]:
         named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
-        epoch_step = position.epoch_step + healer.within
+        epoch_step = position.epoch_step + ahead()
         told = {"logs": logs, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
-        return report.parts(named, ahead=healer.within, **told)
+        return report.parts(named, ahead=ahead(), **told)
 
     def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
         if early := own_state.written_early(model):
@@ -92,10 +100,10 @@ def survivable(
         variables = own_state.variables_of(model)
         values = metrics.together(model, variables, [own_state.values_of(model, its) for its in owned], behind)
         known = {id(v): value for v, value in zip(variables, values, strict=True)}
-        whole = position.epoch_step + healer.within >= position.steps
+        whole = position.epoch_step + ahead() >= position.steps
         logs = metrics.logs_of(model, known) if whole else {}
         own_state.put(model, values)  # this worker makes no other step
-        step = position.step + healer.within
+        step = healer.step
         session.keep_now(
             step_folders.name_of(step, copy=holder.ring.rank > 0), model, parts_of(lambda v: known[id(v)], logs)
         )
@@ -119,16 +127,20 @@ def survivable(
         check_chief()
         if position.skipped:
             raise RaytfError("the others have made no step since they went on with another batch")
-        files = _files(model, parts_of(nothing, {}), position.epoch_step + healer.within)
+        files = _files(model, parts_of(nothing, {}), position.epoch_step + ahead())
         within, stand = healer.within + healer.begun, standing()
         if healer.at_end:
             stand["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
-        return Place(position.step + healer.within, healer.tag, within, healer.at_end, files, b"", stand)
+        return Place(healer.step, healer.tag, within, healer.at_end, files, b"", stand)
 
-    def end() -> Callable[[], Place]:
+    def note(epoch_ends: bool) -> Callable[[], Place] | None:
+        looks = model.__dict__.get("_raytf_sync_batches")
+        if not (epoch_ends or looks or any(callback.meets(healer.step) for callback in meeting)):
+            return None
         try:
             check_chief()
-            return _EndOfEpoch(model, parts_of(nothing, {}), standing(), position, healer.tag)
+            made = position.epoch_step + ahead()
+            return _Moment(model, parts_of(nothing, {}), standing(), healer.step, made, healer.tag, epoch_ends)
         except RaytfError as error:
             why = str(error)
         except Exception as error:  # of a callback's `get_state`, which only the chief's checkpoint needs otherwise
@@ -140,8 +152,8 @@ def survivable(
         return refused
 
     can_keep = hasattr(session, "keep_now")
-    keeps, ends = keep if can_keep else None, end if between else None
-    healer.arm(listen, image, session.tell_of_loss, position.step, keeps, ends)
+    keeps, notes = keep if can_keep else None, note if between else None
+    healer.arm(listen, image, session.tell_of_loss, position.step, keeps, notes)
     try:
         yield
     finally:
@@ -168,54 +180,68 @@ def _files(model, parts: dict[str, Any], epoch_step: int) -> dict[str, bytes]:
         return read_files(folder)
 
 
-class _EndOfEpoch:
-    """What a process needs to go on behind the last step of an epoch, noted as that ends; later a call gives the Place.
+class _Moment:
+    """What a process needs to go on behind a step, noted as that is made; later a call gives the Place.
 
-    Callbacks may change the model at the end of an epoch. Small variables, as the learning rate, are noted; of weights
-    it is noted whether they are the same.
+    Callbacks may change the model behind it. What they assign from Python, as the learning rate, is noted then
+    (`assigned.Watch`). Where an epoch ends, it is noted of all variables whether they are the same, too; behind other
+    steps that would cost a part of each, and what a compiled function has changed is seen behind the next step
+    (`own_state.check_alike`).
 
     Args:
         model: built.
         parts: of a checkpoint of this moment, see `checkpoint.parts`.
         agreed: see `Place`.
-        position: the `callbacks.FeedCallback`.
+        step: that are made in all.
+        epoch_step: of these, those of the epoch.
         tag: see `Place`.
+        epoch_ends: whether callbacks have been told of the step, which was the last one of the epoch.
     """
 
-    def __init__(self, model, parts: dict[str, Any], agreed: dict[str, Any], position, tag: int):
+    def __init__(
+        self,
+        model,
+        parts: dict[str, Any],
+        agreed: dict[str, Any],
+        step: int,
+        epoch_step: int,
+        tag: int,
+        epoch_ends: bool,
+    ):
         arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}  # callbacks go on
         self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
-        self._step, self._epoch_step, self._tag = position.step, position.epoch_step, tag
+        self._step, self._epoch_step, self._tag, self._epoch_ends = step, epoch_step, tag, epoch_ends
         self._last = model.__dict__["_raytf_last"]
-        strategy = model.distribute_strategy
-        self._noted = [(v, _noted(own_state.here(strategy, v))) for v in own_state.alike(model)]
+        self._watch = assigned.Watch(model)
+        self._noted = [(v, _number(self._here(v))) for v in own_state.alike(model)] if epoch_ends else []
+
+    def _here(self, variable) -> np.ndarray:
+        return own_state.here(self._model.distribute_strategy, variable)
 
     def __call__(self) -> Place:
-        changed, strategy = [], self._model.distribute_strategy
-        for variable, noted in self._noted:
-            held = own_state.here(strategy, variable)
-            if _noted(held) == noted:
-                continue
-            if isinstance(noted, int):
-                raise RaytfError(f"a callback has changed {variable.path} since the last step")
-            now, kind, shape = held.tobytes(), tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
-            changed.append((variable, *(np.frombuffer(its, kind).reshape(shape).copy() for its in (noted, now))))
-        own_state.put_each(strategy, [(variable, noted) for variable, noted, _ in changed])
+        changed = []
+        for variable, held in self._watch.before():
+            kind, shape = tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
+            then_and_now = (held, self._here(variable))
+            changed.append((variable, *(its.view(kind).reshape(shape).copy() for its in then_and_now)))
+        strategy = self._model.distribute_strategy
+        own_state.put_each(strategy, [(variable, then) for variable, then, _ in changed])
         try:
+            if others := [v.path for v, number in self._noted if _number(self._here(v)) != number]:
+                raise RaytfError(f"a callback has changed {', '.join(others)} since the last step")
             files = _files(self._model, self._parts, self._epoch_step)
         finally:
             own_state.put_each(strategy, [(variable, now) for variable, _, now in changed])
         agreed = self._agreed | {"last": metrics.last_logs(self._model, self._last)}
-        return Place(self._step, self._tag, 0, True, files, b"", agreed)
+        ends = self._epoch_ends
+        return Place(self._step, self._tag, 0, ends, files, b"", agreed, between=not ends)
 
 
-def _noted(held: np.ndarray) -> bytes | int:
-    """The bytes of a small variable; of a larger one a number that is another one where they are others.
+def _number(held: np.ndarray) -> int:
+    """A number that is another one where the bytes of a variable are others.
 
     Sums of every 1024th word, of which the digest is made, take a fifth of the time that this takes of the bytes.
     """
-    if held.size <= _SMALL_BYTES:
-        return held.tobytes()
     whole = held.size // _ROW_BYTES * _ROW_BYTES
     sums = np.add.reduce(held[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8), axis=0)
     return zlib.crc32(held[whole:], zlib.crc32(sums))
@@ -257,11 +283,26 @@ class Last(keras.callbacks.Callback):
     def _take(self, place: Place) -> None:
         own_state.take(self.model, place.own)
         activity.here.step = place.step
-        if place.at_end:
+        if place.at_end or place.between:
             healing.here.tag = place.tag
             self.model.__dict__["_raytf_last"] = place.agreed["last"]
+        if place.at_end:
             healing.here.end_epoch()
         healing.here.enter(place.within)
+        if place.between:
+            self._tell_of_batch()
+
+    def _tell_of_batch(self) -> None:
+        """Tells all callbacks of the batch behind which this worker begins."""
+        healing.here.steps_made()
+        told, (logs, rows) = self.model.__dict__, self.model.__dict__["_raytf_last"]
+        if told.get("_raytf_sync_batches"):
+            logs = metrics.global_logs(self.model, logs, rows)
+        logs = pythonify_logs(logs)
+        for callback in told["_raytf_callbacks"]:
+            callback.on_train_batch_end(self._position.epoch_step - 1, logs)
+        if self.model.stop_training:  # what `fit` asks behind a step that it has made
+            epoch_iterator.newest_iterator().begin_at(self._position.steps, None)
 
     def on_train_batch_end(self, batch, logs=None):
         if self._position.epoch_step >= self._position.steps and self._place is None:

@@ -95,8 +95,15 @@ class ExecutionCallback(keras.callbacks.Callback):
         self._single = None if told["single"] is None else (None, told["single"])
         self._iterator = epoch_iterator.newest_iterator() if self._looking else None
 
+    def meets(self, step: int) -> bool:
+        """Whether it may exchange something with other workers behind the execution that ends."""
+        return self._looking and (self._count + 1 in (_WARM_UP + _LOOKED_AT, self._judged_at()))
+
+    def _judged_at(self) -> int:
+        return 1 + max(2, _LOOKED_AT // self.model.steps_per_execution)
+
     def _start_over(self):
-        self._count, self._ended = 0, None
+        self._count, self._ended, self._began = 0, None, None
         self._between, self._within = [], []  # seconds between executions, and of a step within one
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -113,13 +120,14 @@ class ExecutionCallback(keras.callbacks.Callback):
         if not self._looking:
             return
         self._ended = time.perf_counter()
-        self._within.append((self._ended - self._began) / (batch - self._begin + 1))
+        if self._began is not None:  # not of an execution that was made by others, behind which this worker begins
+            self._within.append((self._ended - self._began) / (batch - self._begin + 1))
         self._count += 1
-        if self._count == 1:
+        if self._count == 1 and self._within:
             self._first = self._within[0]
         if self._single is None and self._count == _WARM_UP + _LOOKED_AT:
             self._decide(batch)
-        elif self._single is not None and self._count == 1 + max(2, _LOOKED_AT // self.model.steps_per_execution):
+        elif self._single is not None and self._count == self._judged_at():
             self._judge()
 
     def _decide(self, batch):

@@ -109,6 +109,19 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
         return {"own": own, "gate": ending.gate.told()}
 
+    def meets(self, step: int) -> bool:
+        """Whether it may exchange something with other workers behind a step.
+
+        Args:
+            step: that are made in all.
+        """
+        if self._waits or self._holds or ending.gate.why is not None:
+            return True
+        steps = [number for number in (self._every.steps, self._memory_every) if number is not None]
+        if any(checkpoint_every.crosses(number, self._seen, step) for number in steps):
+            return True
+        return self._every.within_epochs and self._every.steps is None and step >= self._next_look
+
     def on_train_batch_end(self, batch, logs=None):
         ended = ending.gate.is_last()
         before, self._seen = self._seen, self._position.step

@@ -23,11 +23,13 @@ def noted(config):
     import keras
 
     class Others(keras.callbacks.Callback):
-        """Waits for so many spares before some batches; dies as an epoch begins or ends, as a validation has ended, and
-        when it is asked for what a checkpoint is to hold of it. Notes how often it was told of an end."""
+        """Waits for so many spares before some batches; dies as an epoch begins or ends, behind a batch, as a
+        validation has ended, and when it is asked for what a checkpoint is to hold of it (before, what a process in its
+        place would need is noted). Notes how often it was told of an end."""
 
         raytf_local_batches = True
         epoch = batch = ends = 0
+        asked = ()
 
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
@@ -42,6 +44,9 @@ def noted(config):
                 assert time.monotonic() < until, "no spare makes a step ahead"
                 time.sleep(0.02)
 
+        def on_train_batch_end(self, batch, logs=None):
+            self.die("behind", self.epoch, batch)
+
         def on_epoch_end(self, epoch, logs=None):
             self.ends += 1
             with open(f"{config['notes']}/ends_{models.rank()}", "a") as file:
@@ -49,7 +54,9 @@ def noted(config):
             self.die("at_end", epoch)
 
         def get_state(self):
-            self.die("copying", self.epoch, self.batch)
+            if self.asked == (self.epoch, self.batch):
+                self.die("copying", *self.asked)
+            self.asked = self.epoch, self.batch
             return self.ends
 
         def set_state(self, state):
@@ -88,7 +95,7 @@ def run(tmp_path, name, *faults, workers=2, **more):
     config = {"batch_size": 7, "dropout": 0.2, "notes": str(notes), "plan": FaultPlan(faults).to_json()}
     config |= more.pop("config", {})
     more = {"failures": 6, "tensorflow": {"heal": True}} | more
-    made = trainer(tmp_path, name=name, config=config, callbacks=noted, workers=workers, **more)
+    made = trainer(tmp_path, name=name, config=config, workers=workers, **{"callbacks": noted} | more)
     return made.fit(), notes
 
 
@@ -220,11 +227,12 @@ def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_pa
 
 def test_two_at_once_and_two_neighbours_at_once(tmp_path):
     """Of four workers ranks 0 and 2 die before step 20, and both are replaced in place: behind a checkpoint, which has
-    averaged moving statistics, and so is rank 1 as the second epoch ends. Then ranks 1 and 2 do before step 33: what
-    rank 1 had for itself is lost with rank 2, and all start anew from the last checkpoint."""
+    averaged moving statistics, and so are rank 3 before the first checkpoint, and rank 1 as the second epoch ends. Then
+    ranks 1 and 2 do before step 33: what rank 1 had for itself is lost with rank 2, and all start anew from the last
+    checkpoint."""
     told = {"workers": 4, "checkpoint_every": "5 steps", "config": {"normalized": True}}
     expected, _ = run(tmp_path, "quiet", **told)
-    told["config"]["at_end"] = 1, 1
+    told["config"] |= {"at_end": (1, 1), "behind": (3, 0, 4)}
     kills = [Kill(rank=0, step=20), Kill(rank=2, step=20), Kill(rank=1, step=33), Kill(rank=2, step=33)]
     result, notes = run(tmp_path, "killed", *kills, **told)
     assert_equal(result, expected, 0)
@@ -232,5 +240,61 @@ def test_two_at_once_and_two_neighbours_at_once(tmp_path):
     for rank in range(4):
         made = steps(notes, rank)
         assert list(dict.fromkeys((epoch, batch) for _, epoch, batch in made)) == everything
-        assert len({process for process, *_ in made}) == 3 - (rank == 3)
+        assert len({process for process, *_ in made}) == 3
         assert len(made) <= len(everything) + (rank in (0, 2)) + 6, "those since the end of the epoch, at most"
+
+
+def looking(config):
+    """`noted`, and a callback that looks at batches: it sums their losses, lowers the rate by them, notes both, and
+    dies before or behind that, or before a batch, in each of the places of `deaths`."""
+    import keras
+
+    class Looking(keras.callbacks.Callback):
+        seen = 0.0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.die("begins", batch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.die("ends", batch)
+            self.seen += logs["loss"]
+            self.model.optimizer.learning_rate = 0.01 / (1 + self.seen)
+            with open(f"{config['notes']}/batches_{models.rank()}", "a") as file:
+                print(self.epoch, batch, repr(float(logs["loss"])), repr(self.seen), file=file)
+            self.die("told", batch)
+
+        def die(self, what, batch):
+            for number, place in enumerate(config.get("deaths", ())):
+                marker = pathlib.Path(config["notes"], f"death_{number}")
+                if tuple(place) == (what, models.rank(), self.epoch, batch) and not marker.exists():
+                    marker.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    return [*noted(config), Looking()]
+
+
+def batches(notes, rank):
+    """What `looking` has noted, and noted again where it was told again."""
+    return list(dict.fromkeys((notes / f"batches_{rank}").read_text().splitlines()))
+
+
+def test_between_two_steps_of_an_epoch_in_which_callbacks_look_at_batches_and_a_checkpoint_is_kept(tmp_path):
+    """Of three workers rank 1 dies as it is told of a batch, and so does the one in its place; the chief, behind what
+    it was told and before a checkpoint of that step; rank 2 before a batch, when the others are in its step; rank 1
+    behind an epoch's last batch, and the chief before it is told of the first of the next one. All are replaced in
+    place."""
+    told = {"workers": 3, "checkpoint_every": "5 steps", "callbacks": looking, "failures": 9}
+    expected, before = run(tmp_path, "quiet", **told)
+    deaths = [("ends", 1, 0, 3), ("ends", 1, 0, 3), ("told", 0, 0, 9), ("begins", 2, 1, 4), ("told", 1, 1, 13)]
+    deaths += [("ends", 0, 2, 0)]
+    result, notes = run(tmp_path, "broken", config={"deaths": deaths}, **told)
+    assert len(list(notes.glob("death_*"))) == len(deaths)
+    assert [len({process for process, *_ in steps(notes, rank)}) for rank in range(3)] == [3, 3, 2]
+    assert_equal(result, expected, 0)
+    for rank in range(3):
+        assert batches(notes, rank) == batches(before, rank), "callbacks go on from what they held"
+        assert ends(notes, rank) == ends(before, rank)
+    assert (notes / "log.csv").read_text() == (before / "log.csv").read_text()

@@ -72,7 +72,7 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     """Its new member died behind the driver's word: no 30 s for it to come. What was passed on is had by the next."""
     healer, holder, sum_ = survivor
     first = until(healer.waiting)
-    assert first.held == (2, b"the other's")
+    assert first.held == ((2, b"the other's"),)
     gone = Listener("127.0.0.1")
     healer.command(ring_of(first, gone, 1))
     while healer.waiting() is not None:  # it joins
@@ -89,8 +89,8 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     ring = new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=2)
     ring.add(array := np.ones(2))
     assert array.tolist() == sum_.result(20).tolist() == [2, 2]
-    assert ring.held == (tag_of(1), b"mine"), "this one may be lost next, and the new one is behind it"
-    assert holder.ring.held == (2, b"the other's"), "the new one may be lost before it passes on anything"
+    assert ring.held == ((tag_of(1), b"mine"),), "this one may be lost next, and the new one is behind it"
+    assert holder.ring.held == ((2, b"the other's"),), "the new one may be lost before it passes on anything"
     ring.close()
 
 
@@ -153,7 +153,7 @@ class Epoch:
         mine, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
         self.healer, self.holder, self.made, self.pool = Healer(), Holder(mine), [], pool
         nothing = lambda: None
-        self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, end=lambda: lambda: "the end")
+        self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, note=self.note)
         with self.healer.execution():
             self.healer.stepped(self.holder, b"mine")
         self.healer.end_epoch()
@@ -162,6 +162,10 @@ class Epoch:
             both = pool.submit(self.add, self.other, 1), pool.submit(self.make, name)
             assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
         self.made.clear()
+
+    @staticmethod
+    def note(epoch_ends):
+        return (lambda: "the end") if epoch_ends else None
 
     @staticmethod
     def add(ring, number):
@@ -242,7 +246,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
 
 
 def at(tag, held=None, since=None, between=False):
-    return Waiting(tag, ("", 0), None if held is None else (held, b""), {}, None, since, between)
+    return Waiting(tag, ("", 0), () if held is None else ((held, b""),), {}, (), since, between)
 
 
 @pytest.mark.parametrize(

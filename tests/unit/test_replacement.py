@@ -1,7 +1,5 @@
 """What a process gets that begins behind the last step of an epoch, when callbacks have changed the model since."""
 
-import types
-
 import keras
 import numpy as np
 import pytest
@@ -35,8 +33,7 @@ def noted(model):
     callback.counts = np.arange(3)
     state = State(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
     parts = checkpoint.parts(model, state, states, metrics={})
-    position = types.SimpleNamespace(step=4, epoch_step=4)
-    return replacement._EndOfEpoch(model, parts, {"reports": 2}, position, 16), callback
+    return replacement._Moment(model, parts, {"reports": 2}, 4, 4, 16, epoch_ends=True), callback
 
 
 def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_what_they_did(model, noted, tmp_path):
@@ -67,7 +64,16 @@ def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_w
 @pytest.mark.parametrize(
     "change", [lambda w: w * 0.5, lambda w: w[:, ::-1], lambda w: np.where(np.arange(400) == 7, 0, w)]
 )
-def test_no_process_gets_weights_that_a_callback_has_changed(model, noted, change):
-    model.layers[0].kernel.assign(change(model.layers[0].get_weights()[0]))
+def test_no_process_gets_weights_that_a_compiled_function_has_changed(model, noted, change):
+    kernel = model.layers[0].kernel
+    changed = change(kernel.numpy())
+    tf.function(lambda: kernel.value.assign(changed))()
     with pytest.raises(RaytfError, match="a callback has changed .*kernel since the last step"):
+        noted[0]()
+
+
+def test_what_is_assigned_in_a_graph_or_in_a_replica_is_said_to_be_changed(model, noted):
+    bias = model.layers[1].bias
+    tf.function(lambda: bias.assign(bias + 1))()
+    with pytest.raises(RaytfError, match="a callback has changed .*bias in a graph or a replica since the last step"):
         noted[0]()

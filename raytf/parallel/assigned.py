@@ -1,0 +1,62 @@
+"""What variables held before callbacks assigned them something else: for a process that is to go on before that."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import tensorflow as tf
+
+from raytf.collectives import healing
+from raytf.errors import RaytfError
+from raytf.parallel import own_state
+
+# The one that is in force.
+_watches: list[weakref.ref] = []
+
+
+class Watch:
+    """Notes what variables hold that are assigned from Python, but in training steps, as long as it is referred to.
+
+    What a compiled function assigns is not seen.
+
+    Args:
+        model: of the variables that all workers have alike, see `own_state.alike`; others are not noted.
+    """
+
+    def __init__(self, model):
+        self._model, self._ids = model, None
+        self._held: dict[int, tuple] = {}
+        self._traced: set[str] = set()
+        _watches[:] = [weakref.ref(self)]
+
+    def before(self) -> list[tuple]:
+        """(variable, its bytes) of those that were assigned since, as they were before.
+
+        Raises:
+            RaytfError: some were assigned where their values cannot be read.
+        """
+        if self._traced:
+            raise RaytfError(f"a callback has changed {', '.join(sorted(self._traced))} in a graph or a replica since the last step")
+        return list(self._held.values())
+
+    def note(self, variable) -> None:
+        """Called before a variable is assigned."""
+        if id(variable) in self._held or healing.here.executes:
+            return
+        if self._ids is None:
+            self._ids = {id(v) for v in own_state.alike(self._model)}
+        if id(variable) not in self._ids:
+            return
+        in_a_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if in_a_replica or not tf.executing_eagerly():
+            self._traced.add(variable.path)
+            return
+        self._held[id(variable)] = variable, np.array(own_state.here(self._model.distribute_strategy, variable))
+
+
+def tell(variable) -> None:
+    """Says that a `keras.Variable` is about to be assigned."""
+    watch = _watches[0]() if _watches else None
+    if watch is not None:
+        watch.note(variable)
