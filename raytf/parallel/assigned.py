@@ -37,7 +37,9 @@ class Watch:
             RaytfError: some were assigned where their values cannot be read.
         """
         if self._traced:
-            raise RaytfError(f"a callback has changed {', '.join(sorted(self._traced))} in a graph or a replica since the last step")
+            raise RaytfError(
+                f"a callback has changed {', '.join(sorted(self._traced))} in a graph or a replica since the last step"
+            )
         return list(self._held.values())
 
     def note(self, variable) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from raytf.collectives.healing import Healer, Rejoin, Waiting, tag_of
 from raytf.collectives.ring import Listener
-from raytf.errors import PeerLostError
+from raytf.errors import PeerLostError, RaytfError
 from raytf.train.healing import NotHealedError, is_to_be_made_anew
 from tests.unit.test_ring import TOKEN
 
@@ -148,6 +148,8 @@ def test_a_join_is_ended_before_and_while_it_goes_on():
 class Epoch:
     """A survivor of two behind the last step of an epoch: two exchanges were made since, and the third fails."""
 
+    foreseen = False  # whether workers are known to meet behind other steps
+
     def __init__(self, pool):
         listeners = [Listener("127.0.0.1") for _ in range(2)]
         mine, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
@@ -163,9 +165,8 @@ class Epoch:
             assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
         self.made.clear()
 
-    @staticmethod
-    def note(epoch_ends):
-        return (lambda: "the end") if epoch_ends else None
+    def note(self, epoch_ends):
+        return (lambda: "the end" if epoch_ends else "the step") if epoch_ends or self.foreseen else None
 
     @staticmethod
     def add(ring, number):
@@ -217,6 +218,31 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
         ended.make("in a callback of the next step")
     ended.healer.disarm()
     assert "between two steps" in ended.healer.waiting(), "also when the training has failed of it"
+
+
+def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(ended):
+    """Of three workers' exchanges behind a step the second breaks; the third is within the next step."""
+    ended.foreseen = True
+    with ended.healer.execution():
+        ended.healer.stepped(ended.holder, b"mine")
+        ended.healer.steps_made()
+        assert not ended.healer.executes
+        both = ended.pool.submit(ended.add, ended.other, 1), ended.pool.submit(ended.make, "logs of the batch")
+        assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
+    ended.healer.averaged(ended.holder, b"mean")
+    ended.other.close()
+    stop = ended.pool.submit(ended.make, "stop")
+    waiting, ring = ended.goes_on(anew=True)
+    assert (waiting.since, waiting.tag, waiting.between) == (tag_of(2), tag_of(2) + 1, True)
+    assert waiting.own == ((tag_of(2), b"mine"), (tag_of(2) + 1, b"mean"))
+    assert ended.healer.image(True) == "the step"
+    assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
+    assert stop.result(20).tolist() == [3, 3] and ended.made == ["logs of the batch", "stop"]
+    assert ring.held == waiting.own, "of this one, should it be lost next"
+    with pytest.raises(RaytfError, match="callbacks may have been told"):
+        ended.healer._waiting, ended.healer._keep = waiting, lambda *_: 0
+        ended.healer.keep([], [])
+    ring.close()
 
 
 def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(ended):

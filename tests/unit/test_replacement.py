@@ -1,12 +1,15 @@
 """What a process gets that begins behind the last step of an epoch, when callbacks have changed the model since."""
 
+import weakref
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from raytf.collectives import healing
 from raytf.errors import RaytfError
-from raytf.parallel import trainer
+from raytf.parallel import assigned, trainer
 from raytf.storage.checkpoint_files import State
 from raytf.worker import checkpoint, replacement
 from raytf.worker.callback_state import CallbackStates
@@ -70,6 +73,20 @@ def test_no_process_gets_weights_that_a_compiled_function_has_changed(model, not
     tf.function(lambda: kernel.value.assign(changed))()
     with pytest.raises(RaytfError, match="a callback has changed .*kernel since the last step"):
         noted[0]()
+
+
+def test_what_is_no_longer_asked_for_is_not_noted(model):
+    """Nor is what a training step assigns, or each worker has for itself."""
+    watch = assigned.Watch(model)
+    with healing.here.execution():
+        model.optimizer.learning_rate = 0.5
+    model.layers[0].bias.assign(model.layers[0].bias + 1)
+    model.metrics[0].reset_state()
+    assert [variable.path for variable, _ in watch.before()] == [model.layers[0].bias.path]
+    kept = weakref.ref(watch)
+    del watch
+    assert kept() is None
+    model.layers[0].kernel.assign(model.layers[0].kernel + 1)
 
 
 def test_what_is_assigned_in_a_graph_or_in_a_replica_is_said_to_be_changed(model, noted):
