@@ -240,6 +240,7 @@ class Healer:
         step: int,
         keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
         note: Callable[[bool], Callable[[], Place] | None] | None = None,
+        ends: bool = True,
     ) -> None:
         """Says that a loss can be survived from now on.
 
@@ -254,9 +255,10 @@ class Healer:
             note: note(whether an epoch ends), called behind its last step and behind each execution of steps. What it
                 gives is an `image` of this moment, also later; None where workers are not to meet before the next
                 step. Without it a loss is survived behind an epoch only until callbacks are told of its end.
+            ends: whether what was noted before callbacks are told of an epoch's end holds from then on, too.
         """
         self._listen, self._image, self._lost, self.step, self._keep = listen, image, lost, step, keep
-        self._note = note
+        self._note, self._ends = note, ends
         self.refused = self._why = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
@@ -264,7 +266,7 @@ class Healer:
         self._listen = self._image = self._lost = self._keep = self._note = None
         self.step = self.within = self.begun = 0
         self.tag = -1
-        self._open = self.at_end = False
+        self._open = self.at_end = self._ends = False
         self._enters = self._executes = self._told = False
         self._made: list[_Made] = []
         self._forget_moment()
@@ -310,8 +312,9 @@ class Healer:
     def tell_callbacks(self) -> bool:
         """Says that callbacks are told of the epoch's end; whether a loss can be survived from here on, too."""
         self._told = True
-        if self._since is None:
-            self.close()
+        if not self._ends:
+            self._forget_moment()
+        self.close()
         return self._since is not None
 
     def close(self) -> None:

@@ -104,8 +104,18 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
-        between = isinstance(session, RaySession)  # a trial stands still at each report
-        survivable = replacement.survivable(heals, model, position, report, agreed, order, session, users, between)
+        survivable = replacement.survivable(
+            heals,
+            model,
+            position,
+            report,
+            agreed,
+            order,
+            session,
+            users,
+            steps=task.report_steps is None,
+            ends=isinstance(session, RaySession),  # a trial stands still at each report
+        )
         try:
             with survivable:
                 model.fit(

@@ -53,7 +53,8 @@ def survivable(
     order: dict,
     session,
     users: Sequence[keras.callbacks.Callback],
-    between: bool = False,
+    steps: bool = True,
+    ends: bool = False,
 ) -> Iterator[None]:
     """Within it the loss of a worker in a step can be survived, where it can at all.
 
@@ -67,8 +68,9 @@ def survivable(
         session: the run around it: it knows how many reports were made, is told of a loss, and may keep a checkpoint
             when it is asked to (`keep_now`).
         users: the user's callbacks.
-        between: whether it can be survived between two steps, too, as at the end of an epoch: the session knows which
-            reports are made.
+        steps: whether it can be survived between two steps of an epoch, too: no report is made there.
+        ends: and between the last step of an epoch and the first one of the next: the session knows which reports are
+            made.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "the run is not to be healed"
@@ -134,12 +136,14 @@ def survivable(
         return Place(healer.step, healer.tag, within, healer.at_end, files, b"", stand)
 
     def note(epoch_ends: bool) -> Callable[[], Place] | None:
-        looks = model.__dict__.get("_raytf_sync_batches")
-        if not (epoch_ends or looks or any(callback.meets(healer.step) for callback in meeting)):
+        made = position.epoch_step + ahead()
+        looks = steps and model.__dict__.get("_raytf_sync_batches")
+        if not ends and made >= position.steps:
+            return None
+        if not (epoch_ends or looks or (steps and any(callback.meets(healer.step) for callback in meeting))):
             return None
         try:
             check_chief()
-            made = position.epoch_step + ahead()
             return _Moment(model, parts_of(nothing, {}), standing(), healer.step, made, healer.tag, epoch_ends)
         except RaytfError as error:
             why = str(error)
@@ -152,8 +156,7 @@ def survivable(
         return refused
 
     can_keep = hasattr(session, "keep_now")
-    keeps, notes = keep if can_keep else None, note if between else None
-    healer.arm(listen, image, session.tell_of_loss, position.step, keeps, notes)
+    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends)
     try:
         yield
     finally:

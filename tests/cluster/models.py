@@ -62,10 +62,11 @@ def rank():
     return ray.train.get_context().get_world_rank()
 
 
-def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
+def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None, told=False):
     """A callback that kills worker `rank_` in the middle of an epoch, the first time that it gets there.
 
-    Not before a file is there that matches the pattern `behind`.
+    Before a batch, or when it is `told` that this one has ended. Not before a file is there that matches the pattern
+    `behind`.
     """
     import keras
 
@@ -74,7 +75,14 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None):
             self.epoch = e
 
         def on_train_batch_begin(self, b, logs=None):
-            if rank() == rank_ and (self.epoch, b) == (epoch, batch) and not os.path.exists(marker):
+            self.die(b, False)
+
+        def on_train_batch_end(self, b, logs=None):
+            self.die(b, True)
+
+        def die(self, b, ended):
+            here = (rank(), self.epoch, b, ended) == (rank_, epoch, batch, told)
+            if here and not os.path.exists(marker):
                 _die(marker, behind, sig)
 
     return Kill()

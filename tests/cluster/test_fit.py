@@ -245,10 +245,10 @@ model = models.mlp({"dropout": 0.2})
 rows = models.rows()
 x = np.stack([rows[column] for column in models.FEATURES], 1)
 place = f"{folder}/{name}"
-kills = [models.kill_once(f"{place}_killed_{rank}", rank, 1, 9 - rank) for rank in (0, 1)]
+kills = [models.kill_once(f"{place}_killed_{rank}", rank, 1, 9 - rank, told=rank == 0) for rank in (0, 1)]
 cut = raytf.testing.FaultPlan([raytf.testing.CutOff(rank=0, epoch=2, step=5)] if name == "run" else [])
 os.makedirs(f"{place}_faults", exist_ok=True)
-callbacks = [*ended_job.noting({"place": place, "workers": 2}), *kills, cut.callback(f"{place}_faults")]
+callbacks = [*kills, *ended_job.noting({"place": place, "workers": 2}), cut.callback(f"{place}_faults")]
 history = raytf.fit(
     model, x, rows["label"], batch_size=7, epochs=3, verbose=0, callbacks=callbacks, num_workers=2,
     name=name, storage=folder, checkpoint_every="4 steps",
@@ -262,8 +262,8 @@ np.savez(f"{place}.npz", *model.get_weights())
 @pytest.mark.timeout(900)
 def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
     """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call goes
-    on behind it. Worker 1 is killed before step 23, and the chief before step 24: others take their places. In
-    step 5 of the last epoch both live, and lose each other."""
+    on behind it. Worker 1 is killed before step 23, and the chief as it is told of step 24, where callbacks look at
+    batches: others take their places. In step 5 of the last epoch both live, and lose each other."""
 
     def started(name):
         return driver_of("-c", KEPT, tmp_path, name, tensorflow=True)

@@ -336,7 +336,8 @@ def callbacks(config):
     place = f"{folder}/{name}_{config['dropout']}"
     made = ended_job.noting({"place": place, "workers": 2})
     if config["dropout"] == 0.2:
-        return [*made, models.kill_once(f"{place}_killed", 1, 0, 9)]
+        kills = [((1, 0, 9), False), ((0, 2, 3), True)]
+        return [*(models.kill_once(f"{place}_killed{told:d}", *at, told=told) for at, told in kills), *made]
     kept = f"{folder}/{name}/*dropout=0.1*/steps_*/step_*24/manifest.json"
     return [*made, models.kill_between_steps_once(f"{place}_killed", 1, 1, behind=kept)]
 
@@ -362,13 +363,15 @@ def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
     """14 steps an epoch, two trials at a time. Worker 1 of one trial is killed before step 10, and another process
     takes its place. SIGTERM comes when both are in step 20, for which worker 0 waits for worker 1; the same command
     goes on behind it; there worker 1 of the other trial is killed between two epochs, which cannot be healed, and that
-    trial goes on behind step 24. Weights are those of an undisturbed sweep, to the bit."""
+    trial goes on behind step 24. Worker 0 of the first one is killed as it is told of a batch, and replaced. Weights
+    are those of an undisturbed sweep, to the bit."""
 
     def started(name):
         return driver_of("-c", ENDED, tmp_path, name)
 
     for trial in ("0.1", "0.2"):
-        (tmp_path / f"quiet_{trial}_killed").touch()
+        for which in ("", "0", "1"):
+            (tmp_path / f"quiet_{trial}_killed{which}").touch()
     quiet = started("quiet")
     finished(quiet)
     trials = ["run_0.1", "run_0.2"]
@@ -386,6 +389,7 @@ def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
     assert set(made) <= set(kept) and set(made) <= {19, 20}
     said = finished(started("run"))
     assert re.search(r"could not be replaced in place: .*worker 0.*start anew from its last checkpoint", said), said
+    assert re.search(r"worker 0 was lost and is replaced in place, after .*the others kept their processes", said), said
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     assert steps(tmp_path, "run_0.2", 0) == steps(tmp_path, "run_0.2", 1) == everything
     killed = steps(tmp_path, "run_0.1", 1)
