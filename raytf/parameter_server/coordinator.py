@@ -191,6 +191,7 @@ class EpochRunner:
         """`RemoteModel.pull`; raises ServerLostError."""
         with self._lost_servers():
             self.remote.pull()
+        self._servers.check()  # one that Ray says is dead may answer a moment longer
 
     def _begin(self, name: str, epoch: int, first: int, last: int, results: list) -> int:
         """Gives a worker the span that begins with a step and ends at `last` or before; the step behind it."""
