@@ -168,9 +168,20 @@ def warm_python(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def warm_starts(warm_python, tmp_path_factory):
-    """A context in which Ray's command line starts nodes with such workers."""
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {warm_python!r}\n")
+    """A context in which Ray's commands are forks, too, and start nodes with such workers."""
+    return _starts(tmp_path_factory.mktemp("site"), warm_python)
+
+
+@pytest.fixture(scope="session")
+def warm_services(warm_python, tmp_path_factory):
+    """A context in which what Ray has beside a node are forks; nodes, workers and commands start from scratch."""
+    return _starts(tmp_path_factory.mktemp("services"), warm_python, services=True)
+
+
+def _starts(folder, program, services=False):
+    from tests.warm import customized
+
+    customized(folder, program, services)
 
     @contextlib.contextmanager
     def context():

@@ -64,28 +64,35 @@ _OF_A_NODE = ("RAY_NODE_ID", "RAY_RAYLET_PID")
 # What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
 _MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
 # Kinds of processes that fork, by what they have imported.
-_TENSORFLOW, _RAY, _FILES = "tensorflow", "ray", "files"
+_TENSORFLOW, _RAY, _FILES, _COMMAND = "tensorflow", "ray", "files", "command"
 # Ray's own processes; the two agents have libraries of the same names.
 _SERVICES = {
+    "/dashboard/dashboard.py": "dashboard",
     "/dashboard/agent.py": "agent",
     "/runtime_env/agent/main.py": "runtime_env",
-    "/log_monitor.py": "log_monitor",
+    "/log_monitor.py": "monitors",
+    "/monitor.py": "monitors",
+    "ray.util.client.server": "monitors",
 }
 _CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
 _BEFORE = struct.Struct("@NNi4x")
 _MOST_FILES = 32
-# Of Linux' sched.h.
+# Of Linux' sched.h, and of its prctl.h.
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 
 # Where Ray is imported at once, and not for each job.
-_READS_RAYS = (_RAY, *_SERVICES.values())
+_READS_RAYS = (_RAY, _COMMAND, *_SERVICES.values())
+
+# The name of a program that starts workers from scratch.
+_ONLY_SERVICES = "services"
 
 # Hands its arguments, environment and files over, and stays for as long as the fork does.
 _PROGRAM = """#!{python} -IS
 import array, json, os, socket, struct, sys
 taken = False
-if any(argument.endswith({scripts!r}) for argument in sys.argv[1:3]):
+if any(argument.endswith({scripts!r}) for argument in sys.argv[1:4]):
     try:
         s = socket.socket(socket.AF_UNIX)
         s.connect({address!r})
@@ -102,6 +109,55 @@ if not taken:
 s.recv(1)
 """
 
+# A `sitecustomize`: below it Ray starts forks.
+_SITE = """
+import sys
+
+sys.executable = {program!r}
+"""
+
+# More of it: Ray's own commands hand themselves over, pass signals on, and end as the fork does, or it with them.
+_COMMANDS = """
+_command = sys.orig_argv[1:]
+if _command[:1] in ([{ray!r}], [{beside!r}]) or _command[:2] == ["-c", {ask!r}]:
+    import array, json, os, signal, socket, struct
+
+    _s = socket.socket(socket.AF_UNIX)
+    _s.connect({address!r})
+    _how = {{"kind": {kind!r}, "pass_fds": [], "cores": sorted(os.sched_getaffinity(0)), "ends": True}}
+    _content = json.dumps([_command, dict(os.environ), os.getcwd(), _how]).encode()
+    _files = array.array("i", [0, 1, 2, os.open("/proc/self/ns/net", os.O_RDONLY)])
+    _s.sendmsg([struct.pack("<Q", len(_content))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _files)])
+    _s.sendall(_content)
+    (_pid,) = struct.unpack("<i", _s.recv(4))
+    for _number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(_number, lambda number, _: os.kill(_pid, number))
+    (_code,) = struct.unpack("<i", _s.recv(4))
+    if _code < 0:
+        signal.signal(-_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -_code)
+    os._exit(_code)
+"""
+
+
+def customized(folder: pathlib.Path, program: str, services: bool = False) -> None:
+    """Writes what is to be in a folder of PYTHONPATH for what Ray starts to be forks.
+
+    Args:
+        folder: that folder.
+        program: of a `warm`.
+        services: only what Ray has beside a node; workers and commands start from scratch.
+    """
+    place = pathlib.Path(program).parent
+    if services:
+        text = _SITE.format(program=str(place / _ONLY_SERVICES))
+    else:
+        ray = str(pathlib.Path(sys.executable).with_name("ray"))
+        text = _SITE.format(program=program)
+        beside, ask = str(place / "ray"), local.ASK_RAY
+        text += _COMMANDS.format(address=str(place / "s"), ray=ray, beside=beside, ask=ask, kind=_COMMAND)
+    (folder / "sitecustomize.py").write_text(text)
+
 
 @contextlib.contextmanager
 def warm(folder: pathlib.Path) -> Iterator[str]:
@@ -114,9 +170,11 @@ def warm(folder: pathlib.Path) -> Iterator[str]:
         The path of the program.
     """
     address, program = str(folder / "s"), folder / "python"
-    scripts = ("default_worker.py", *_SERVICES)
-    program.write_text(_PROGRAM.format(python=sys.executable, address=address, scripts=scripts))
-    program.chmod(0o755)
+    for name, scripts in ((program.name, ("default_worker.py", *_SERVICES)), (_ONLY_SERVICES, tuple(_SERVICES))):
+        text = _PROGRAM.format(python=sys.executable, address=address, scripts=scripts)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "ray").symlink_to(pathlib.Path(sys.executable).with_name("ray"))  # beside "Python", for cluster/local.py
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen(64)
@@ -319,7 +377,7 @@ def listen(listening: socket.socket, address: str) -> None:
 
 def _service(arguments: list[str]) -> str | None:
     """The kind of one of Ray's own processes."""
-    found = (kind for end, kind in _SERVICES.items() if any(argument.endswith(end) for argument in arguments[:2]))
+    found = (kind for end, kind in _SERVICES.items() if any(argument.endswith(end) for argument in arguments[:3]))
     return next(found, None)
 
 
@@ -542,6 +600,16 @@ def import_ray_alone(requests: socket.socket, address: str) -> None:
     import_ray(requests, address, tensorflow=False)
 
 
+def import_command(requests: socket.socket, address: str) -> None:
+    """Of Ray's command line, and of what asks for nodes."""
+    import ray.dashboard.modules.job.cli
+    import ray.job_submission
+    import ray.scripts.scripts
+    import ray.util.state  # noqa: F401
+
+    _fork(requests, address)
+
+
 def import_files(requests: socket.socket, address: str) -> None:
     """Of what writes checkpoints."""
     import raytf.storage.snapshot_writer  # noqa: F401
@@ -567,9 +635,25 @@ def import_runtime_env(requests: socket.socket, address: str) -> None:
     _fork(requests, address)
 
 
-def import_log_monitor(requests: socket.socket, address: str) -> None:
-    """Of what hands on what Ray's workers print."""
-    import ray._private.log_monitor  # noqa: F401
+def import_dashboard(requests: socket.socket, address: str) -> None:
+    """Of Ray's dashboard, and of its parts that are processes of their own."""
+    import ray.dashboard.dashboard
+    import ray.dashboard.subprocesses.handle
+    import ray.dashboard.subprocesses.module
+    import ray.dashboard.utils
+
+    logging.disable()
+    for kind in (ray.dashboard.utils.DashboardHeadModule, ray.dashboard.subprocesses.module.SubprocessModule):
+        ray.dashboard.utils.get_all_modules(kind)
+    logging.disable(logging.NOTSET)
+    _fork(requests, address)
+
+
+def import_monitors(requests: socket.socket, address: str) -> None:
+    """Of what hands on what Ray's workers print, of what would start nodes, and of what serves Ray's client."""
+    import ray._private.log_monitor
+    import ray.autoscaler._private.monitor
+    import ray.util.client.server.server  # noqa: F401
 
     _fork(requests, address)
 
@@ -578,9 +662,11 @@ _PROCESSES = {
     _TENSORFLOW: import_tensorflow,
     _RAY: import_ray_alone,
     _FILES: import_files,
+    _COMMAND: import_command,
     "agent": import_agent,
     "runtime_env": import_runtime_env,
-    "log_monitor": import_log_monitor,
+    "dashboard": import_dashboard,
+    "monitors": import_monitors,
 }
 
 
@@ -612,11 +698,16 @@ def _become(
         random.seed()
         np.random.seed()
         if service:
+            if service == "dashboard":
+                _fork_a_server_of_forks(connection)
             _write_at_once()
             threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
         else:
             _fork_what_is_started(address)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if sys.argv[0].endswith(".py"):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -627,6 +718,31 @@ def _become(
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def _fork_a_server_of_forks(connection: int) -> None:
+    """Starts that of `multiprocessing`, which would import all that this process has, as a fork; it and its forks end
+    with this process, and not a second later."""
+    from multiprocessing import forkserver, util
+
+    libc = ctypes.CDLL(None)
+    before = util.spawnv_passfds
+
+    def spawn(path, arguments, files):
+        if "multiprocessing.forkserver" not in arguments[-1]:
+            return before(path, arguments, files)
+        if pid := os.fork():
+            return pid
+        os.close(connection)
+        end = lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end()
+        os.register_at_fork(after_in_child=end)
+        exec(arguments[-1], {})
+        os._exit(0)
+
+    util.spawnv_passfds = spawn
+    forkserver.ensure_running()
+    util.spawnv_passfds = before
 
 
 def _end_with(connection: int) -> None:
@@ -697,6 +813,7 @@ def _drive(
     cores: list[int],
     unbuffered: bool = False,
     session: bool = False,
+    ends: bool = False,
 ) -> None:
     """Runs a script in a fork, and tells its number and how it ended.
 
@@ -706,6 +823,7 @@ def _drive(
         cores: of the process that asks.
         unbuffered: as with `python -u`.
         session: it has one of its own.
+        ends: it ends with the process that asks.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection, others, network, passed = files[0], files[1:4], files[4], files[5:]
@@ -717,7 +835,10 @@ def _drive(
         os._exit(0)
     import numpy as np
 
-    os.close(connection)
+    if ends:
+        threading.Thread(target=_end_with, args=(_out_of_the_way([connection])[0],), daemon=True).start()
+    else:
+        os.close(connection)
     if session:
         os.setsid()
     network, *others = _out_of_the_way([network, *others, *passed])
