@@ -11,6 +11,15 @@ import time
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+# Figures of Ray's own, for a Prometheus that nobody asks here: each process of a node would send them all the time. And
+# what Ray sets for some of its processes: where all read the same, they are forks of one import.
+os.environ |= {
+    "RAY_enable_metrics_collection": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
+    "METRICS_RECORD_INTERVAL_S": "600",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_LD_PRELOAD_ON_WORKERS": "0",
+}
 
 import hypothesis
 import pytest
@@ -31,17 +40,6 @@ _LONG = (
     *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
 )
 _BEHIND_KEY = pytest.StashKey()
-# Figures of Ray's own, for a Prometheus that nobody asks here: each process of a node would send them all the time.
-_NO_FIGURES = {
-    "RAY_enable_metrics_collection": "0",
-    "REPORTER_UPDATE_INTERVAL_MS": "600000",
-    "METRICS_RECORD_INTERVAL_S": "600",
-}
-
-
-def _gather_no_figures(patch):
-    for name, value in _NO_FIGURES.items():
-        patch.setenv(name, value)
 
 
 def pytest_collection_modifyitems(items):
@@ -187,7 +185,6 @@ def _starts(folder, program, services=False):
     def context():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-            _gather_no_figures(patch)
             yield
 
     return context
@@ -202,7 +199,6 @@ def ray_cluster(warm_python):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", warm_python)
-        _gather_no_figures(patch)
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
     processes = _processes()

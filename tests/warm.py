@@ -57,10 +57,20 @@ _READ = (
 )
 _RAYS = ("RAY_",)
 _READ_OF_FILES = ("PYTHON", "LD_", "MALLOC", "ARROW_")
-# Of these: what a process reads when it begins, or a fork does in its place.
-_LATER = ("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "TF_CONFIG")
-# What differs between Ray's own processes in Python, which read it from the environment.
-_OF_A_NODE = ("RAY_NODE_ID", "RAY_RAYLET_PID")
+# Of these: what a process reads when it begins, or a fork does in its place, or what only processes in C++ read.
+_DRAINS = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+_LATER = (
+    *("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"),
+    *(
+        "TF_CONFIG",
+        "RAY_health_check_period_ms",
+        "RAY_health_check_timeout_ms",
+        "RAY_health_check_failure_threshold",
+        _DRAINS,
+    ),
+)
+# What differs between Ray's own processes in Python, which read it from the environment, or can do without it.
+_OF_A_NODE = ("RAY_NODE_ID", "RAY_RAYLET_PID", "LD_PRELOAD")
 # What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
 _MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
 # Kinds of processes that fork, by what they have imported.
@@ -78,6 +88,8 @@ _CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
 _BEFORE = struct.Struct("@NNi4x")
 _MOST_FILES = 32
+# In which a fork that is told to end does so by itself.
+_ENDS_SECONDS = 10.0
 # Of Linux' sched.h, and of its prctl.h.
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -221,13 +233,28 @@ class Driver:
         cwd: its folder; by default the current one.
         stdout, stderr: `subprocess.PIPE`, or None for this process' own.
         tensorflow: whether TensorFlow is to be there already.
+        network: the file of the network namespace that it is to be in; by default this process' own.
     """
 
-    def __init__(self, command, *, env, cwd=None, stdout=None, stderr=None, tensorflow=False):
+    def __init__(
+        self, command, *, env, cwd=None, stdout=None, stderr=None, tensorflow=False, network="/proc/self/ns/net"
+    ):
         kind = _TENSORFLOW if tensorflow else _RAY
-        self._start(_addresses[-1], kind, command, env, cwd, (None, stdout, stderr), text=True)
+        self._start(_addresses[-1], kind, command, env, cwd, (None, stdout, stderr), text=True, network=network)
 
-    def _start(self, address, kind, command, env, cwd, streams, text, pass_fds=(), **options) -> None:
+    def _start(
+        self,
+        address,
+        kind,
+        command,
+        env,
+        cwd,
+        streams,
+        text,
+        pass_fds=(),
+        network="/proc/self/ns/net",
+        **options,
+    ) -> None:
         self.args, self.returncode, self._lock = list(map(str, command)), None, threading.Lock()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
@@ -235,7 +262,7 @@ class Driver:
             self.stdin, first = _pipe(streams[0] or subprocess.DEVNULL, 0, text, others)
             self.stdout, out = _pipe(streams[1], 1, text, others)
             self.stderr, err = _pipe(streams[2], 2, text, others)
-            network = os.open("/proc/self/ns/net", os.O_RDONLY)
+            network = os.open(network, os.O_RDONLY)
             others.callback(os.close, network)
             how = {"kind": kind, "pass_fds": list(pass_fds), "cores": sorted(os.sched_getaffinity(0)), **options}
             content = json.dumps([self.args, dict(env), str(cwd or os.getcwd()), how]).encode()
@@ -383,8 +410,10 @@ def _service(arguments: list[str]) -> str | None:
 
 def _read_by(kind: str, environment: dict[str, str]) -> str:
     """What an import would read of it."""
+    if kind == _RAY:
+        return _own(environment, (*_READ, *_RAYS))
     if kind in _READS_RAYS:
-        return _own(environment, (*_READ, *_RAYS), later=_OF_A_NODE if kind in _SERVICES.values() else ())
+        return _own(environment, (*_READ_OF_FILES, "GRPC_", *_RAYS), later=_OF_A_NODE)
     return _own(environment, _READ_OF_FILES if kind == _FILES else _READ)
 
 
@@ -749,6 +778,8 @@ def _end_with(connection: int) -> None:
     """Ends this process when the one that stands for it has been ended."""
     os.read(connection, 1)
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ENDS_SECONDS)  # of a GCS that has gone some wait for an answer, and for no signal
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _out_of_the_way(files: list[int]) -> list[int]:
@@ -855,6 +886,9 @@ def _drive(
     _customize()
     random.seed()
     np.random.seed()
+    if kind == _COMMAND:
+        constants = importlib.import_module("ray._private.ray_constants")
+        setattr(constants, _DRAINS, float(environment.get(_DRAINS, getattr(constants, _DRAINS))))
     first, *rest = arguments
     if not session:
         _fork_what_is_started(address)
