@@ -60,14 +60,9 @@ _READ_OF_FILES = ("PYTHON", "LD_", "MALLOC", "ARROW_")
 # Of these: what a process reads when it begins, or a fork does in its place, or what only processes in C++ read.
 _DRAINS = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 _LATER = (
-    *("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"),
-    *(
-        "TF_CONFIG",
-        "RAY_health_check_period_ms",
-        "RAY_health_check_timeout_ms",
-        "RAY_health_check_failure_threshold",
-        _DRAINS,
-    ),
+    *("PYTHONBREAKPOINT", "PYTHONPATH", "TF_CONFIG", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+    *("RAY_health_check_period_ms", "RAY_health_check_timeout_ms", "RAY_health_check_failure_threshold"),
+    *("RAY_TMPDIR", _DRAINS),
 )
 # What differs between Ray's own processes in Python, which read it from the environment, or can do without it.
 _OF_A_NODE = ("RAY_NODE_ID", "RAY_RAYLET_PID", "LD_PRELOAD")
