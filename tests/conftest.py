@@ -19,6 +19,7 @@ os.environ |= {
     "METRICS_RECORD_INTERVAL_S": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_LD_PRELOAD_ON_WORKERS": "0",
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
 }
 
 import hypothesis

@@ -71,10 +71,11 @@ _MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"
 # Kinds of processes that fork, by what they have imported.
 _TENSORFLOW, _RAY, _FILES, _COMMAND = "tensorflow", "ray", "files", "command"
 # Ray's own processes; the two agents have libraries of the same names.
+_AGENTS = ("agent", "runtime_env")
 _SERVICES = {
     "/dashboard/dashboard.py": "dashboard",
-    "/dashboard/agent.py": "agent",
-    "/runtime_env/agent/main.py": "runtime_env",
+    "/dashboard/agent.py": _AGENTS[0],
+    "/runtime_env/agent/main.py": _AGENTS[1],
     "/log_monitor.py": "monitors",
     "/monitor.py": "monitors",
     "ray.util.client.server": "monitors",
@@ -364,6 +365,20 @@ def listen(listening: socket.socket, address: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         os._exit(0)
 
+    def begin(kind, read, its):
+        """Starts the process of a kind and what it reads of this environment."""
+        same = [other for other in there if other[0] == kind]
+        if len(same) == _MOST:
+            there.pop(same[0]).close()
+        there[kind, read], other = socket.socketpair()
+        # the mark of a cluster, too, which ends all that bears it, with what is forked for others
+        left_out = (*_LATER, *(_OF_A_NODE if kind in _READS_RAYS else _RAYS), local.MARK)
+        its = {name: value for name, value in its.items() if not name.startswith(left_out)}
+        command = [sys.executable, "-m", "tests.warm", kind, str(other.fileno()), address]
+        with other:
+            started = subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
+        processes.append(started)
+
     signal.signal(signal.SIGTERM, end)
     with listening:
         while True:
@@ -380,19 +395,12 @@ def listen(listening: socket.socket, address: str) -> None:
                     there[key] = there.pop(key)  # the last one asked
                     _send(there[key], content, [connection.fileno(), *files])
                 else:
-                    same = [other for other in there if other[0] == kind]
-                    if len(same) == _MOST:
-                        there.pop(same[0]).close()
-                    there[key], other = socket.socketpair()
-                    # the mark of a cluster, too, which ends all that bears it, with what is forked for others
-                    left_out = (*_LATER, *(_OF_A_NODE if kind in _READS_RAYS else _RAYS), local.MARK)
-                    its = {name: value for name, value in its.items() if not name.startswith(left_out)}
-                    command = [sys.executable, "-m", "tests.warm", kind, str(other.fileno()), address]
-                    with other:
-                        processes.append(
-                            subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
-                        )
+                    begin(*key, its)
                     _send(there[key], content, [connection.fileno(), *files])
+                    # they are next, and a node gives them 15 s to be there, with all that they import
+                    for soon in _AGENTS if kind == "dashboard" else ():
+                        if (soon, key[1]) not in there:
+                            begin(soon, key[1], its)
                 for file in files:
                     os.close(file)
 

@@ -57,13 +57,18 @@ def environment(tmp_path, warm_services):
         users = {k: v for k, v in os.environ.items() if k not in left_out}
     path = os.pathsep.join([users["PYTHONPATH"], str(ROOT)])
     ours = {"HOME": str(tmp_path), "PYTHONPATH": path, "COLUMNS": "200", "TERM": "xterm"}
+    # a notebook's kernel imports matplotlib, which lists the fonts for each home, and says so when that takes long
+    ours["MPLCONFIGDIR"] = str(pathlib.Path.home() / ".cache" / "matplotlib")
     with tempfile.TemporaryDirectory(prefix="raytf", ignore_cleanup_errors=True) as short:
         yield users | ours | {"RAY_TMPDIR": short}
 
 
 @pytest.fixture
 def on_the_common_cluster(environment, ray_cluster):
-    return environment | {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
+    """With its token, if it wants one, which may be below the home of whoever runs the tests."""
+    token = pathlib.Path.home() / ".ray" / "auth_token"
+    ours = {"RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
+    return ours | environment | {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
 
 
 def check(lines: list[str], patterns: list[str]) -> None:
