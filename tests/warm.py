@@ -8,7 +8,8 @@ library reads the job's and the node's names when it is loaded: `_Settings` writ
 listen` listens to that program, and starts `python -m tests.warm tensorflow`, which imports it; forks of that import
 Ray, and forks of these are the workers. `Driver` asks for a script, which is a fork of `python -m tests.warm ray`, or
 of these where it is to have TensorFlow. Ray's own processes in Python beside a node are forks, too, and of what workers
-and drivers start what writes checkpoints, and within `scripts` the processes of `raytf run`.
+and drivers start what writes checkpoints, and within `scripts` the processes of `raytf run`. Below a folder of
+`customized` the `ray` command itself is one, whose process stands for its fork: or neither it nor workers are.
 """
 
 from __future__ import annotations
