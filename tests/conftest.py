@@ -11,6 +11,16 @@ import time
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+# Figures of Ray's own, for a Prometheus that nobody asks here: each process of a node would send them all the time. And
+# what Ray sets for some of its processes: where all read the same, they are forks of one import.
+os.environ |= {
+    "RAY_enable_metrics_collection": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
+    "METRICS_RECORD_INTERVAL_S": "600",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_LD_PRELOAD_ON_WORKERS": "0",
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
+}
 
 import hypothesis
 import pytest
@@ -31,17 +41,6 @@ _LONG = (
     *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
 )
 _BEHIND_KEY = pytest.StashKey()
-# Figures of Ray's own, for a Prometheus that nobody asks here: each process of a node would send them all the time.
-_NO_FIGURES = {
-    "RAY_enable_metrics_collection": "0",
-    "REPORTER_UPDATE_INTERVAL_MS": "600000",
-    "METRICS_RECORD_INTERVAL_S": "600",
-}
-
-
-def _gather_no_figures(patch):
-    for name, value in _NO_FIGURES.items():
-        patch.setenv(name, value)
 
 
 def pytest_collection_modifyitems(items):
@@ -168,15 +167,25 @@ def warm_python(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def warm_starts(warm_python, tmp_path_factory):
-    """A context in which Ray's command line starts nodes with such workers."""
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {warm_python!r}\n")
+    """A context in which Ray's commands are forks, too, and start nodes with such workers."""
+    return _starts(tmp_path_factory.mktemp("site"), warm_python)
+
+
+@pytest.fixture(scope="session")
+def warm_services(warm_python, tmp_path_factory):
+    """A context in which what Ray has beside a node are forks; nodes, workers and commands start from scratch."""
+    return _starts(tmp_path_factory.mktemp("services"), warm_python, services=True)
+
+
+def _starts(folder, program, services=False):
+    from tests.warm import customized
+
+    customized(folder, program, services)
 
     @contextlib.contextmanager
     def context():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-            _gather_no_figures(patch)
             yield
 
     return context
@@ -191,7 +200,6 @@ def ray_cluster(warm_python):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", warm_python)
-        _gather_no_figures(patch)
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
     processes = _processes()

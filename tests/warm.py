@@ -8,7 +8,8 @@ library reads the job's and the node's names when it is loaded: `_Settings` writ
 listen` listens to that program, and starts `python -m tests.warm tensorflow`, which imports it; forks of that import
 Ray, and forks of these are the workers. `Driver` asks for a script, which is a fork of `python -m tests.warm ray`, or
 of these where it is to have TensorFlow. Ray's own processes in Python beside a node are forks, too, and of what workers
-and drivers start what writes checkpoints, and within `scripts` the processes of `raytf run`.
+and drivers start what writes checkpoints, and within `scripts` the processes of `raytf run`. Below a folder of
+`customized` the `ray` command itself is one, whose process stands for its fork: or neither it nor workers are.
 """
 
 from __future__ import annotations
@@ -57,35 +58,50 @@ _READ = (
 )
 _RAYS = ("RAY_",)
 _READ_OF_FILES = ("PYTHON", "LD_", "MALLOC", "ARROW_")
-# Of these: what a process reads when it begins, or a fork does in its place.
-_LATER = ("PYTHONBREAKPOINT", "PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "TF_CONFIG")
-# What differs between Ray's own processes in Python, which read it from the environment.
-_OF_A_NODE = ("RAY_NODE_ID", "RAY_RAYLET_PID")
+# Of these: what a process reads when it begins, or a fork does in its place, or what only processes in C++ read.
+_DRAINS = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+_LATER = (
+    *("PYTHONBREAKPOINT", "PYTHONPATH", "TF_CONFIG", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+    *("RAY_health_check_period_ms", "RAY_health_check_timeout_ms", "RAY_health_check_failure_threshold"),
+    *("RAY_TMPDIR", _DRAINS),
+)
+# What differs between Ray's own processes in Python, which read it from the environment, or can do without it.
+_OF_A_NODE = ("RAY_NODE_ID", "RAY_RAYLET_PID", "LD_PRELOAD")
 # What differs between the jobs and nodes of one environment, and what stands for it while Ray is imported: `_Settings`.
 _MARKS = {"RAY_JOB_ID": b"raytf-test-job:", "RAY_RAYLET_PID": b"raytf-raylet-s:"}
 # Kinds of processes that fork, by what they have imported.
-_TENSORFLOW, _RAY, _FILES = "tensorflow", "ray", "files"
+_TENSORFLOW, _RAY, _FILES, _COMMAND = "tensorflow", "ray", "files", "command"
 # Ray's own processes; the two agents have libraries of the same names.
+_AGENTS = ("agent", "runtime_env")
 _SERVICES = {
-    "/dashboard/agent.py": "agent",
-    "/runtime_env/agent/main.py": "runtime_env",
-    "/log_monitor.py": "log_monitor",
+    "/dashboard/dashboard.py": "dashboard",
+    "/dashboard/agent.py": _AGENTS[0],
+    "/runtime_env/agent/main.py": _AGENTS[1],
+    "/log_monitor.py": "monitors",
+    "/monitor.py": "monitors",
+    "ray.util.client.server": "monitors",
 }
 _CODE = struct.Struct("<i")
 _LENGTH = struct.Struct("<Q")
 _BEFORE = struct.Struct("@NNi4x")
 _MOST_FILES = 32
-# Of Linux' sched.h.
+# In which a fork that is told to end does so by itself.
+_ENDS_SECONDS = 10.0
+# Of Linux' sched.h, and of its prctl.h.
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 
 # Where Ray is imported at once, and not for each job.
-_READS_RAYS = (_RAY, *_SERVICES.values())
+_READS_RAYS = (_RAY, _COMMAND, *_SERVICES.values())
+
+# The name of a program that starts workers from scratch.
+_ONLY_SERVICES = "services"
 
 # Hands its arguments, environment and files over, and stays for as long as the fork does.
 _PROGRAM = """#!{python} -IS
 import array, json, os, socket, struct, sys
 taken = False
-if any(argument.endswith({scripts!r}) for argument in sys.argv[1:3]):
+if any(argument.endswith({scripts!r}) for argument in sys.argv[1:4]):
     try:
         s = socket.socket(socket.AF_UNIX)
         s.connect({address!r})
@@ -102,6 +118,55 @@ if not taken:
 s.recv(1)
 """
 
+# A `sitecustomize`: below it Ray starts forks.
+_SITE = """
+import sys
+
+sys.executable = {program!r}
+"""
+
+# More of it: Ray's own commands hand themselves over, pass signals on, and end as the fork does, or it with them.
+_COMMANDS = """
+_command = sys.orig_argv[1:]
+if _command[:1] in ([{ray!r}], [{beside!r}]) or _command[:2] == ["-c", {ask!r}]:
+    import array, json, os, signal, socket, struct
+
+    _s = socket.socket(socket.AF_UNIX)
+    _s.connect({address!r})
+    _how = {{"kind": {kind!r}, "pass_fds": [], "cores": sorted(os.sched_getaffinity(0)), "ends": True}}
+    _content = json.dumps([_command, dict(os.environ), os.getcwd(), _how]).encode()
+    _files = array.array("i", [0, 1, 2, os.open("/proc/self/ns/net", os.O_RDONLY)])
+    _s.sendmsg([struct.pack("<Q", len(_content))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _files)])
+    _s.sendall(_content)
+    (_pid,) = struct.unpack("<i", _s.recv(4))
+    for _number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(_number, lambda number, _: os.kill(_pid, number))
+    (_code,) = struct.unpack("<i", _s.recv(4))
+    if _code < 0:
+        signal.signal(-_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -_code)
+    os._exit(_code)
+"""
+
+
+def customized(folder: pathlib.Path, program: str, services: bool = False) -> None:
+    """Writes what is to be in a folder of PYTHONPATH for what Ray starts to be forks.
+
+    Args:
+        folder: that folder.
+        program: of a `warm`.
+        services: only what Ray has beside a node; workers and commands start from scratch.
+    """
+    place = pathlib.Path(program).parent
+    if services:
+        text = _SITE.format(program=str(place / _ONLY_SERVICES))
+    else:
+        ray = str(pathlib.Path(sys.executable).with_name("ray"))
+        text = _SITE.format(program=program)
+        beside, ask = str(place / "ray"), local.ASK_RAY
+        text += _COMMANDS.format(address=str(place / "s"), ray=ray, beside=beside, ask=ask, kind=_COMMAND)
+    (folder / "sitecustomize.py").write_text(text)
+
 
 @contextlib.contextmanager
 def warm(folder: pathlib.Path) -> Iterator[str]:
@@ -114,9 +179,11 @@ def warm(folder: pathlib.Path) -> Iterator[str]:
         The path of the program.
     """
     address, program = str(folder / "s"), folder / "python"
-    scripts = ("default_worker.py", *_SERVICES)
-    program.write_text(_PROGRAM.format(python=sys.executable, address=address, scripts=scripts))
-    program.chmod(0o755)
+    for name, scripts in ((program.name, ("default_worker.py", *_SERVICES)), (_ONLY_SERVICES, tuple(_SERVICES))):
+        text = _PROGRAM.format(python=sys.executable, address=address, scripts=scripts)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "ray").symlink_to(pathlib.Path(sys.executable).with_name("ray"))  # beside "Python", for cluster/local.py
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen(64)
@@ -163,13 +230,28 @@ class Driver:
         cwd: its folder; by default the current one.
         stdout, stderr: `subprocess.PIPE`, or None for this process' own.
         tensorflow: whether TensorFlow is to be there already.
+        network: the file of the network namespace that it is to be in; by default this process' own.
     """
 
-    def __init__(self, command, *, env, cwd=None, stdout=None, stderr=None, tensorflow=False):
+    def __init__(
+        self, command, *, env, cwd=None, stdout=None, stderr=None, tensorflow=False, network="/proc/self/ns/net"
+    ):
         kind = _TENSORFLOW if tensorflow else _RAY
-        self._start(_addresses[-1], kind, command, env, cwd, (None, stdout, stderr), text=True)
+        self._start(_addresses[-1], kind, command, env, cwd, (None, stdout, stderr), text=True, network=network)
 
-    def _start(self, address, kind, command, env, cwd, streams, text, pass_fds=(), **options) -> None:
+    def _start(
+        self,
+        address,
+        kind,
+        command,
+        env,
+        cwd,
+        streams,
+        text,
+        pass_fds=(),
+        network="/proc/self/ns/net",
+        **options,
+    ) -> None:
         self.args, self.returncode, self._lock = list(map(str, command)), None, threading.Lock()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
@@ -177,7 +259,7 @@ class Driver:
             self.stdin, first = _pipe(streams[0] or subprocess.DEVNULL, 0, text, others)
             self.stdout, out = _pipe(streams[1], 1, text, others)
             self.stderr, err = _pipe(streams[2], 2, text, others)
-            network = os.open("/proc/self/ns/net", os.O_RDONLY)
+            network = os.open(network, os.O_RDONLY)
             others.callback(os.close, network)
             how = {"kind": kind, "pass_fds": list(pass_fds), "cores": sorted(os.sched_getaffinity(0)), **options}
             content = json.dumps([self.args, dict(env), str(cwd or os.getcwd()), how]).encode()
@@ -284,6 +366,20 @@ def listen(listening: socket.socket, address: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         os._exit(0)
 
+    def begin(kind, read, its):
+        """Starts the process of a kind and what it reads of this environment."""
+        same = [other for other in there if other[0] == kind]
+        if len(same) == _MOST:
+            there.pop(same[0]).close()
+        there[kind, read], other = socket.socketpair()
+        # the mark of a cluster, too, which ends all that bears it, with what is forked for others
+        left_out = (*_LATER, *(_OF_A_NODE if kind in _READS_RAYS else _RAYS), local.MARK)
+        its = {name: value for name, value in its.items() if not name.startswith(left_out)}
+        command = [sys.executable, "-m", "tests.warm", kind, str(other.fileno()), address]
+        with other:
+            started = subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
+        processes.append(started)
+
     signal.signal(signal.SIGTERM, end)
     with listening:
         while True:
@@ -300,33 +396,28 @@ def listen(listening: socket.socket, address: str) -> None:
                     there[key] = there.pop(key)  # the last one asked
                     _send(there[key], content, [connection.fileno(), *files])
                 else:
-                    same = [other for other in there if other[0] == kind]
-                    if len(same) == _MOST:
-                        there.pop(same[0]).close()
-                    there[key], other = socket.socketpair()
-                    # the mark of a cluster, too, which ends all that bears it, with what is forked for others
-                    left_out = (*_LATER, *(_OF_A_NODE if kind in _READS_RAYS else _RAYS), local.MARK)
-                    its = {name: value for name, value in its.items() if not name.startswith(left_out)}
-                    command = [sys.executable, "-m", "tests.warm", kind, str(other.fileno()), address]
-                    with other:
-                        processes.append(
-                            subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
-                        )
+                    begin(*key, its)
                     _send(there[key], content, [connection.fileno(), *files])
+                    # they are next, and a node gives them 15 s to be there, with all that they import
+                    for soon in _AGENTS if kind == "dashboard" else ():
+                        if (soon, key[1]) not in there:
+                            begin(soon, key[1], its)
                 for file in files:
                     os.close(file)
 
 
 def _service(arguments: list[str]) -> str | None:
     """The kind of one of Ray's own processes."""
-    found = (kind for end, kind in _SERVICES.items() if any(argument.endswith(end) for argument in arguments[:2]))
+    found = (kind for end, kind in _SERVICES.items() if any(argument.endswith(end) for argument in arguments[:3]))
     return next(found, None)
 
 
 def _read_by(kind: str, environment: dict[str, str]) -> str:
     """What an import would read of it."""
+    if kind == _RAY:
+        return _own(environment, (*_READ, *_RAYS))
     if kind in _READS_RAYS:
-        return _own(environment, (*_READ, *_RAYS), later=_OF_A_NODE if kind in _SERVICES.values() else ())
+        return _own(environment, (*_READ_OF_FILES, "GRPC_", *_RAYS), later=_OF_A_NODE)
     return _own(environment, _READ_OF_FILES if kind == _FILES else _READ)
 
 
@@ -542,6 +633,16 @@ def import_ray_alone(requests: socket.socket, address: str) -> None:
     import_ray(requests, address, tensorflow=False)
 
 
+def import_command(requests: socket.socket, address: str) -> None:
+    """Of Ray's command line, and of what asks for nodes."""
+    import ray.dashboard.modules.job.cli
+    import ray.job_submission
+    import ray.scripts.scripts
+    import ray.util.state  # noqa: F401
+
+    _fork(requests, address)
+
+
 def import_files(requests: socket.socket, address: str) -> None:
     """Of what writes checkpoints."""
     import raytf.storage.snapshot_writer  # noqa: F401
@@ -567,9 +668,25 @@ def import_runtime_env(requests: socket.socket, address: str) -> None:
     _fork(requests, address)
 
 
-def import_log_monitor(requests: socket.socket, address: str) -> None:
-    """Of what hands on what Ray's workers print."""
-    import ray._private.log_monitor  # noqa: F401
+def import_dashboard(requests: socket.socket, address: str) -> None:
+    """Of Ray's dashboard, and of its parts that are processes of their own."""
+    import ray.dashboard.dashboard
+    import ray.dashboard.subprocesses.handle
+    import ray.dashboard.subprocesses.module
+    import ray.dashboard.utils
+
+    logging.disable()
+    for kind in (ray.dashboard.utils.DashboardHeadModule, ray.dashboard.subprocesses.module.SubprocessModule):
+        ray.dashboard.utils.get_all_modules(kind)
+    logging.disable(logging.NOTSET)
+    _fork(requests, address)
+
+
+def import_monitors(requests: socket.socket, address: str) -> None:
+    """Of what hands on what Ray's workers print, of what would start nodes, and of what serves Ray's client."""
+    import ray._private.log_monitor
+    import ray.autoscaler._private.monitor
+    import ray.util.client.server.server  # noqa: F401
 
     _fork(requests, address)
 
@@ -578,9 +695,11 @@ _PROCESSES = {
     _TENSORFLOW: import_tensorflow,
     _RAY: import_ray_alone,
     _FILES: import_files,
+    _COMMAND: import_command,
     "agent": import_agent,
     "runtime_env": import_runtime_env,
-    "log_monitor": import_log_monitor,
+    "dashboard": import_dashboard,
+    "monitors": import_monitors,
 }
 
 
@@ -612,11 +731,16 @@ def _become(
         random.seed()
         np.random.seed()
         if service:
+            if service == "dashboard":
+                _fork_a_server_of_forks(connection)
             _write_at_once()
             threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
         else:
             _fork_what_is_started(address)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if sys.argv[0].endswith(".py"):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -629,10 +753,37 @@ def _become(
         os._exit(code)
 
 
+def _fork_a_server_of_forks(connection: int) -> None:
+    """Starts that of `multiprocessing`, which would import all that this process has, as a fork; it and its forks end
+    with this process, and not a second later."""
+    from multiprocessing import forkserver, util
+
+    libc = ctypes.CDLL(None)
+    before = util.spawnv_passfds
+
+    def spawn(path, arguments, files):
+        if "multiprocessing.forkserver" not in arguments[-1]:
+            return before(path, arguments, files)
+        if pid := os.fork():
+            return pid
+        os.close(connection)
+        end = lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end()
+        os.register_at_fork(after_in_child=end)
+        exec(arguments[-1], {})
+        os._exit(0)
+
+    util.spawnv_passfds = spawn
+    forkserver.ensure_running()
+    util.spawnv_passfds = before
+
+
 def _end_with(connection: int) -> None:
     """Ends this process when the one that stands for it has been ended."""
     os.read(connection, 1)
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ENDS_SECONDS)  # of a GCS that has gone some wait for an answer, and for no signal
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _out_of_the_way(files: list[int]) -> list[int]:
@@ -697,6 +848,7 @@ def _drive(
     cores: list[int],
     unbuffered: bool = False,
     session: bool = False,
+    ends: bool = False,
 ) -> None:
     """Runs a script in a fork, and tells its number and how it ended.
 
@@ -706,6 +858,7 @@ def _drive(
         cores: of the process that asks.
         unbuffered: as with `python -u`.
         session: it has one of its own.
+        ends: it ends with the process that asks.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection, others, network, passed = files[0], files[1:4], files[4], files[5:]
@@ -717,7 +870,10 @@ def _drive(
         os._exit(0)
     import numpy as np
 
-    os.close(connection)
+    if ends:
+        threading.Thread(target=_end_with, args=(_out_of_the_way([connection])[0],), daemon=True).start()
+    else:
+        os.close(connection)
     if session:
         os.setsid()
     network, *others = _out_of_the_way([network, *others, *passed])
@@ -734,6 +890,9 @@ def _drive(
     _customize()
     random.seed()
     np.random.seed()
+    if kind == _COMMAND:
+        constants = importlib.import_module("ray._private.ray_constants")
+        setattr(constants, _DRAINS, float(environment.get(_DRAINS, getattr(constants, _DRAINS))))
     first, *rest = arguments
     if not session:
         _fork_what_is_started(address)

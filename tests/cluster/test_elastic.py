@@ -30,31 +30,33 @@ def processes(tmp_path, name):
     return {line.split()[3] for line in noted(tmp_path, name, 0)}
 
 
-def of_node(node):
-    """The processes of a node that it has started, and where its workers' logs are; of one that has ended, nowhere."""
-    ours = [*psutil.Process(node).children(recursive=True), psutil.Process(node)]
-    logs = {w.partition("=")[2] for p in ours for w in p.cmdline() if w.startswith("--log_dir=")}
-    return ours, tuple(logs)
+def folder_of(cluster, node):
+    """That of its logs, among others."""
+    return f"{cluster.ray_folder}/{cluster.nodes.index(node)}"
 
 
 def node_of(cluster, worker):
     """That of a worker's process: Ray may have put the chief on any."""
     files = [file.path for file in psutil.Process(worker).open_files()]
-    (node,) = [node for node in cluster.nodes if any(path.startswith(of_node(node)[1]) for path in files)]
+    (node,) = [node for node in cluster.nodes if any(path.startswith(folder_of(cluster, node) + "/") for path in files)]
     return node
 
 
-def kill(node):
-    """Ends all processes of a node, as when its host vanishes; its workers are forks of a process that is none of them.
+def kill(cluster, node):
+    """Ends all processes of a node, as when its host vanishes, the one that has started it last; its workers are forks
+    of a process that is none of them.
 
     Some arrive at their ends only when their memory is given back: behind that nothing of them is at work."""
-    ours, logs = of_node(node)
+    ours, folder = [], folder_of(cluster, node)
     for process in psutil.process_iter(["pid", "cmdline"]):
         with contextlib.suppress(psutil.Error):
-            line = " ".join(process.info["cmdline"] or ())
-            if line.startswith("ray::") and any(file.path.startswith(logs) for file in process.open_files()):
-                ours.insert(0, process)
-    for process in ours:
+            words = process.info["cmdline"] or ()
+            if " ".join(words).startswith("ray::"):
+                ours += [process] * any(file.path.startswith(folder + "/") for file in process.open_files())
+            else:
+                ours += [process] * any(word.endswith(folder) or folder + "/" in word for word in words)
+    assert any(process.name() == "raylet" for process in ours)
+    for process in sorted(ours, key=lambda process: process.pid == node):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs([process for process in ours if process.pid != node], timeout=20)
@@ -87,7 +89,7 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     until(lambda: steps(tmp_path, "lost", 1), driver)
     (tmp_path / "lost_hold").write_text("0 9")
     until(lambda: steps(tmp_path, "lost", 0)[-1:] == [(0, 9)], driver)
-    kill(node_of(cluster, int(noted(tmp_path, "lost", 1)[-1].split()[3])))
+    kill(cluster, node_of(cluster, int(noted(tmp_path, "lost", 1)[-1].split()[3])))
     (tmp_path / "lost_hold").write_text("no more")
     said = finished(driver)
     assert steps(tmp_path, "lost", 0) == EVERYTHING, said

@@ -83,14 +83,25 @@ def weights(tmp_path, name):
         return [file[key] for key in file]
 
 
+@pytest.fixture(scope="module")
+def quiet(ray_cluster, tmp_path_factory):
+    """Weights of a run of two workers that nobody ends; Ray has started by then what it keeps for a first run."""
+    folder = tmp_path_factory.mktemp("quiet")
+    finished(started(folder, "quiet", 2))
+    return weights(folder, "quiet")
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [2, 0])
-def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path, workers):
+def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path, workers, request):
     """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1, which stands still
     behind step 19; then, in the run that goes on, SIGINT; then nothing. No step is lost, and none is made twice."""
-    quiet = started(tmp_path, "quiet", workers)
-    finished(quiet)
+    if workers:
+        expected = request.getfixturevalue("quiet")
+    else:
+        finished(started(tmp_path, "quiet", workers))
+        expected = weights(tmp_path, "quiet")
     (tmp_path / "run_hold").write_text("1 4")
     driver = started(tmp_path, "run", workers)
     held = max(0, workers - 1)
@@ -113,7 +124,7 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for rank in range(max(1, workers)):
         assert steps(tmp_path, "run", rank) == everything
-    for mine, its in zip(weights(tmp_path, "run"), weights(tmp_path, "quiet"), strict=True):
+    for mine, its in zip(weights(tmp_path, "run"), expected, strict=True):
         np.testing.assert_array_equal(mine, its)
     finished(started(tmp_path, "run", workers))  # nothing is left to do
 
@@ -137,8 +148,7 @@ def left(tmp_path):
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(900)
-def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path):
-    finished(started(tmp_path, "other", 2))  # what Ray itself starts for a first run, and keeps
+def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path, quiet):
     before = left(tmp_path)
     (tmp_path / "run_hold").write_text("1 4")
     driver = started(tmp_path, "run", 2, from_scratch=True)
@@ -183,7 +193,7 @@ assert len(found) == 6 and all(is_on == said for is_on, said in found), found
 
 
 @pytest.mark.timeout(900)
-def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts):
+def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts, quiet):
     """Processes that start before their run are where they are said to be. Then both workers are on the node that is
     drained, behind step 19 and in step 20. They end after it, and start again on another node; FailureConfig allows no
     failure, as this is none. So do those of a trial. Then the last node is drained, too, with the driver on it: its run
@@ -199,8 +209,6 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts):
         return driver, there
 
     finished(driver_of("-c", POOL, environment=environment))
-    quiet = started(tmp_path, "quiet", 2, environment)
-    finished(quiet)
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for name in ("trial", "run"):
         driver, left = drained_in_step_20(name)
@@ -208,7 +216,7 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts):
         assert len(nodes(tmp_path, name)) == 2, (left, noted(tmp_path, name, 0), noted(tmp_path, name, 1), said)
         (last,) = nodes(tmp_path, name) - {left}
         assert steps(tmp_path, name, 0) == steps(tmp_path, name, 1) == everything
-        for mine, its in zip(weights(tmp_path, name), weights(tmp_path, "quiet"), strict=True):
+        for mine, its in zip(weights(tmp_path, name), quiet, strict=True):
             np.testing.assert_array_equal(mine, its)
     driver, there = drained_in_step_20("own", last)
     assert there == last, f"of the driver: {last}, of its workers: {there}"

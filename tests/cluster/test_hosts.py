@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 
 import pytest
 
 from cluster import local, namespaces
-from tests import answers
+from tests import answers, warm
 
 WHY_NOT = namespaces.available()
 
@@ -42,12 +41,13 @@ def five_hosts(warm_starts):
 def run(five_hosts, module: str, folder) -> tuple[str | None, dict]:
     """(address of the host that was cut off, what the driver answers)."""
     hosts, cluster = five_hosts
-    driver = subprocess.Popen(
-        hosts[0].command([sys.executable, "-m", module, str(folder)]),
+    driver = warm.Driver(
+        ["-m", module, folder],
         env=os.environ | cluster.environment | {"RAY_ADDRESS": cluster.address},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        tensorflow=True,
+        network=f"/run/netns/{hosts[0].name}",
     )
     try:
         deadline = time.monotonic() + 240

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from cluster import local
 from tests.cluster.test_ended import steps
+from tests.jobs import test_output
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -72,11 +74,11 @@ def cluster(warm_starts):
         yield cluster
 
 
-def ray_job(cluster, *arguments) -> str:
+def ray_job(cluster, *arguments, seconds=120) -> str:
     """What a command of `ray job` prints."""
     command = [pathlib.Path(sys.executable).with_name("ray"), "job", *arguments]
     environment = os.environ | cluster.environment
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=True)
     return run.stdout + run.stderr
 
 
@@ -145,6 +147,21 @@ def test_a_job_whose_training_fails_says_which_worker_and_why(cluster, tmp_path)
     code, log = submit(cluster, folder, "python", "broken.py", str(tmp_path / "storage"))
     assert code == 1, log
     assert re.search(r"worker 1 failed: ValueError: broken on purpose", log), log
+
+
+@pytest.mark.slow
+def test_the_readmes_example_in_the_log_of_a_job(cluster, tmp_path):
+    """To the last line."""
+    address = ["--address", cluster.dashboard]
+    variables = json.dumps({"env_vars": {"PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)}})
+    submitted = ["--submission-id=example", "--runtime-env-json", variables]
+    example = test_output.example_of_the_readme(tmp_path)
+    ray_job(cluster, "submit", *address, *submitted, "--", sys.executable, str(example), seconds=280)
+    log = ray_job(cluster, "logs", "--log-color=false", *address, "example")
+    # lines of Ray's before the job itself begins, and of the command around the log
+    lines = [line for line in log.splitlines() if " job_manager.py:" not in line and " cli.py:" not in line]
+    said = ["Running entrypoint for job example: .*", *test_output.README]
+    test_output.check([line for line in lines if line], said)
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_a_train_loop_and_numbers_of_workers(tmp_path):
 
 
 def test_memory_is_bounded_over_many_trials(tmp_path):
-    """50 trials in one worker group; what a worker holds grows at first, and then no more."""
+    """25 trials in one worker group; what a worker holds grows at first, and then no more."""
     folder = str(tmp_path)
 
     def callbacks(config):
@@ -232,13 +232,13 @@ def test_memory_is_bounded_over_many_trials(tmp_path):
 
     space = {"learning_rate": tune.loguniform(1e-4, 1e-2), "batch_size": tune.choice([25, 50])}
     small = trainer(tmp_path, workers=1, build=build, callbacks=callbacks, config={"epochs": 1})
-    grid = sweep(small, space, num_samples=50, max_concurrent_trials=1, metric="loss")
-    assert not grid.errors and len(grid) == 50
+    grid = sweep(small, space, num_samples=25, max_concurrent_trials=1, metric="loss")
+    assert not grid.errors and len(grid) == 25
     with open(os.path.join(folder, "memory")) as file:
         used = [int(line) for line in file]
-    assert len(used) == 50
+    assert len(used) == 25
     # graphs that stayed, of a model as small as this, are more than 1 MiB for each trial
-    assert used[-1] - used[9] < 15 * 2**20, [round(u / 2**20) for u in used]
+    assert used[-1] - used[9] < 6 * 2**20, [round(u / 2**20) for u in used]
 
 
 RESUMED = """

@@ -120,8 +120,9 @@ def test_the_command_run(folder):
     assert out == "[chief 0]     {'type': 'chief', 'index': 0} green ['--epochs', '3']\n"
 
 
-def test_the_command_doctor(folder):
-    out, _ = command("doctor", folder)
+def test_the_command_doctor(folder, warm_starts):
+    with warm_starts():
+        out, _ = command("doctor", folder)
     report = json.loads(out)
     assert report["findings"] == [] and report["left_out"] == [] and len(report["nodes"]) == 1
 

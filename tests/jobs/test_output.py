@@ -1,4 +1,4 @@
-"""What a user sees, to the last line: in a terminal, in a notebook and in the log of a job."""
+"""What a user sees, to the last line: in a terminal and in a notebook; `test_job_submit.py` has the log of a job."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import os
 import pathlib
 import pty
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 
 import pytest
-
-from cluster import local
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,29 +35,40 @@ README = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(warm_starts):
-    with warm_starts(), local.local_cluster(nodes=1, cpus=4) as cluster:
-        yield cluster
-
-
 @pytest.fixture
 def example(tmp_path):
+    return example_of_the_readme(tmp_path)
+
+
+def example_of_the_readme(folder):
     """The README's first two examples, of raytf.fit and of a KerasTrainer, as a file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
     assert "raytf.fit(" in blocks[0] and "raytf.KerasTrainer(" in blocks[1]
     assert all(len(block.strip().splitlines()) <= 15 for block in blocks)
-    (tmp_path / "example.py").write_text("".join(blocks))
-    return tmp_path / "example.py"
+    (folder / "example.py").write_text("".join(blocks))
+    return folder / "example.py"
 
 
 @pytest.fixture
-def environment(tmp_path):
+def environment(tmp_path, warm_services):
     """A user's, whose home and temporary files are the test's; Ray's folder has a short name, for its sockets."""
-    ours = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
     left_out = ("TF_CPP_MIN_LOG_LEVEL", "RAY_ADDRESS", "CI", "NO_COLOR", "FORCE_COLOR")
+    with warm_services():
+        users = {k: v for k, v in os.environ.items() if k not in left_out}
+    path = os.pathsep.join([users["PYTHONPATH"], str(ROOT)])
+    ours = {"HOME": str(tmp_path), "PYTHONPATH": path, "COLUMNS": "200", "TERM": "xterm"}
+    # a notebook's kernel imports matplotlib, which lists the fonts for each home, and says so when that takes long
+    ours["MPLCONFIGDIR"] = str(pathlib.Path.home() / ".cache" / "matplotlib")
     with tempfile.TemporaryDirectory(prefix="raytf", ignore_cleanup_errors=True) as short:
-        yield {k: v for k, v in os.environ.items() if k not in left_out} | ours | {"RAY_TMPDIR": short}
+        yield users | ours | {"RAY_TMPDIR": short}
+
+
+@pytest.fixture
+def on_the_common_cluster(environment, ray_cluster):
+    """With its token, if it wants one, which may be below the home of whoever runs the tests."""
+    token = pathlib.Path.home() / ".ray" / "auth_token"
+    ours = {"RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
+    return ours | environment | {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
 
 
 def check(lines: list[str], patterns: list[str]) -> None:
@@ -109,42 +117,27 @@ def screen(written: str) -> tuple[list[str], set[str]]:
 
 
 def test_the_example_in_a_terminal(example, environment):
-    """Ray is started by it, on this machine."""
+    """Ray is started by it, on this machine, and its workers start from scratch."""
     shown, gone = screen(in_a_terminal([sys.executable, str(example)], environment, example.parent))
     check(shown, README)
     unlike = [line for line in gone if not re.match(r"starting workers \.\.\.$|epoch \d/5  step \d+/\d+  loss ", line)]
     assert not unlike, unlike
 
 
-def test_the_example_in_a_notebook(example, environment, cluster):
-    environment = environment | cluster.environment | {"RAY_ADDRESS": cluster.address}
+def test_the_example_in_a_notebook(example, on_the_common_cluster):
     command = [sys.executable, SCRIPTS / "notebook.py", example]
-    done = subprocess.run(command, cwd=example.parent, env=environment, capture_output=True, text=True, timeout=280)
+    there = {"cwd": example.parent, "env": on_the_common_cluster}
+    done = subprocess.run(command, **there, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout)
     assert {(kind, stream) for kind, stream, _ in outputs} == {("stream", "stdout")}, outputs
     check("".join(text for _, _, text in outputs).splitlines(), README)
 
 
-def test_the_example_in_the_log_of_a_job(example, environment, cluster):
-    ray = shutil.which("ray", path=os.path.dirname(sys.executable))
-    environment = environment | cluster.environment
-    variables = json.dumps({"env_vars": {"PYTHONPATH": str(ROOT), "HOME": environment["HOME"]}})
-    submit = [ray, "job", "submit", "--address", cluster.dashboard, "--submission-id", "example"]
-    submit += ["--runtime-env-json", variables, "--", sys.executable, str(example)]
-    done = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = [ray, "job", "logs", "--log-color", "false", "--address", cluster.dashboard, "example"]
-    done = subprocess.run(logs, env=environment, capture_output=True, text=True, timeout=60)
-    # lines of Ray's before the job itself begins, and of the command around the log
-    lines = [line for line in done.stdout.splitlines() if " job_manager.py:" not in line and " cli.py:" not in line]
-    check([line for line in lines if line], ["Running entrypoint for job example: .*", *README])
-
-
-def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(environment, cluster, tmp_path):
-    environment = environment | cluster.environment | {"RAY_ADDRESS": cluster.address}
+def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(on_the_common_cluster, tmp_path):
     command = [sys.executable, SCRIPTS / "own_prints.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    there = {"cwd": tmp_path, "env": on_the_common_cluster}
+    done = subprocess.run(command, **there, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     said = [
         rf"\[worker {i}\] {text}" for i in (0, 1) for text in ("the same of both", f"this is rank {i}", f"end of {i}")

@@ -334,7 +334,7 @@ while not os.path.exists("ready"):
     ],
 )
 def test_wrong_calls_say_why(arguments, says):
-    _, err = run(*arguments, code=1, from_scratch=True)
+    _, err = run(*arguments, code=1)
     assert says in err and "Traceback" not in err
 
 
