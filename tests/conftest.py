@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import sys
 import threading
@@ -56,6 +57,7 @@ def _file(nodeid: str) -> str:
 def pytest_collection_finish(session):
     """Starts what runs behind all else, unless other processes of pytest run the tests, or this is one of these."""
     config = session.config
+    gc.freeze()  # what was imported stays: nothing is to look through it again and again for what may go
     if not (hasattr(config, "workerinput") or config.option.collectonly):
         _start_behind(config, [item.nodeid for item in session.items])
 

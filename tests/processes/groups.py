@@ -6,10 +6,9 @@ from tests.processes.optimizer_scenarios import SCENARIOS
 
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
-FLOAT32 = ["cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_sgd", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
-FLOAT32 += ["what_a_loop_exchanges"]
+FLOAT32 = ["kinds_sgd", "kinds_adamw", "last_batch_smaller", "gan_dcgan", "gan_in_conditions", "what_a_loop_exchanges"]
 THREE = [
-    "embedding_adam",
+    "kinds_adam",
     "last_batch_of_one_row",
     "odd_global_batch",
     "predict_all_rows_in_order",
@@ -23,11 +22,11 @@ THREE = [
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
-    *("cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_adam", "masked_tokens", "metrics_that_are_no_averages"),
-    *("class_weight", "mean_with_sample_weight", "several_inputs_and_outputs", "predict_all_rows_in_order", "arrays"),
+    *("kinds_adamw", "masked_tokens", "metrics_that_are_no_averages"),
+    *("class_weight", "sample_weight", "several_inputs_and_outputs", "predict_all_rows_in_order", "arrays"),
     *("batch_normalization", "batch_normalization_synchronized_uneven", "last_batch_of_one_row", "odd_global_batch"),
-    *("steps_per_execution", "run_eagerly", "global_clipnorm", "ema", "regularization", "learning_rate_schedule"),
-    *("batch_logs", "train_step_OwnStep", "train_step_BareLogs", "own_add_loss", "on_batch"),
+    *("steps_per_execution", "run_eagerly", "global_clipnorm_and_ema", "regularization_and_own_add_loss"),
+    *("learning_rate_schedule_and_clipvalue", "batch_logs", "train_step_OwnStep", "train_step_BareLogs", "on_batch"),
     *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.

@@ -178,7 +178,7 @@ def points(rows=FEW):
 
 @scenario
 def gan_wgan_gp(p):
-    return with_optimizers(p.fit(lambda: wgan(WGAN), points()))
+    return with_optimizers(p.fit(lambda: built(wgan(WGAN)), points()))
 
 
 @scenario
@@ -232,7 +232,7 @@ def gan_pix2pix(p):
         )
         model = Pix2Pix(convolution(2), convolution(1))
         model.compile(keras.optimizers.SGD(0.01), keras.optimizers.Adam(0.002))
-        return model
+        return built(model)
 
     return with_optimizers(p.fit(build, (floats(6, 6, 1, rows=FEW), floats(6, 6, 1, seed=1, rows=FEW))))
 
@@ -260,7 +260,7 @@ def actor_critic(p):
         model = ActorCritic(dense(8, 1, inputs=6), dense(8, 4, inputs=6, activation="relu"))
         model.generator.add(layers.Softmax())
         model.compile(keras.optimizers.RMSprop(0.01), keras.optimizers.Adam(0.01, global_clipnorm=0.1))
-        return model
+        return built(model)
 
     rows = FEW
     x = {"state": floats(6, rows=rows), "following": floats(6, seed=1, rows=rows), "action": classes(rows=rows)}

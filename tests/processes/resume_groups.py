@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tests.processes.groups import processes
-from tests.processes.resume_scenarios import CASES, CHAIN
+from tests.processes.resume_scenarios import CASES, CHAIN, STOPPED
 
-ALONE = ["quiet", "stopped", "resumed"]
 ALIKE = [name for name, case in CASES.items() if case.alike]
 # Which cases go on where they were stopped. Three workers take their time on two cores.
 PLACES = {
@@ -20,8 +19,13 @@ OPTIONS = {"3": {"communication": "ring"}, "local": {"place": "2", "world": 2, "
 OTHERS = ["plain:reordered", "plain:scaled", "plain:remeasured"]
 
 
+def alone_of(name: str) -> list[str]:
+    """The stages of a case for which no other number of workers is needed."""
+    return ["quiet", *(["stopped"] if name in STOPPED else []), "resumed"]
+
+
 def folder_of(folder, stage: str, place: str):
-    """Where the processes of a place leave the results of a stage; `ALONE` run together."""
+    """Where the processes of a place leave the results of a stage; those of `alone_of` run together."""
     return folder / f"{stage if stage.startswith('chain') else 'alone'}_{place}"
 
 
@@ -35,7 +39,9 @@ def stages(folder, ids) -> list[list[dict]]:
         told |= {"communication": "auto", "module": "tests.processes.resume_scenarios", "scenarios": scenarios}
         return told | OPTIONS.get(place, {})
 
-    alone = {place: [f"{name}:{stage}" for name in names for stage in ALONE] for place, names in PLACES.items()}
+    alone = {
+        place: [f"{name}:{stage}" for name in names for stage in alone_of(name)] for place, names in PLACES.items()
+    }
     alone["2"] += OTHERS
     links = [(CHAIN[i][0], f"chain{i}") for i in range(1, len(CHAIN))]
     return [

@@ -2,7 +2,8 @@
 
 A scenario is named "case:stage". "quiet" trains as if nothing happened; "stopped" ends at a step, behind a checkpoint;
 "resumed" goes on from it to the end, with as many workers; and "chain" goes on from one of another number of workers,
-and is stopped again where the next one is to go on.
+and is stopped again where the next one is to go on. Most cases are not stopped before they are first resumed: "quiet"
+has kept the same checkpoint there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from raytf.data.columns import Column
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.parallel import model_optimizers
+from raytf.storage import step_folders
 from raytf.worker import checkpoint, fit
 from raytf.worker.checkpoint_every import parse
 from raytf.worker.job import TrainJob
@@ -34,6 +36,10 @@ from tests.processes.scenarios import Place
 FEATURES = [f"x{i}" for i in range(6)]
 # Who goes on with whose checkpoint, in the chain, and at which epoch and step it is stopped.
 CHAIN = [("2", None), ("1", "2"), ("3", "1"), ("2", "3")]
+# Cases that are really stopped: at a step, and between an epoch's last step and its end.
+STOPPED = ["plain", "last step"]
+# Numbers of folders of checkpoints: of those that are stopped, that go on, and that run through; others of the chain.
+_STOPPED, _RESUMED, _QUIET = 0, 8, 9
 
 
 class Stopped(Exception):
@@ -167,8 +173,9 @@ class Session:
         return True
 
 
-def newest(folder: str) -> str:
-    return os.path.join(folder, max(os.listdir(folder)))
+def newest(folder: str, before: float = np.inf) -> str:
+    """The last checkpoint in a folder, of those of fewer steps than `before`."""
+    return os.path.join(folder, max(name for name in os.listdir(folder) if step_folders.step_of(name) < before))
 
 
 def train(
@@ -219,30 +226,39 @@ def train(
     return out | {"n:last": np.asarray(counts.notes)}
 
 
-def shared(place: Place, case: str, world, number: int = 0) -> str:
+def shared(place: Place, case: str, world, number: int) -> str:
     """Where the checkpoints of a number of workers, or of the devices of one, are."""
     kind = "mirrored" if place.folder.endswith("mirrored") else world
     return os.path.join(os.path.dirname(place.folder), f"{case}_{kind}_{number}")
 
 
 def quiet(place: Place, name: str):
-    return train(place, CASES[name], kept=None if CASES[name].every == "epoch" else shared(place, name, place.world, 9))
+    return train(place, CASES[name], kept=shared(place, name, place.world, _QUIET))
 
 
 def stopped(place: Place, name: str):
     case = CASES[name]
-    assert train(place, case, kept=shared(place, name, place.world), stop=case.stops[0]) is None
+    assert train(place, case, kept=shared(place, name, place.world, _STOPPED), stop=case.stops[0]) is None
     return {}
 
 
+def left(place: Place, name: str, world) -> str:
+    """The checkpoint behind which a training was stopped first, or would have been."""
+    if name in STOPPED:
+        return newest(shared(place, name, world, _STOPPED))
+    epoch, step = CASES[name].stops[0]
+    before = epoch * -(-CASES[name].rows // CASES[name].batch) + step
+    return newest(shared(place, name, world, _QUIET), before)
+
+
 def resumed(place: Place, name: str):
-    begins = newest(shared(place, name, place.world))
-    return train(place, CASES[name], begins=begins, kept=shared(place, name, place.world, 8))
+    begins = left(place, name, place.world)
+    return train(place, CASES[name], begins=begins, kept=shared(place, name, place.world, _RESUMED))
 
 
 def chain(place: Place, name: str, link: int):
     case, (_, before) = CASES[name], CHAIN[link]
-    begins = newest(shared(place, name, before, link - 1 if link > 1 else 0))
+    begins = newest(shared(place, name, before, link - 1)) if link > 1 else left(place, name, before)
     stop = case.stops[link] if link < len(case.stops) else None
     out = train(place, case, begins=begins, kept=shared(place, name, place.world, link), stop=stop)
     assert (out is None) == (stop is not None)
@@ -254,7 +270,7 @@ def reordered(place: Place, name: str):
     case = dataclasses.replace(CASES[name], batch=25, every="epoch")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = train(place, case, begins=newest(shared(place, name, place.world)))
+        out = train(place, case, begins=left(place, name, place.world))
     told = [str(w.message) for w in caught if "begins anew" in str(w.message)]
     assert len(told) == 1 and "have seen 4 of its steps" in told[0], told
     assert "(batch_size 25, was 20)" in told[0], told
@@ -265,7 +281,7 @@ def scaled(place: Place, name: str):
     """Goes on with the batch, and the rate, of two workers where they were those of one, in an epoch of which 80 rows
     were taken: behind these, with a step of the 10 that fill no whole one, all of which are the second worker's."""
     case = dataclasses.replace(CASES[name], batch=15, every="epoch", callbacks=list)
-    begins = newest(shared(place, name, place.world))
+    begins = left(place, name, place.world)
     out = train(place, case, begins=begins, fewest=1)
     model = keras.saving.load_model(os.path.join(begins, "model.keras"))
     model.optimizer.learning_rate = 2 * float(model.optimizer.learning_rate)
@@ -286,7 +302,7 @@ def remeasured(place: Place, name: str):
     case = dataclasses.replace(
         CASES[name], build=mlp(metrics=lambda: ["sparse_categorical_crossentropy"]), every="epoch"
     )
-    begins = newest(shared(place, name, place.world))
+    begins = left(place, name, place.world)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = train(place, case, begins=begins)
@@ -306,6 +322,22 @@ def mlp(optimizer=lambda: keras.optimizers.Adam(0.01), dropout=0.0, metrics=None
         return model
 
     return build
+
+
+@functools.cache
+def _plain():
+    model = mlp()()
+    model_optimizers.build(model, (np.zeros((2, 6), "float32"), np.zeros(2, "int64")))
+    variables = [*model.variables, *model.optimizer.variables]
+    return model, [(v, np.asarray(v)) for v in variables]
+
+
+def plain():
+    """The model of `mlp()`, as new: cases about the data and the checkpoints' times have TensorFlow trace it once."""
+    model, values = _plain()
+    for variable, value in values:
+        variable.assign(value)
+    return model
 
 
 def accumulating():
@@ -413,7 +445,7 @@ CASES = {
     "gan": Case(gan, features=FEATURES[:2], labels=FEATURES, validation=False, every="7 steps", batch=6),
     "bare": Case(late, validation=False),
     "last step": Case(bare, every="11 steps", stops=((0, np.inf), (1, np.inf), (2, np.inf))),
-    "window": Case(mlp(), shuffle="window", map=noisy),
+    "window": Case(plain, shuffle="window", map=noisy),
     "bucketed": Case(tokens, features=Column("tokens", pad="batch", bucket=True)),
     "synchronized": Case(mlp(norm=lambda: [layers.BatchNormalization(synchronized=True)])),
     "own rows": Case(mlp(norm=lambda: [layers.BatchNormalization()]), alike=False),
@@ -424,7 +456,7 @@ CASES = {
         stops=((1, 8),),
         alike=False,
     ),
-    "by time": Case(mlp(), every="0.001 s"),
+    "by time": Case(plain, every="0.001 s"),
 }
 STAGES = {
     "reordered": reordered,

@@ -10,7 +10,7 @@ import contextlib
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import keras
 import numpy as np
@@ -36,6 +36,7 @@ class Place:
     rank: int
     world: int
     folder: str
+    _shared: tuple | None = field(default=None, repr=False)
 
     def data(self, arrays, batch=BATCH, drop=False):
         """This worker's part of the arrays in global batches of `batch` rows."""
@@ -64,13 +65,33 @@ class Place:
         In the first step, as `model.fit` does it, TensorFlow traces that twice.
         """
         data = self.data(arrays, batch)
+        model = self.plain() if build is plain else self._built(build, None if in_step else data)
+        history = model.fit(data, epochs=epochs, verbose=0, **kwargs)
+        return model, results(model, history)
+
+    def plain(self):
+        """The model of `plain`, as new: scenarios share it, so that TensorFlow traces its steps once for all of them.
+
+        Each of its variables gets the value that it began with.
+        """
+        if self._shared is None:
+            model = self._built(plain, self.data(vectors()))
+            variables = [*model.variables, *model.optimizer.variables]
+            self._shared = model, [(v, np.asarray(v)) for v in variables]
+        model, values = self._shared
+        keras.utils.set_random_seed(7)
+        for variable, value in values:
+            variable.assign(value)
+        assert len(values) == len(model.variables) + len(model.optimizer.variables)
+        return model
+
+    def _built(self, build, data=None):
         with self.strategy.scope():
             keras.utils.set_random_seed(7)
             model = build()
-            if not in_step:
+            if data is not None:
                 build_from_data(model, data)
-        history = model.fit(data, epochs=epochs, verbose=0, **kwargs)
-        return model, results(model, history)
+        return model
 
 
 def results(model, history=None):
@@ -81,6 +102,15 @@ def results(model, history=None):
         else:
             out[f"h:{name}"] = np.asarray(values, np.float64)
     return out
+
+
+def by_branch(outcome):
+    """What a scenario returns, with the weights by their layers' names, and the loss of all branches last."""
+    model, out = outcome
+    names = [layer.name for layer in model.layers for _ in layer.trainable_variables]
+    named = {f"w{i}:{name}": out.pop(f"w{i}") for i, name in enumerate(names)}
+    whole = {key: out.pop(key) for key in ("h:loss", "h:val_loss") if key in out}
+    return named | out | whole
 
 
 def floats(*shape, seed=0, rows=ROWS):
@@ -109,18 +139,9 @@ def mlp(optimizer=None, loss="sparse_categorical_crossentropy", outputs=4, activ
     return build
 
 
-def cnn(optimizer):
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(4, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dense(4, "softmax"),
-        ]
-    )
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
+def plain():
+    """What most scenarios of data and callbacks train."""
+    return mlp()()
 
 
 def optimizers():
@@ -131,32 +152,33 @@ def optimizers():
     }
 
 
+def kinds(optimizer):
+    """Branches of four kinds, each with weights and a loss of its own."""
+    of = {
+        "image": [keras.Input((8, 8, 1)), layers.Conv2D(4, 3, activation="relu"), layers.MaxPooling2D()],
+        "vector": [keras.Input((6,)), layers.Dense(16, "relu")],
+        "sequence": [keras.Input((5, 3)), layers.LSTM(8)],
+        "tokens": [keras.Input((5,), dtype="int64"), layers.Embedding(20, 6)],
+    }
+    inputs, outputs = {}, {}
+    for kind, its in of.items():
+        branch = keras.Sequential([*its, layers.Flatten(), layers.Dense(4, "softmax")], name=kind)
+        inputs[kind] = keras.Input(branch.input_shape[1:], dtype=branch.input_dtype)
+        outputs[kind] = branch(inputs[kind])
+    model = keras.Model(inputs, outputs)
+    same = lambda what: dict.fromkeys(outputs, what)
+    model.compile(optimizer, same("sparse_categorical_crossentropy"), metrics=same("accuracy"))
+    return model
+
+
+def rows_of_kinds():
+    tokens = np.random.default_rng(3).integers(0, 20, (ROWS, 5))
+    x = {"image": floats(8, 8, 1), "vector": floats(6), "sequence": floats(5, 3), "tokens": tokens}
+    return x, dict.fromkeys(x, classes())
+
+
 for _name, _make in optimizers().items():
-    SCENARIOS[f"cnn_{_name}"] = lambda p, make=_make: p.fit(lambda: cnn(make()), images())[1]
-    SCENARIOS[f"mlp_{_name}"] = lambda p, make=_make: p.fit(mlp(make), vectors(), in_step=True)[1]
-    SCENARIOS[f"lstm_{_name}"] = lambda p, make=_make: p.fit(lambda: lstm(make()), (floats(5, 3), classes()))[1]
-    SCENARIOS[f"embedding_{_name}"] = lambda p, make=_make: p.fit(
-        lambda: embedding(make()), (np.random.default_rng(3).integers(0, 20, (ROWS, 5)), classes())
-    )[1]
-
-
-def lstm(optimizer):
-    model = keras.Sequential([keras.Input((5, 3)), layers.LSTM(8), layers.Dense(4, "softmax")])
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
-
-
-def embedding(optimizer):
-    model = keras.Sequential(
-        [
-            keras.Input((5,), dtype="int64"),
-            layers.Embedding(20, 6),
-            layers.Flatten(),
-            layers.Dense(4, "softmax"),
-        ]
-    )
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
+    SCENARIOS[f"kinds_{_name}"] = lambda p, make=_make: by_branch(p.fit(lambda: kinds(make()), rows_of_kinds()))
 
 
 @scenario
@@ -173,7 +195,7 @@ def masked_tokens(p):
         model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy", metrics=["accuracy"])
         return model
 
-    return p.fit(build, (tokens, tokens), in_step=True)[1]
+    return p.fit(build, (tokens, tokens))[1]
 
 
 @scenario
@@ -211,22 +233,32 @@ def _fresh(kinds):
 
 @scenario
 def class_weight(p):
-    return p.fit(mlp(), vectors(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 2.0})[1]
+    return p.fit(plain, vectors(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 2.0})[1]
 
 
 @scenario
 def sample_weight(p):
+    """Losses that are divided by the rows, and by the sum of their weights."""
     weights = np.random.default_rng(2).uniform(0, 2, ROWS).astype(keras.config.floatx())
     x, y = vectors()
-    return p.fit(mlp(weighted_metrics=["accuracy"]), (x, y, weights), in_step=True)[1]
+
+    def build():
+        inputs = keras.Input((6,))
+        outputs = {name: dense_branch(inputs, 4, "softmax", name) for name in ("rows", "weights")}
+        losses = {
+            "rows": "sparse_categorical_crossentropy",
+            "weights": keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"),
+        }
+        model = keras.Model(inputs, outputs)
+        weighted = {name: ["accuracy"] for name in outputs}
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), losses, weighted_metrics=weighted)
+        return model
+
+    return by_branch(p.fit(build, (x, {"rows": y, "weights": y}, weights), batch=20, in_step=True))
 
 
-@scenario
-def mean_with_sample_weight(p):
-    weights = np.random.default_rng(2).uniform(0, 2, ROWS).astype(keras.config.floatx())
-    x, y = vectors()
-    loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
-    return p.fit(mlp(loss=loss), (x, y, weights), batch=20)[1]
+def dense_branch(inputs, outputs, activation, name):
+    return layers.Dense(outputs, activation, name=name)(layers.Dense(16, "relu", name=f"{name}_hidden")(inputs))
 
 
 @scenario
@@ -257,7 +289,7 @@ def several_inputs_and_outputs(p):
 @scenario
 def predict_all_rows_in_order(p):
     x, y = vectors(rows=49)
-    model, out = p.fit(mlp(), (x, y))
+    model, out = p.fit(plain, (x, y))
     out["predict"] = model.predict(p.data((x,)), verbose=0)
     out["predict_one_row_left"] = model.predict(p.data((x,), 48), verbose=0)
     out["predict_arrays"] = model.predict(x, batch_size=24, verbose=0)
@@ -268,9 +300,7 @@ def predict_all_rows_in_order(p):
 def arrays(p):
     """NumPy arrays given whole to every worker; Keras cuts the global batches."""
     x, y = vectors(rows=90)
-    with p.strategy.scope():
-        keras.utils.set_random_seed(7)
-        model = mlp()()
+    model = p.plain()
     history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_split=0.2)
     out = results(model, history)
     out["evaluate"] = np.asarray(model.evaluate(x, y, batch_size=50, verbose=0))
@@ -281,9 +311,7 @@ def arrays(p):
 def global_dataset(p):
     """A tf.data pipeline of global batches, as TensorFlow's guides write it; TensorFlow shards it."""
     dataset = tf.data.Dataset.from_tensor_slices(vectors(rows=91)).batch(BATCH)
-    with p.strategy.scope():
-        keras.utils.set_random_seed(7)
-        model = mlp()()
+    model = p.plain()
     return results(model, model.fit(dataset, epochs=2, verbose=0, validation_data=dataset))
 
 
@@ -295,9 +323,7 @@ def unsharded_dataset(p):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     dataset = tf.data.Dataset.from_tensor_slices((x[part], y[part])).batch(BATCH).with_options(options)
-    with p.strategy.scope():
-        keras.utils.set_random_seed(7)
-        model = mlp()()
+    model = p.plain()
     model.fit(dataset, epochs=1, verbose=0)
     return {"steps": np.asarray(int(model.optimizer.iterations))}
 
@@ -331,16 +357,10 @@ def bn_model(synchronized):
 
 
 @scenario
-def batch_normalization_synchronized(p):
-    model, out = p.fit(lambda: bn_model(True), vectors(rows=90), validation_data=p.data(vectors()))
-    return out | {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
-
-
-@scenario
 def batch_normalization_synchronized_uneven(p):
     """Workers with different numbers of rows, and in the last step one that has none."""
     rows = vectors(rows=3 * BATCH + 1)
-    model, out = p.fit(lambda: bn_model(True), rows, in_step=True, validation_data=p.data(vectors()))
+    model, out = p.fit(lambda: bn_model(True), rows, validation_data=p.data(vectors()))
     return out | {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
 
 
@@ -385,23 +405,23 @@ def dropout(p):
 
 @scenario
 def last_batch_smaller(p):
-    return p.fit(mlp(), vectors(rows=ROWS - 5), validation_data=p.data(vectors(rows=31)))[1]
+    return p.fit(plain, vectors(rows=ROWS - 5), validation_data=p.data(vectors(rows=31)))[1]
 
 
 @scenario
 def last_batch_of_one_row(p):
-    return p.fit(mlp(), vectors(rows=4 * BATCH + 1), validation_data=p.data(vectors(rows=BATCH + 1)))[1]
+    return p.fit(plain, vectors(rows=4 * BATCH + 1), validation_data=p.data(vectors(rows=BATCH + 1)))[1]
 
 
 @scenario
 def odd_global_batch(p):
-    return p.fit(mlp(), vectors(rows=95), batch=7)[1]
+    return p.fit(plain, vectors(rows=95), batch=7)[1]
 
 
 @scenario
 def steps_per_execution(p):
     rows = vectors(rows=5 * BATCH - 3)
-    return p.fit(mlp(steps_per_execution=3), rows, in_step=True, validation_data=p.data(vectors()))[1]
+    return p.fit(mlp(steps_per_execution=3), rows, validation_data=p.data(vectors()))[1]
 
 
 class _Busy(keras.callbacks.Callback):
@@ -571,26 +591,34 @@ def jit_compile_is_refused(p):
 
 
 for _name, _options in {
-    "clipnorm": {"clipnorm": 0.05},
-    "global_clipnorm": {"global_clipnorm": 0.1},
-    "clipvalue": {"clipvalue": 0.01},
-    "ema": {"use_ema": True, "ema_momentum": 0.9},
-    "ema_overwrite": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
-    "weight_decay": {"weight_decay": 0.1},
+    "global_clipnorm_and_ema": {"global_clipnorm": 0.1, "use_ema": True, "ema_momentum": 0.9},
+    "clipnorm_ema_overwrite_and_weight_decay": {
+        "clipnorm": 0.05,
+        "use_ema": True,
+        "ema_momentum": 0.9,
+        "ema_overwrite_frequency": 3,
+        "weight_decay": 0.1,
+    },
 }.items():
     SCENARIOS[_name] = lambda p, options=_options: p.fit(
-        mlp(lambda: keras.optimizers.SGD(0.1, **options)), vectors(), in_step="ema_momentum" in options
+        mlp(lambda: keras.optimizers.SGD(0.1, **options)), vectors(), in_step="global_clipnorm" in options
     )[1]
 
 
 @scenario
-def regularization(p):
+def regularization_and_own_add_loss(p):
+    class Penalty(layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * ops.mean(ops.square(x)))
+            return x
+
     def build():
         model = keras.Sequential(
             [
                 keras.Input((6,)),
                 layers.Dense(16, "relu", kernel_regularizer="l2", kernel_constraint="max_norm"),
                 layers.Dense(8, "relu", activity_regularizer=keras.regularizers.L2(0.01)),
+                Penalty(),
                 layers.Dense(4, "softmax"),
             ]
         )
@@ -666,31 +694,29 @@ class _ChiefStops(keras.callbacks.Callback):
 @scenario
 def early_stopping(p):
     stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
-    return p.fit(
-        mlp(lambda: keras.optimizers.SGD(1.5)),
-        vectors(),
-        epochs=12,
-        validation_data=p.data(vectors(49)),
-        callbacks=[stop],
-    )[1]
+    fast = keras.callbacks.LearningRateScheduler(lambda epoch: 2.0)
+    data = p.data(vectors(49))
+    _, out = p.fit(plain, vectors(), epochs=12, validation_data=data, callbacks=[fast, stop])
+    assert 2 < len(out["h:loss"]) < 12, "it has not stopped"
+    return out
 
 
 @scenario
 def reduce_lr_on_plateau(p):
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.1)
-    model, out = p.fit(mlp(), vectors(), epochs=5, validation_data=p.data(vectors()), callbacks=[plateau])
+    model, out = p.fit(plain, vectors(), epochs=5, validation_data=p.data(vectors()), callbacks=[plateau])
     return out | {"rate": np.asarray(model.optimizer.learning_rate)}
 
 
 @scenario
 def learning_rate_scheduler(p):
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
-    return p.fit(mlp(), vectors(), epochs=3, callbacks=[schedule])[1]
+    return p.fit(plain, vectors(), epochs=3, callbacks=[schedule])[1]
 
 
 @scenario
-def learning_rate_schedule(p):
-    make = lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.05, 8))
+def learning_rate_schedule_and_clipvalue(p):
+    make = lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.05, 8), clipvalue=0.01)
     return p.fit(mlp(make), vectors(), epochs=3)[1]
 
 
@@ -698,21 +724,19 @@ def learning_rate_schedule(p):
 def terminate_on_nan(p):
     x, y = vectors()
     x[50] = np.nan
-    with p.strategy.scope():
-        keras.utils.set_random_seed(7)
-        model = mlp()()
+    model = p.plain()
     history = model.fit(p.data((x, y)), epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
     return {"epochs": np.asarray(len(history.epoch)), "steps": np.asarray(int(model.optimizer.iterations))}
 
 
 @scenario
 def stop_between_batches(p):
-    return p.fit(mlp(), vectors(), epochs=3, callbacks=[_StopAfter(6)])[1]
+    return p.fit(plain, vectors(), epochs=3, callbacks=[_StopAfter(6)])[1]
 
 
 @scenario
 def chief_decides(p):
-    return p.fit(mlp(), vectors(), epochs=5, callbacks=[_ChiefStops(p.rank, 1)])[1]
+    return p.fit(plain, vectors(), epochs=5, callbacks=[_ChiefStops(p.rank, 1)])[1]
 
 
 @scenario
@@ -722,7 +746,7 @@ def batch_logs(p):
     callback = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda b, logs: seen.append((float(logs["loss"]), float(logs["accuracy"])))
     )
-    _, out = p.fit(mlp(), vectors(rows=77), callbacks=[callback])
+    _, out = p.fit(plain, vectors(rows=77), callbacks=[callback])
     return out | {"seen": np.asarray(seen)}
 
 
@@ -731,7 +755,7 @@ def batch_callback_of_the_chief_alone(p):
     """As in `callbacks = [...] if rank == 0 else []`: the others take part in what the chief's callback needs."""
     seen = []
     log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: seen.append(float(logs["loss"])))
-    _, out = p.fit(mlp(), vectors(rows=77), callbacks=[log] if p.rank == 0 else None)
+    _, out = p.fit(plain, vectors(rows=77), callbacks=[log] if p.rank == 0 else None)
     return out | ({"chief:seen": np.asarray(seen)} if p.rank == 0 else {})
 
 
@@ -748,7 +772,7 @@ def files_by_the_chief(p):
         keras.callbacks.TensorBoard(os.path.join(folder, "events")),
         keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"), delete_checkpoint=False),
     ]
-    _, out = p.fit(mlp(), vectors(), epochs=3, callbacks=callbacks)
+    _, out = p.fit(plain, vectors(), epochs=3, callbacks=callbacks)
     if p.rank == 0:
         with open(os.path.join(folder, "log.csv")) as log:
             assert len(log.read().splitlines()) == 4
@@ -771,7 +795,7 @@ def backup_and_restore(p):
                 raise RuntimeError("broken")
 
     with contextlib.suppress(RuntimeError):
-        p.fit(mlp(), vectors(), epochs=4, callbacks=[backup(), Broken()])
+        p.fit(plain, vectors(), epochs=4, callbacks=[backup(), Broken()])
     model, out = p.fit(mlp(), vectors(), epochs=4, callbacks=[backup()])
     assert int(model.optimizer.iterations) == 4 * ROWS // BATCH
     return out
@@ -842,7 +866,7 @@ def _compiled(kind):
 
 for _kind in (OwnStep, OwnMean, BareLogs):
     SCENARIOS[f"train_step_{_kind.__name__}"] = lambda p, kind=_kind: p.fit(
-        _compiled(kind), vectors(rows=90), in_step=True
+        _compiled(kind), vectors(rows=90), in_step=kind is OwnMean
     )[1]
 
 
@@ -887,7 +911,7 @@ class _LossOverridesCall(keras.losses.Loss):
         return ops.mean(ops.square(ops.cast(y_true, y_pred.dtype) - y_pred))
 
 
-for _name, _loss in {
+LOSSES = {
     "per_row": lambda: _per_row,
     "own_mean": lambda: _own_mean,
     "own_sum": lambda: _own_sum,
@@ -896,34 +920,32 @@ for _name, _loss in {
     "class_own_mean": _LossClassOwnMean,
     "overrides_call": _LossOverridesCall,
     "reduction_sum": lambda: keras.losses.MeanSquaredError(reduction="sum"),
-}.items():
-
-    def _custom_loss(p, loss=_loss):
-        build = lambda: mlp(
-            lambda: keras.optimizers.SGD(0.01), loss=loss(), outputs=2, activation=None, metrics=["mae"]
-        )()
-        return p.fit(
-            build,
-            (floats(6, rows=90), floats(2, seed=8, rows=90)),
-            validation_data=p.data((floats(6), floats(2, seed=8))),
-        )[1]
-
-    SCENARIOS[f"loss_{_name}"] = _custom_loss
+}
 
 
 @scenario
-def own_add_loss(p):
-    class Penalty(layers.Layer):
-        def call(self, x):
-            self.add_loss(0.1 * ops.mean(ops.square(x)))
-            return x
+def losses(p):
+    """Losses of all kinds, each with a branch of its own, which it alone trains."""
 
     def build():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(16), Penalty(), layers.Dense(4, "softmax")])
-        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, {name: dense_branch(inputs, 2, None, name) for name in LOSSES})
+        metrics = {name: ["mae"] for name in LOSSES}
+        model.compile(keras.optimizers.SGD(0.01), {name: make() for name, make in LOSSES.items()}, metrics=metrics)
         return model
 
-    return p.fit(build, vectors(rows=90))[1]
+    def rows(count):
+        return floats(6, rows=count), dict.fromkeys(LOSSES, floats(2, seed=8, rows=count))
+
+    return by_branch(p.fit(build, rows(90), validation_data=p.data(rows(ROWS))))
+
+
+@scenario
+def one_own_loss(p):
+    """A loss that stands alone, and reduces by itself."""
+    make = lambda: keras.optimizers.SGD(0.01)
+    build = mlp(make, loss=_root_mean, outputs=2, activation=None, metrics=["mae"])
+    return p.fit(build, (floats(6, rows=90), floats(2, seed=8, rows=90)))[1]
 
 
 @scenario
@@ -1038,9 +1060,7 @@ def _exchanged(p, slices, rows):
 def on_batch(p):
     x, y = vectors()
     part = slice(p.rank * ROWS // p.world, (p.rank + 1) * ROWS // p.world)
-    with p.strategy.scope():
-        keras.utils.set_random_seed(7)
-        model = mlp()()
+    model = p.plain()
     logs = [model.train_on_batch(x[part], y[part], return_dict=True) for _ in range(3)]
     tested = model.test_on_batch(x[part], y[part], return_dict=True)
     out = {f"log:{k}": np.asarray([line[k] for line in logs]) for k in logs[0]}

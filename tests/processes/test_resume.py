@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.processes.resume_groups import ALIKE, PLACES, folder_of
-from tests.processes.resume_scenarios import CHAIN
+from tests.processes.resume_scenarios import CHAIN, STOPPED
 
 
 @pytest.fixture
@@ -28,7 +28,8 @@ def outcome(behind):
 @pytest.mark.parametrize(("place", "case"), [(place, case) for place, cases in PLACES.items() for case in cases])
 def test_as_many_go_on_to_the_bit(outcome, place, case):
     """Weights and optimizers, to the bit; the numbers of metrics, of which the chief has the sums, to rounding."""
-    outcome("stopped", place, case)
+    if case in STOPPED:
+        outcome("stopped", place, case)
     quiet, resumed = outcome("quiet", place, case), outcome("resumed", place, case)
     for rank, (mine, its) in enumerate(zip(resumed, quiet, strict=True)):
         assert mine.keys() == its.keys() and any(key.startswith("h:") for key in its)

@@ -22,7 +22,7 @@ trainer.install()
 def model():
     with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
         made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(400), keras.layers.Dense(1)])
-        made.compile("sgd", "mse")
+        made.compile("sgd", "mse", run_eagerly=True)
     made.fit(np.ones((4, 6)), np.ones((4, 1)), verbose=0)
     made.__dict__["_raytf_last"] = {"loss": 0.5}, 4
     return made
