@@ -79,6 +79,12 @@ def averaged(model) -> None:
         healing.here.averaged(gradient_ring.of(model.distribute_strategy), content_of(model))
 
 
+def resumes(model) -> None:
+    """Passes on what callbacks that look at batches may have changed since the last step, as an `evaluate` does."""
+    if healing.here.armed and model.__dict__.get("_raytf_sync_batches"):
+        healing.here.resumes(gradient_ring.of(model.distribute_strategy), content_of(model))
+
+
 def content_of(model) -> bytes:
     """The values of these variables, which `take` takes."""
     variables = variables_of(model)
