@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import ray
 
 from raytf.collectives.healing import Healer, Rejoin, Waiting, tag_of
 from raytf.collectives.ring import Listener
 from raytf.errors import PeerLostError, RaytfError
-from raytf.train.healing import NotHealedError, is_to_be_made_anew
+from raytf.train.healing import NotHealedError, _said, is_to_be_made_anew
 from tests.unit.test_ring import TOKEN
 
 
@@ -314,3 +315,12 @@ def test_what_is_made_again(waiting, lost, expected):
             is_to_be_made_anew(waiting, lost, size)
         return
     assert is_to_be_made_anew(waiting, lost, size) is expected
+
+
+def test_what_a_worker_refuses_is_said_in_its_own_words():
+    """And not as Ray wraps it, whose first line names the actor."""
+    refused = RaytfError("what ModelCheckpoint held was the chief's alone")
+    wrapped = ray.exceptions.RayTaskError("execute", "of a worker", refused).as_instanceof_cause()
+    assert _said(wrapped) == str(refused) and "actor" not in _said(wrapped)
+    assert _said(NotHealedError("no node has room")) == "no node has room"
+    assert _said(ray.exceptions.RayTaskError("execute", "", ValueError("x"))) == "ValueError: x"
