@@ -124,8 +124,8 @@ def check_alike(model) -> None:
         raise RaytfError(
             "A worker can be replaced in place where a step changes weights by its summed gradients alone, received: "
             "other weights on some workers behind the step in which one was replaced. A train_step that changes them "
-            "before its optimizer does, such as a moving copy of weights, and a callback whose compiled function does "
-            "behind a step, need TensorflowConfig(heal=False)."
+            "before its optimizer does, such as a moving copy of weights, a callback whose compiled function does, and "
+            "one that changes them by what a checkpoint does not keep of it need TensorflowConfig(heal=False)."
         )
 
 

@@ -304,7 +304,14 @@ class Last(keras.callbacks.Callback):
             logs = metrics.global_logs(self.model, logs, rows)
         logs = pythonify_logs(logs)
         for callback in told["_raytf_callbacks"]:
-            callback.on_train_batch_end(self._position.epoch_step - 1, logs)
+            try:
+                callback.on_train_batch_end(self._position.epoch_step - 1, logs)
+            except AttributeError as error:
+                raise RaytfError(
+                    "A callback in a lost worker's place must be able to be told of a batch's end, but not of its "
+                    f"begin, received: {type(callback).__name__} with {in_a_line(error)}. What it keeps between them "
+                    "must be a number, a text, an array, a list or dict of these, or what get_state() gives."
+                ) from error
         if self.model.stop_training:  # what `fit` asks behind a step that it has made
             epoch_iterator.newest_iterator().begin_at(self._position.steps, None)
 

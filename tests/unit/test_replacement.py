@@ -1,5 +1,6 @@
 """What a process gets that begins behind the last step of an epoch, when callbacks have changed the model since."""
 
+import types
 import weakref
 
 import keras
@@ -113,3 +114,17 @@ def test_behind_other_steps_it_is_seen_what_a_compiled_function_assigns_that_was
     halve()
     with pytest.raises(RaytfError, match="a callback has changed .*bias since the last step"):
         second()
+
+
+def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(model):
+    class Timing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            return self.began + batch
+
+    model.__dict__["_raytf_callbacks"] = [keras.callbacks.Callback(), timing := Timing()]
+    last = replacement.Last(types.SimpleNamespace(epoch_step=3, steps=3), None)
+    last.set_model(model)
+    with pytest.raises(RaytfError, match=r"told of a batch's end, .* Timing with AttributeError: .*began.* get_state"):
+        last._tell_of_batch()
+    timing.began = 0
+    last._tell_of_batch()
