@@ -112,8 +112,8 @@ class Place:
 
 
 def tag_of(step: int) -> int:
-    """Names what a worker has for itself when so many steps are made; it may change twice before the next step, and the
-    tag is one more each time: at a checkpoint, and when an epoch begins."""
+    """Names what a worker has for itself when so many steps are made; it may change before the next step, and the tag
+    is another one each time: at a checkpoint, when an epoch begins, and behind callbacks that look at batches."""
     return 4 * step
 
 
@@ -364,6 +364,10 @@ class Healer:
     def began(self, holder, content: bytes) -> None:
         """An epoch has begun: tells the next worker what only this one has, as metrics were reset."""
         self._pass_on(holder, tag_of(self.step) + 2, content)
+
+    def resumes(self, holder, content: bytes) -> None:
+        """An execution begins behind callbacks that looked at batches: tells the next worker what only this one has."""
+        self._pass_on(holder, tag_of(self.step) + 3, content)
 
     def _pass_on(self, holder, tag: int, content: bytes) -> None:
         self.tag = tag

@@ -56,8 +56,8 @@ _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of 
 HOST_GONE = 35
 # That what a lost member sent before may still take to arrive, and the first cause after a connection broke.
 _GRACE_SECONDS = 0.5
-# Of a step, a checkpoint behind it, and the begin of an epoch, see `healing.tag_of`.
-_MOST_HELD = 3
+# Of a step, a checkpoint behind it, the begin of an epoch, and callbacks behind them, see `healing.tag_of`.
+_MOST_HELD = 4
 TOKEN_BYTES = 32
 
 _rings: weakref.WeakSet[Ring] = weakref.WeakSet()

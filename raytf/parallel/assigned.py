@@ -18,7 +18,7 @@ _watches: list[weakref.ref] = []
 class Watch:
     """Notes what variables hold that are assigned from Python, but in training steps, as long as it is referred to.
 
-    What a compiled function assigns is not seen.
+    What a compiled function assigns is not seen, but where it is traced, see `in_graphs`.
 
     Args:
         model: of the variables that all workers have alike, see `own_state.alike`; others are not noted.
@@ -53,8 +53,21 @@ class Watch:
         in_a_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if in_a_replica or not tf.executing_eagerly():
             self._traced.add(variable.path)
+            _in_graphs(self._model)[id(variable)] = variable
             return
         self._held[id(variable)] = variable, np.array(own_state.here(self._model.distribute_strategy, variable))
+
+
+def in_graphs(model) -> list:
+    """Of a model's variables those that compiled functions assign behind its steps, as far as these were traced there.
+
+    A call of such a function changes them unseen.
+    """
+    return list(_in_graphs(model).values())
+
+
+def _in_graphs(model) -> dict:
+    return model.__dict__.setdefault("_raytf_in_graphs", {})
 
 
 def tell(variable) -> None:

@@ -79,6 +79,12 @@ def averaged(model) -> None:
         healing.here.averaged(gradient_ring.of(model.distribute_strategy), content_of(model))
 
 
+def resumes(model) -> None:
+    """Passes on what callbacks that look at batches may have changed since the last step, as an `evaluate` does."""
+    if healing.here.armed and model.__dict__.get("_raytf_sync_batches"):
+        healing.here.resumes(gradient_ring.of(model.distribute_strategy), content_of(model))
+
+
 def content_of(model) -> bytes:
     """The values of these variables, which `take` takes."""
     variables = variables_of(model)
@@ -118,7 +124,8 @@ def check_alike(model) -> None:
         raise RaytfError(
             "A worker can be replaced in place where a step changes weights by its summed gradients alone, received: "
             "other weights on some workers behind the step in which one was replaced. A train_step that changes them "
-            "before its optimizer does, such as a moving copy of weights, needs TensorflowConfig(heal=False)."
+            "before its optimizer does, such as a moving copy of weights, a callback whose compiled function does, and "
+            "one that changes them by what a checkpoint does not keep of it need TensorflowConfig(heal=False)."
         )
 
 

@@ -140,6 +140,7 @@ def _told(model, function: Callable, training: bool) -> Callable:
 
     def trained(iterator):
         here.at(activity.STEP)
+        own_state.resumes(model)
         try:
             with healing.here.execution():
                 outputs = function(iterator)

@@ -153,8 +153,7 @@ class Healing:
                 said = f"the workers are connected again, {after}; all kept their processes"
             output.say(said)
         except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
-            ours = isinstance(error, (NotHealedError, _AnotherLostError))
-            self.why = str(error) if ours else in_a_line(error)
+            self.why = _said(error)
             self.another = isinstance(error, (ray.exceptions.RayActorError, _AnotherLostError))
             if self.another:
                 self._see_who_is_lost()
@@ -210,8 +209,7 @@ class Healing:
             refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
             (self.kept,) = answers.collect(refs, _KEEP_SECONDS, "a checkpoint of the step that all stand behind")
         except (RaytfError, ray.exceptions.RayError) as error:  # they start anew from the last one
-            cause = cause_of(error)
-            self.not_kept = str(cause) if isinstance(cause, RaytfError) else in_a_line(cause)
+            self.not_kept = _said(error)
 
     def _heal(self) -> None:
         starting = threading.Thread(target=self._start, daemon=True)
@@ -363,6 +361,12 @@ class Healing:
             if time.monotonic() > until:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:g} s")
+
+
+def _said(error: BaseException) -> str:
+    """An error as a clause: what a worker has refused, as it says it."""
+    cause = cause_of(error)
+    return str(cause) if isinstance(cause, RaytfError) else in_a_line(cause)
 
 
 def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], size: int) -> bool:

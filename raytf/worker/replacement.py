@@ -187,9 +187,9 @@ class _Moment:
     """What a process needs to go on behind a step, noted as that is made; later a call gives the Place.
 
     Callbacks may change the model behind it. What they assign from Python, as the learning rate, is noted then
-    (`assigned.Watch`). Where an epoch ends, it is noted of all variables whether they are the same, too; behind other
-    steps that would cost a part of each, and what a compiled function has changed is seen behind the next step
-    (`own_state.check_alike`).
+    (`assigned.Watch`). Where an epoch ends, it is noted of all variables whether they are the same, too. Behind other
+    steps that would cost a part of each: there it is noted of those that a callback's compiled function is known to
+    assign; what it assigns otherwise is seen behind the next step (`own_state.check_alike`).
 
     Args:
         model: built.
@@ -216,7 +216,8 @@ class _Moment:
         self._step, self._epoch_step, self._tag, self._epoch_ends = step, epoch_step, tag, epoch_ends
         self._last = model.__dict__["_raytf_last"]
         self._watch = assigned.Watch(model)
-        self._noted = [(v, _number(self._here(v))) for v in own_state.alike(model)] if epoch_ends else []
+        unseen = own_state.alike(model) if epoch_ends else assigned.in_graphs(model)
+        self._noted = [(v, _number(self._here(v))) for v in unseen]
 
     def _here(self, variable) -> np.ndarray:
         return own_state.here(self._model.distribute_strategy, variable)
@@ -303,7 +304,14 @@ class Last(keras.callbacks.Callback):
             logs = metrics.global_logs(self.model, logs, rows)
         logs = pythonify_logs(logs)
         for callback in told["_raytf_callbacks"]:
-            callback.on_train_batch_end(self._position.epoch_step - 1, logs)
+            try:
+                callback.on_train_batch_end(self._position.epoch_step - 1, logs)
+            except AttributeError as error:
+                raise RaytfError(
+                    "A callback in a lost worker's place must be able to be told of a batch's end, but not of its "
+                    f"begin, received: {type(callback).__name__} with {in_a_line(error)}. What it keeps between them "
+                    "must be a number, a text, an array, a list or dict of these, or what get_state() gives."
+                ) from error
         if self.model.stop_training:  # what `fit` asks behind a step that it has made
             epoch_iterator.newest_iterator().begin_at(self._position.steps, None)
 

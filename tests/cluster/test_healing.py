@@ -246,8 +246,10 @@ def test_two_at_once_and_two_neighbours_at_once(tmp_path):
 
 def looking(config):
     """`noted`, and a callback that looks at batches: it sums their losses, lowers the rate by them, notes both, and
-    dies before or behind that, or before a batch, in each of the places of `deaths`."""
+    dies before or behind that, or before a batch, in each of the places of `deaths`. Once it evaluates the model, which
+    begins metrics anew."""
     import keras
+    import numpy as np
 
     class Looking(keras.callbacks.Callback):
         seen = 0.0
@@ -264,6 +266,10 @@ def looking(config):
             self.model.optimizer.learning_rate = 0.01 / (1 + self.seen)
             with open(f"{config['notes']}/batches_{models.rank()}", "a") as file:
                 print(self.epoch, batch, repr(float(logs["loss"])), repr(self.seen), file=file)
+            if (self.epoch, batch) == (1, 3):
+                rows = models.rows(23, 3)
+                x = np.stack([rows[name] for name in models.FEATURES], 1)
+                self.model.evaluate(x, rows["label"], batch_size=8, verbose=0)
             self.die("told", batch)
 
         def die(self, what, batch):
@@ -283,9 +289,9 @@ def batches(notes, rank):
 
 def test_between_two_steps_of_an_epoch_in_which_callbacks_look_at_batches_and_a_checkpoint_is_kept(tmp_path):
     """Of three workers rank 1 dies as it is told of a batch, and so does the one in its place; the chief, behind what
-    it was told and before a checkpoint of that step; rank 2 before a batch, when the others are in its step; rank 1
-    behind an epoch's last batch, and the chief before it is told of the first of the next one. All are replaced in
-    place."""
+    it was told and before a checkpoint of that step; rank 2 before a batch, behind an evaluation, when the others are
+    in its step; rank 1 behind an epoch's last batch, and the chief before it is told of the first of the next one. All
+    are replaced in place."""
     told = {"workers": 3, "checkpoint_every": "5 steps", "callbacks": looking, "failures": 9}
     expected, before = run(tmp_path, "quiet", **told)
     deaths = [("ends", 1, 0, 3), ("ends", 1, 0, 3), ("told", 0, 0, 9), ("begins", 2, 1, 4), ("told", 1, 1, 13)]

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import ray
 
 from raytf.collectives.healing import Healer, Rejoin, Waiting, tag_of
 from raytf.collectives.ring import Listener
 from raytf.errors import PeerLostError, RaytfError
-from raytf.train.healing import NotHealedError, is_to_be_made_anew
+from raytf.train.healing import NotHealedError, _said, is_to_be_made_anew
 from tests.unit.test_ring import TOKEN
 
 
@@ -220,6 +221,24 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
     assert "between two steps" in ended.healer.waiting(), "also when the training has failed of it"
 
 
+def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ended):
+    """Before the step that follows them; what it was behind the step before them is kept, for one that begins there."""
+    ended.foreseen = True
+    with ended.healer.execution():
+        ended.healer.stepped(ended.holder, b"mine")
+        ended.healer.steps_made()
+    ended.healer.resumes(ended.holder, b"reset")
+    with ended.healer.execution():
+        ended.other.close()
+        step = ended.pool.submit(ended.make, "gradients")
+        waiting, ring = ended.goes_on(anew=False)
+        assert (waiting.since, waiting.tag, waiting.between) == (tag_of(2), tag_of(2) + 3, False)
+        assert waiting.own == ((tag_of(2), b"mine"), (tag_of(2) + 3, b"reset"))
+        ended.add(ring, 1)
+        assert step.result(20).tolist() == [3, 3] and ended.made == ["gradients"]
+    ring.close()
+
+
 def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(ended):
     """Of three workers' exchanges behind a step the second breaks; the third is within the next step."""
     ended.foreseen = True
@@ -296,3 +315,12 @@ def test_what_is_made_again(waiting, lost, expected):
             is_to_be_made_anew(waiting, lost, size)
         return
     assert is_to_be_made_anew(waiting, lost, size) is expected
+
+
+def test_what_a_worker_refuses_is_said_in_its_own_words():
+    """And not as Ray wraps it, whose first line names the actor."""
+    refused = RaytfError("what ModelCheckpoint held was the chief's alone")
+    wrapped = ray.exceptions.RayTaskError("execute", "of a worker", refused).as_instanceof_cause()
+    assert _said(wrapped) == str(refused) and "actor" not in _said(wrapped)
+    assert _said(NotHealedError("no node has room")) == "no node has room"
+    assert _said(ray.exceptions.RayTaskError("execute", "", ValueError("x"))) == "ValueError: x"

@@ -1,5 +1,6 @@
 """What a process gets that begins behind the last step of an epoch, when callbacks have changed the model since."""
 
+import types
 import weakref
 
 import keras
@@ -28,15 +29,19 @@ def model():
     return made
 
 
-@pytest.fixture
-def noted(model):
-    """(the note of the end of an epoch, a callback's attribute of then)."""
+def note(model, epoch_ends):
+    """(the note behind an epoch's last step, or another one, a callback's attribute of then)."""
     callback = keras.callbacks.Callback()
     states = CallbackStates([callback])
     callback.counts = np.arange(3)
     state = State(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
     parts = checkpoint.parts(model, state, states, metrics={})
-    return replacement._Moment(model, parts, {"reports": 2}, 4, 4, 16, epoch_ends=True), callback
+    return replacement._Moment(model, parts, {"reports": 2}, 4, 4, 16, epoch_ends), callback
+
+
+@pytest.fixture
+def noted(model):
+    return note(model, epoch_ends=True)
 
 
 def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_what_they_did(model, noted, tmp_path):
@@ -94,3 +99,32 @@ def test_what_is_assigned_in_a_graph_or_in_a_replica_is_said_to_be_changed(model
     tf.function(lambda: bias.assign(bias + 1))()
     with pytest.raises(RaytfError, match="a callback has changed .*bias in a graph or a replica since the last step"):
         noted[0]()
+
+
+def test_behind_other_steps_it_is_seen_what_a_compiled_function_assigns_that_was_traced_before(model):
+    """The call that traces it is seen behind its own step, and the others behind theirs."""
+    bias = model.layers[1].bias
+    halve = tf.function(lambda: bias.assign(bias * 0.5 + 1))
+    first, _ = note(model, epoch_ends=False)
+    halve()
+    with pytest.raises(RaytfError, match="a callback has changed .*bias in a graph"):
+        first()
+    second, _ = note(model, epoch_ends=False)
+    assert second().step == 4, "it is not called behind each step"
+    halve()
+    with pytest.raises(RaytfError, match="a callback has changed .*bias since the last step"):
+        second()
+
+
+def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(model):
+    class Timing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            return self.began + batch
+
+    model.__dict__["_raytf_callbacks"] = [keras.callbacks.Callback(), timing := Timing()]
+    last = replacement.Last(types.SimpleNamespace(epoch_step=3, steps=3), None)
+    last.set_model(model)
+    with pytest.raises(RaytfError, match=r"told of a batch's end, .* Timing with AttributeError: .*began.* get_state"):
+        last._tell_of_batch()
+    timing.began = 0
+    last._tell_of_batch()
