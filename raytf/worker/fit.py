@@ -216,7 +216,10 @@ def resumed(
             )
             return [], []
     first = None if place is None else replacement.first_execution(place)
-    resumption = within_epoch.Resumption(folder, state, states, position, *iterator, first=first, begin=begin)
+    begun = place is not None and not (place.at_end or place.between)
+    resumption = within_epoch.Resumption(
+        folder, state, states, position, *iterator, first=first, begin=begin, begun=begun
+    )
     return [resumption.first], [resumption.last]
 
 

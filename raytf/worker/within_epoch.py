@@ -12,7 +12,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -241,6 +241,7 @@ class Resumption:
         first: steps of the first execution, of a worker that takes the place of one within it; or None: where no step
             is left, the logs of the checkpoint are those of the epoch.
         begin: (step, rows of it that are skipped) where that is not the checkpoint's step, see `sampling.regrouped`.
+        begun: whether callbacks had been told of the begin of the first execution, too.
 
     Attributes:
         first: callback before all others.
@@ -256,8 +257,10 @@ class Resumption:
         iterator: Callable = epoch_iterator.newest_iterator,
         first: int | None = None,
         begin: tuple[int, int] | None = None,
+        begun: bool = False,
     ):
-        self._first_steps = first
+        self._first_steps, self._begun = first, begun
+        self._again: tuple | None = None
         self._epoch, self._logs = state.epoch, state.logs
         self._step, self._skip = begin or (state.epoch_step, 0)
         self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
@@ -285,11 +288,8 @@ class Resumption:
         del self._held, self._variables, self._iterator
         if epoch != self._epoch:
             return
-        for variable, value in variables:
-            if not np.array_equal(np.asarray(variable), value):
-                variable.assign(value)
-        self._states.put_back(held)
-        random_state.give_back(self._random)
+        self._hold(held, variables)
+        self._again = (held, variables) if self._begun else None
         try:
             self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics, self._names)}
         except ValueError as error:  # with resume=True others may be compiled
@@ -301,6 +301,21 @@ class Resumption:
         self._place(iterator, epoch)
         if self._first_steps is None and self._step >= self._position.steps:
             metrics.finish_logs(model, self._logs)
+
+    def _hold(self, held: Sequence[tuple], variables: Sequence[tuple]) -> None:
+        for variable, value in variables:
+            if not np.array_equal(np.asarray(variable), value):
+                variable.assign(value)
+        self._states.put_back(held)
+        random_state.give_back(self._random)
+
+    def batch_begun(self, model) -> None:
+        """Behind all callbacks: what they had done at the first execution's begin is not to be done twice."""
+        again, self._again = self._again, None
+        if again is not None:
+            held, variables = again
+            own = {id(v) for v in own_state.variables_of(model)}  # the worker's, which it has got since
+            self._hold(held, [pair for pair in variables if id(pair[0]) not in own])
 
     def _place(self, iterator, epoch: int) -> None:
         dataset = self._position.go_on(epoch, self._step, self._skip)
@@ -348,6 +363,9 @@ class _Last(keras.callbacks.Callback):
         if self._begins:
             self._begins = False
             self._resumption.begin(self.model, epoch)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._resumption.batch_begun(self.model)
 
     def on_train_batch_end(self, batch, logs=None):
         self._resumption.stepped(self.model)

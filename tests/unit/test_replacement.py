@@ -11,8 +11,9 @@ import tensorflow as tf
 from raytf.collectives import healing
 from raytf.errors import RaytfError
 from raytf.parallel import assigned, trainer
+from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import State
-from raytf.worker import checkpoint, replacement
+from raytf.worker import checkpoint, replacement, within_epoch
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.session import write_files
 
@@ -128,3 +129,33 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
         last._tell_of_batch()
     timing.began = 0
     last._tell_of_batch()
+
+
+@pytest.mark.parametrize(("begun", "made"), [(True, 4), (False, 5)])
+def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_path, begun, made):
+    """A process within the step that the others are in gets what their callbacks held behind its begin."""
+
+    class Counting(keras.callbacks.Callback):
+        made = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.made += 1
+            self.model.optimizer.learning_rate = 1 / self.made
+
+    counting = Counting()
+    states = CallbackStates([counting])
+    counting.made = 4
+    state = State(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
+    parts = checkpoint.parts(model, state, states, metrics={})
+    checkpoint.write(str(tmp_path), model, parts, checkpoint_files.VERSION)
+    model.optimizer.learning_rate = 0.25
+    position = types.SimpleNamespace(steps=9, go_on=lambda *_: None)
+    iterator = types.SimpleNamespace(begin_at=lambda *_: None)
+    resumption = within_epoch.Resumption(str(tmp_path), state, states, position, lambda: iterator, begun=begun)
+    callbacks = keras.callbacks.CallbackList([resumption.first, counting, resumption.last], model=model)
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    callbacks.on_train_batch_begin(4)
+    assert (counting.made, float(model.optimizer.learning_rate)) == (made, pytest.approx(1 / made))
+    callbacks.on_train_batch_begin(5)
+    assert counting.made == made + 1, "it counts on"
