@@ -75,6 +75,7 @@ class Waiting:
         own: (tag, bytes) that this one has passed on since the step, in order.
         since: the tag behind the step since which all that was exchanged can be exchanged again, or None.
         between: whether it waits behind that step, and not within the next one.
+        met: whether workers have met since callbacks were told of the begin of the step that it waits in.
     """
 
     tag: int
@@ -84,6 +85,7 @@ class Waiting:
     own: tuple[tuple[int, bytes], ...] = ()
     since: int | None = None
     between: bool = False
+    met: bool = False
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,10 @@ class Healer:
         self.close()
         self._note_moment(epoch_ends=False)
 
+    def begin_batch(self) -> None:
+        """Says that callbacks are told of the begin of an execution's batch."""
+        self._before_batch = len(self._made)
+
     def end_epoch(self) -> None:
         """Says that an epoch's last step is made, and that its end begins."""
         self._open = self.at_end = True
@@ -326,7 +332,7 @@ class Healer:
     def _forget_moment(self) -> None:
         self._since: int | None = None
         self._noted_image: Callable[[], Place] | None = None
-        self._before_step = 0
+        self._before_step = self._before_batch = 0
 
     def enter(self, begun: int) -> None:
         """Says that a worker which takes a place meets the others at its next exchange.
@@ -451,7 +457,9 @@ class Healer:
         numbers, where = here.told()["numbers"], (listener.host, listener.port)
         with self._changed:
             between = self._since is not None and not self._executes
-            self._waiting = Waiting(self.tag, where, old.held, numbers, tuple(self._passed), self._since, between)
+            met = self._executes and self._before_step > self._before_batch
+            own = tuple(self._passed)
+            self._waiting = Waiting(self.tag, where, old.held, numbers, own, self._since, between, met)
             self._changed.notify_all()
         try:
             with here.meeting(activity.HEALING):

@@ -387,7 +387,7 @@ def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], si
     passed = [waiting[(rank + 1) % size].held for rank in lost if (rank + 1) % size in waiting]
     # what a lost worker has passed on last may be from before it began the epoch in whose first step the others are
     behind = any(tags.isdisjoint(tag for tag, _ in its) for its in passed)
-    if len(tags) == 1 and not behind and not any(its.between for its in waiting.values()):
+    if len(tags) == 1 and not behind and not any(its.between or its.met for its in waiting.values()):
         return False
     if len(since) == 1 and None not in since:
         return True

@@ -252,9 +252,12 @@ def _number(held: np.ndarray) -> int:
 
 
 class First(keras.callbacks.Callback):
-    """Before all other callbacks: says that they are told of an epoch's end, which may not be survived."""
+    """Before all others: says that callbacks are told of a batch, and of an epoch's end, which may not be survived."""
 
     raytf_local_batches = True
+
+    def on_train_batch_begin(self, batch, logs=None):
+        healing.here.begin_batch()
 
     def on_epoch_end(self, epoch, logs=None):
         # where it may, workers need not see here alike whether one was healed; the next step looks

@@ -290,8 +290,27 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     ring.close()
 
 
-def at(tag, held=None, since=None, between=False):
-    return Waiting(tag, ("", 0), () if held is None else ((held, b""),), {}, (), since, between)
+def test_what_was_exchanged_as_callbacks_were_told_of_the_steps_batch_is_exchanged_again(ended):
+    """As where one evaluates the model then: the process in the place of one that is lost in that step does, too."""
+    ended.foreseen = True
+    with ended.healer.execution():
+        ended.healer.stepped(ended.holder, b"mine")
+        ended.healer.steps_made()
+    ended.healer.begin_batch()
+    both = ended.pool.submit(ended.add, ended.other, 1), ended.pool.submit(ended.make, "evaluation")
+    assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
+    with ended.healer.execution():
+        ended.other.close()
+        step = ended.pool.submit(ended.make, "gradients")
+        waiting, ring = ended.goes_on(anew=True)
+        assert waiting.met and not waiting.between and is_to_be_made_anew({0: at(8, 8, 8, met=True)}, [1], 2)
+        assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
+        assert step.result(20).tolist() == [3, 3] and ended.made == ["evaluation", "gradients"]
+    ring.close()
+
+
+def at(tag, held=None, since=None, between=False, met=False):
+    return Waiting(tag, ("", 0), () if held is None else ((held, b""),), {}, (), since, between, met)
 
 
 @pytest.mark.parametrize(
