@@ -372,7 +372,10 @@ class Healer:
         self._pass_on(holder, tag_of(self.step) + 2, content)
 
     def resumes(self, holder, content: bytes) -> None:
-        """An execution begins behind callbacks that looked at batches: tells the next worker what only this one has."""
+        """An execution begins behind callbacks that looked at batches: tells the next worker what only this one has, if
+        they have changed it; one that is lost before begins behind the last step, and tells its callbacks again."""
+        if self._passed and self._passed[-1][1] == content:
+            return
         self._pass_on(holder, tag_of(self.step) + 3, content)
 
     def _pass_on(self, holder, tag: int, content: bytes) -> None:

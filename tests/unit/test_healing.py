@@ -227,6 +227,8 @@ def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ende
     with ended.healer.execution():
         ended.healer.stepped(ended.holder, b"mine")
         ended.healer.steps_made()
+    ended.healer.resumes(ended.holder, b"mine")
+    assert ended.healer.tag == tag_of(2), "nothing has changed"
     ended.healer.resumes(ended.holder, b"reset")
     with ended.healer.execution():
         ended.other.close()
