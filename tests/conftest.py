@@ -98,9 +98,11 @@ def pytest_sessionfinish(session):
         behind.end()
 
 
-def pytest_unconfigure():
-    """Ends a pytest that cannot end, and shows what it waits for: CI would wait for it until its own limit."""
-    faulthandler.dump_traceback_later(120, exit=True)
+def pytest_unconfigure(config):
+    """Ends a pytest that cannot end, and shows what it waits for: CI would wait for it until its own limit.
+
+    One of pytest-xdist's processes may wait for the other one's tests."""
+    faulthandler.dump_traceback_later(1800 if hasattr(config, "workerinput") else 120, exit=True)
 
 
 @pytest.fixture(autouse=True)
