@@ -68,18 +68,18 @@ def test_step_one_million_is_not_looked_for(shuffle, bucket):
         table = table.append_column("words", pa.ListArray.from_arrays(ends, pa.array(np.arange(rows))))
     features = Column("words", pad="batch", bucket=True) if bucket else "id"
     made = feed(table, features, "id", global_batch=1, shuffle=shuffle, seed=4)
-    taken = []
-    for epoch in (1, 2, 3):
+    taken = {0: [], step: []}
+    for epoch, first in itertools.product((1, 2, 3), taken):
         began = time.process_time()
-        made.set_epoch(epoch, step)
+        made.set_epoch(epoch, first)
         _, found = next(iter(made.dataset()))
-        taken.append(time.process_time() - began)
+        taken[first].append(time.process_time() - began)
     order = Sampling(global_batch=1, seed=4, shuffle=shuffle).of([10, 50, rows - 60])
     chunk, within = divmod(step, order.chunk_steps)
     lengths = np.ones_like if bucket else None
     epoch = order.epoch(3)
     assert found.numpy().tolist() == [epoch.row_numbers(epoch.positions(chunk, lengths))[within]]
-    assert min(taken) < 0.2, taken
+    assert min(taken[step]) < 4 * min(taken[0]), taken
 
 
 def test_a_run_goes_on_at_any_step(shuffle):
