@@ -112,6 +112,11 @@ class Place:
     agreed: dict[str, Any] = field(repr=False)
     between: bool = False
 
+    @property
+    def behind(self) -> bool:
+        """Whether it begins behind a step, and not within one."""
+        return self.at_end or self.between
+
 
 def tag_of(step: int) -> int:
     """Names what a worker has for itself when so many steps are made; it may change before the next step, and the tag

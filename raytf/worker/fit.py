@@ -216,7 +216,7 @@ def resumed(
             )
             return [], []
     first = None if place is None else replacement.first_execution(place)
-    begun = place is not None and not (place.at_end or place.between)
+    begun = place is not None and not place.behind
     resumption = within_epoch.Resumption(
         folder, state, states, position, *iterator, first=first, begin=begin, begun=begun
     )

@@ -290,7 +290,7 @@ class Last(keras.callbacks.Callback):
     def _take(self, place: Place) -> None:
         own_state.take(self.model, place.own)
         activity.here.step = place.step
-        if place.at_end or place.between:
+        if place.behind:
             healing.here.tag = place.tag
             self.model.__dict__["_raytf_last"] = place.agreed["last"]
         if place.at_end:

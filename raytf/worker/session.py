@@ -150,7 +150,7 @@ class RaySession:
         self._told = max(0, -place.agreed["missing"])
         ray_train.count_reports(place.agreed["reports"] - missing)
         ends: dict[int, str] = {}
-        if (missing or place.at_end or place.between) and self.rank == 0:
+        if (missing or place.behind) and self.rank == 0:
             self._keeper.wait_for_others()
             unlisted = checkpoint_files.unlisted(
                 self.storage.storage_filesystem, self.storage.experiment_fs_path, _names_reported
@@ -158,7 +158,7 @@ class RaySession:
             ends = {state.epoch: name for name, state in dict(unlisted).items()}
         for row in history[len(history) - missing :]:
             self._report_kept(row, ends.get(row["epoch"]))
-        if (place.at_end or place.between) and (epoch := len(history) + 1) in ends:
+        if place.behind and (epoch := len(history) + 1) in ends:
             self._whole = epoch, ends[epoch]
 
     def _report_kept(self, metrics: dict, name: str | None) -> None:

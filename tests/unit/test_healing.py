@@ -166,6 +166,13 @@ class Epoch:
             assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
         self.made.clear()
 
+    def make_a_step(self):
+        """One behind which workers are known to meet."""
+        self.foreseen = True
+        with self.healer.execution():
+            self.healer.stepped(self.holder, b"mine")
+            self.healer.steps_made()
+
     def note(self, epoch_ends):
         return (lambda: "the end" if epoch_ends else "the step") if epoch_ends or self.foreseen else None
 
@@ -223,10 +230,7 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
 
 def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ended):
     """Before the step that follows them; what it was behind the step before them is kept, for one that begins there."""
-    ended.foreseen = True
-    with ended.healer.execution():
-        ended.healer.stepped(ended.holder, b"mine")
-        ended.healer.steps_made()
+    ended.make_a_step()
     ended.healer.resumes(ended.holder, b"mine")
     assert ended.healer.tag == tag_of(2), "nothing has changed"
     ended.healer.resumes(ended.holder, b"reset")
@@ -294,10 +298,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
 
 def test_what_was_exchanged_as_callbacks_were_told_of_the_steps_batch_is_exchanged_again(ended):
     """As where one evaluates the model then: the process in the place of one that is lost in that step does, too."""
-    ended.foreseen = True
-    with ended.healer.execution():
-        ended.healer.stepped(ended.holder, b"mine")
-        ended.healer.steps_made()
+    ended.make_a_step()
     ended.healer.begin_batch()
     both = ended.pool.submit(ended.add, ended.other, 1), ended.pool.submit(ended.make, "evaluation")
     assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
