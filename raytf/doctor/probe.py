@@ -28,7 +28,7 @@ import time
 # Of one step of a conversation, and of all that is done over one link.
 STEP_SECONDS = 3.0
 LINK_SECONDS = 9.0
-PINGS, DATAGRAMS, LARGE = 20, 200, 8
+PINGS, DATAGRAMS, AT_ONCE, LARGE = 20, 200, 50, 8
 BULK_BYTES, CHUNK = 8 * 2**20, bytes(2**16)
 # Connections that a probe serves at a time: strangers cost no more threads than that.
 _SERVED = 256
@@ -212,27 +212,28 @@ class Probe:
             answered = self._asked(to, range(DATAGRAMS), 0)
             if not answered:
                 return {}  # datagrams are filtered, which TCP does not mind
+            if answered < DATAGRAMS:  # a busy host may miss some: what its link loses is lost a second time
+                answered = max(answered, self._asked(to, range(DATAGRAMS, 2 * DATAGRAMS), 0))
             found = {"loss": 1 - answered / DATAGRAMS}
             if family == socket.AF_INET:
                 to.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PROBE)
                 found["mtu"] = min(to.getsockopt(socket.IPPROTO_IP, _MTU), 9000)
                 size = found["mtu"] - _IP_UDP_HEADERS - 4 - _MAC
-                found["large"] = self._asked(to, range(DATAGRAMS, DATAGRAMS + LARGE), size) / LARGE
+                found["large"] = self._asked(to, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
             return found
         return {}
 
     def _asked(self, to: socket.socket, numbers: range, padding: int) -> int:
         """How many of some datagrams are answered; they are sent a few at a time, as one program may miss a flood."""
         missing = set(numbers)
-        for number in numbers:
+        at_once = 1 if padding else AT_ONCE  # one by one: a slow link drops several large ones that come at once
+        for sent, number in enumerate(numbers, 1):
             head = struct.pack("!I", number)
             with contextlib.suppress(OSError):
                 to.send(head + self._proof(b"ask", head) + bytes(padding))
-            if padding:  # one by one: a slow link drops several large ones that come at once
-                self._answers(to, missing, 0.05, len(numbers) - 1 - (number - numbers[0]))
-            elif number % 50 == 49:
-                self._answers(to, missing, 0.002)
-        self._answers(to, missing, 0.5)
+            if sent % at_once == 0:
+                self._answers(to, missing, 0.05, len(numbers) - sent)
+        self._answers(to, missing, 1.0)
         return len(numbers) - len(missing)
 
     def _answers(self, to: socket.socket, missing: set[int], seconds: float, unsent: int = 0) -> None:

@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -148,6 +149,33 @@ def test_a_probe_reaches_another_and_measures(probes):
     seen = probes[1].reach(HERE, at)
     assert seen["error"] is None and seen["rtt"] < 1 and seen["large"] > 0.5 and seen["loss"] < 0.5
     assert probes[1].bandwidth(HERE, at[0])["rate"] > 1e6
+
+
+class Missing:
+    """A UDP socket whose program or link misses each tenth of some datagrams."""
+
+    def __init__(self, first: int):
+        self.socket, self.left, self.seen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), first, 0
+        self.socket.bind((HERE, 0))
+
+    def recvfrom(self, size):
+        while True:
+            found = self.socket.recvfrom(size)
+            self.seen += 1
+            if self.seen > self.left or self.seen % 10:
+                return found
+
+    def sendto(self, *args):
+        return self.socket.sendto(*args)
+
+
+@pytest.mark.parametrize(("first", "loss"), [(probe.DATAGRAMS, 0.0), (10**6, 0.1)], ids=["busy", "link"])
+def test_what_a_busy_host_misses_once_is_no_loss_of_its_link(probes, first, loss):
+    missing = Missing(first)
+    probes[0]._sockets = [missing.socket]  # closed with the probe
+    threading.Thread(target=probes[0]._echo, args=(missing,), daemon=True).start()
+    seen = probes[1]._datagrams(HERE, missing.socket.getsockname()[1])
+    assert seen["loss"] == pytest.approx(loss, abs=0.02)
 
 
 def test_who_has_another_token_is_told_nothing(probes):
