@@ -6,7 +6,9 @@ import contextlib
 import faulthandler
 import gc
 import os
+import pathlib
 import sys
+import tempfile
 import threading
 import time
 
@@ -41,7 +43,7 @@ _LONG = (
     *("cluster/test_ended.py", "jobs/test_run.py", "cluster/test_sweep.py", "cluster/test_parameter_server.py"),
     *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
 )
-_BEHIND_KEY = pytest.StashKey()
+_BEHIND_KEY, _LISTENER_KEY, _ADDRESS_KEY = pytest.StashKey(), pytest.StashKey(), pytest.StashKey()
 
 
 def pytest_collection_modifyitems(items):
@@ -64,8 +66,9 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Tells a process of pytest-xdist where that leaves its results."""
+    """Tells a process of pytest-xdist where that leaves its results, and where forks are to be had."""
     node.workerinput["behind"] = _behind(node.config).folder
+    node.workerinput["listener"] = _listener(node.config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -81,6 +84,17 @@ def _behind(config):
     return config.stash[_BEHIND_KEY]
 
 
+def _listener(config) -> str:
+    """The socket of what all processes of pytest ask for forks."""
+    from tests.warm import listener
+
+    if _LISTENER_KEY not in config.stash:
+        config.stash[_LISTENER_KEY] = stack = contextlib.ExitStack()
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raytf-tests-", ignore_cleanup_errors=True))
+        config.stash[_ADDRESS_KEY] = stack.enter_context(listener(pathlib.Path(folder)))
+    return config.stash[_ADDRESS_KEY]
+
+
 def _start_behind(config, ids) -> None:
     collected = {_file(nodeid) for nodeid in ids}
     wanted = [name for name in _BEHIND if name in collected]
@@ -93,9 +107,11 @@ def _start_behind(config, ids) -> None:
 
 
 def pytest_sessionfinish(session):
-    """Ends what runs behind all else."""
+    """Ends what runs behind all else, and what forks."""
     if (behind := session.config.stash.get(_BEHIND_KEY, None)) is not None:
         behind.end()
+    if (stack := session.config.stash.get(_LISTENER_KEY, None)) is not None:
+        stack.close()
 
 
 def pytest_unconfigure(config):
@@ -161,11 +177,12 @@ def behind(request):
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory):
+def warm_python(request, tmp_path_factory):
     """A program to stand for Python where Ray is started: workers start as forks; see `warm.py`."""
     from tests.warm import warm
 
-    with warm(tmp_path_factory.mktemp("w")) as python:
+    given = getattr(request.config, "workerinput", None)
+    with warm(tmp_path_factory.mktemp("w"), given["listener"] if given else _listener(request.config)) as python:
         yield python
 
 

@@ -4,12 +4,13 @@ These imports take 4 s of a core, and most of what a small test on a cluster tak
 import would see otherwise there is a process of its own; of these the last `_MOST` that were asked are kept. Ray's
 library reads the job's and the node's names when it is loaded: `_Settings` writes each worker's own over them.
 
-`warm(folder)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
-listen` listens to that program, and starts `python -m tests.warm tensorflow`, which imports it; forks of that import
-Ray, and forks of these are the workers. `Driver` asks for a script, which is a fork of `python -m tests.warm ray`, or
-of these where it is to have TensorFlow. Ray's own processes in Python beside a node are forks, too, and of what workers
-and drivers start what writes checkpoints, and within `scripts` the processes of `raytf run`. Below a folder of
-`customized` the `ray` command itself is one, whose process stands for its fork: or neither it nor workers are.
+`warm(...)` gives the path of a program to stand for `sys.executable` while Ray is started. `python -m tests.warm
+listen` listens to such programs, of all processes of pytest, and starts `python -m tests.warm tensorflow`, which
+imports it; forks of that import Ray, and forks of these are the workers. `Driver` asks for a script, which is a fork of
+`python -m tests.warm ray`, or of these where it is to have TensorFlow. Ray's own processes in Python beside a node are
+forks, too, and of what workers and drivers start what writes checkpoints or is a benchmark's, and within `scripts` the
+processes of `raytf run`. Below a folder of `customized` the commands `ray` and `raytf` are, too, whose processes stand
+for their forks: or neither they nor workers are.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ if any(argument.endswith({scripts!r}) for argument in sys.argv[1:4]):
     try:
         s = socket.socket(socket.AF_UNIX)
         s.connect({address!r})
-        content = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+        content = json.dumps([{address!r}, sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
         network = os.open("/proc/self/ns/net", os.O_RDONLY)
         files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2, network]))
         s.sendmsg([struct.pack("<Q", len(content))], [files])
@@ -125,16 +126,17 @@ import sys
 sys.executable = {program!r}
 """
 
-# More of it: Ray's own commands hand themselves over, pass signals on, and end as the fork does, or it with them.
+# More of it: commands of Ray and raytf hand themselves over, pass signals on, and end as the fork does, or with them.
 _COMMANDS = """
 _command = sys.orig_argv[1:]
-if _command[:1] in ([{ray!r}], [{beside!r}]) or _command[:2] == ["-c", {ask!r}]:
+_kind = {kinds!r}.get(next(iter(_command[_command[:1] == ["-c"] :]), ""))
+if _kind:
     import array, json, os, signal, socket, struct
 
     _s = socket.socket(socket.AF_UNIX)
     _s.connect({address!r})
-    _how = {{"kind": {kind!r}, "pass_fds": [], "cores": sorted(os.sched_getaffinity(0)), "ends": True}}
-    _content = json.dumps([_command, dict(os.environ), os.getcwd(), _how]).encode()
+    _how = {{"kind": _kind, "pass_fds": [], "cores": sorted(os.sched_getaffinity(0)), "ends": True}}
+    _content = json.dumps([{address!r}, _command, dict(os.environ), os.getcwd(), _how]).encode()
     _files = array.array("i", [0, 1, 2, os.open("/proc/self/ns/net", os.O_RDONLY)])
     _s.sendmsg([struct.pack("<Q", len(_content))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _files)])
     _s.sendall(_content)
@@ -161,41 +163,59 @@ def customized(folder: pathlib.Path, program: str, services: bool = False) -> No
     if services:
         text = _SITE.format(program=str(place / _ONLY_SERVICES))
     else:
-        ray = str(pathlib.Path(sys.executable).with_name("ray"))
-        text = _SITE.format(program=program)
-        beside, ask = str(place / "ray"), local.ASK_RAY
-        text += _COMMANDS.format(address=str(place / "s"), ray=ray, beside=beside, ask=ask, kind=_COMMAND)
+        here = pathlib.Path(sys.executable)
+        kinds = dict.fromkeys([str(here.with_name("ray")), str(place / "ray"), local.ASK_RAY], _COMMAND)
+        kinds[str(here.with_name("raytf"))] = _TENSORFLOW  # it tries models
+        text = _SITE.format(program=program) + _COMMANDS.format(address=str(place / "s"), kinds=kinds)
     (folder / "sitecustomize.py").write_text(text)
 
 
 @contextlib.contextmanager
-def warm(folder: pathlib.Path) -> Iterator[str]:
+def listener(folder: pathlib.Path) -> Iterator[str]:
     """Listens to workers that start; ends with those that fork, and without the forks.
 
     Args:
-        folder: for a socket, of a short path, and the program.
+        folder: for a socket, of a short path.
+
+    Yields:
+        The path of the socket.
+    """
+    address = str(folder / "s")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen(64)
+        command = [sys.executable, "-m", "tests.warm", "listen", str(listening.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, pass_fds=[listening.fileno()])
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def warm(folder: pathlib.Path, listening: str) -> Iterator[str]:
+    """Has what is started by a program be forks.
+
+    Args:
+        folder: for the program and what `scripts` keeps, of a short path; one of each process of pytest.
+        listening: the socket of a `listener`, which several may ask.
 
     Yields:
         The path of the program.
     """
     address, program = str(folder / "s"), folder / "python"
+    (folder / "s").symlink_to(listening)
     for name, scripts in ((program.name, ("default_worker.py", *_SERVICES)), (_ONLY_SERVICES, tuple(_SERVICES))):
         text = _PROGRAM.format(python=sys.executable, address=address, scripts=scripts)
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     (folder / "ray").symlink_to(pathlib.Path(sys.executable).with_name("ray"))  # beside "Python", for cluster/local.py
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen(64)
-        command = [sys.executable, "-m", "tests.warm", "listen", str(listening.fileno()), address]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, pass_fds=[listening.fileno()])
+    _addresses.append(address)
     try:
-        _addresses.append(address)
         yield str(program)
     finally:
         _addresses.remove(address)
-        process.terminate()
-        process.wait()
 
 
 _addresses: list[str] = []
@@ -262,7 +282,7 @@ class Driver:
             network = os.open(network, os.O_RDONLY)
             others.callback(os.close, network)
             how = {"kind": kind, "pass_fds": list(pass_fds), "cores": sorted(os.sched_getaffinity(0)), **options}
-            content = json.dumps([self.args, dict(env), str(cwd or os.getcwd()), how]).encode()
+            content = json.dumps([address, self.args, dict(env), str(cwd or os.getcwd()), how]).encode()
             _send(connection, content, [first, out, err, network, *pass_fds])
         connection.settimeout(120)
         self._socket = connection
@@ -281,6 +301,15 @@ class Driver:
                 if self.returncode is None:
                     (self.returncode,) = _CODE.unpack(self._socket.recv(_CODE.size, socket.MSG_PEEK))
         return self.returncode
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.wait()
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe:
+                pipe.close()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -324,7 +353,7 @@ def _pipe(asked, own: int, text: bool, others: contextlib.ExitStack):
     if asked == subprocess.DEVNULL:
         others.callback(os.close, its := os.open(os.devnull, os.O_RDWR))
         return None, its
-    return None, asked
+    return None, asked if isinstance(asked, int) else asked.fileno()
 
 
 class _Process(Driver):
@@ -339,25 +368,29 @@ def _fork_what_is_started(address: str) -> None:
 
     class Popen(subprocess.Popen):
         def __new__(cls, args, *_, **options):
-            kind = None
+            kind, command = None, []
             if isinstance(args, list) and args[0] == sys.executable and "-m" in args[1:3]:
-                module = args[args.index("-m") + 1]
-                if module == "raytf.storage.snapshot_writer":
+                command = args[args.index("-m") :]
+                if command[1] == "raytf.storage.snapshot_writer":
                     kind = _FILES
-                elif module == "raytf.launch.bootstrap" and _forked_scripts(address).exists():
+                elif command[1] == "raytf.launch.bootstrap" and _forked_scripts(address).exists():
                     kind = None if legacy_keras.is_on(options["env"]) else _TENSORFLOW
+            elif isinstance(args, list) and args[0] == sys.executable and "--once" in args:  # of a benchmark
+                kind, command = _TENSORFLOW, args[1:]
             if kind is None:
                 return super().__new__(cls)
             given = {name: options.get(name) for name in ("env", "cwd", "stdin", "stdout", "stderr")}
-            how = {"unbuffered": "-u" in args[1:3], "session": options["start_new_session"]}
-            command = args[args.index("-m") :]
-            return _Process(address, kind, command, **given, pass_fds=options["pass_fds"], **how)
+            how = {"unbuffered": "-u" in args[1:3], "session": options.get("start_new_session", False)}
+            return _Process(address, kind, command, **given, pass_fds=options.get("pass_fds", ()), **how)
 
     subprocess.Popen = Popen
 
 
-def listen(listening: socket.socket, address: str) -> None:
-    """Hands each request to the process of its kind and environment."""
+def listen(listening: socket.socket) -> None:
+    """Hands each request to the process of its kind and environment.
+
+    A request has the address that it was sent to, a command, its environment, its folder, and how a `Driver` wants it.
+    """
     there: dict[tuple[str, str], socket.socket] = {}
     processes: list[subprocess.Popen] = []
 
@@ -375,7 +408,7 @@ def listen(listening: socket.socket, address: str) -> None:
         # the mark of a cluster, too, which ends all that bears it, with what is forked for others
         left_out = (*_LATER, *(_OF_A_NODE if kind in _READS_RAYS else _RAYS), local.MARK)
         its = {name: value for name, value in its.items() if not name.startswith(left_out)}
-        command = [sys.executable, "-m", "tests.warm", kind, str(other.fileno()), address]
+        command = [sys.executable, "-m", "tests.warm", kind, str(other.fileno())]
         with other:
             started = subprocess.Popen(command, cwd=ROOT, env=its, pass_fds=[other.fileno()], process_group=0)
         processes.append(started)
@@ -386,7 +419,7 @@ def listen(listening: socket.socket, address: str) -> None:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(ConnectionError):
                 content, files = _received(connection)
-                arguments, environment, _, *how = json.loads(content)
+                _, arguments, environment, _, *how = json.loads(content)
                 its = environment | _context(arguments).get("env_vars", {})
                 kind = how[0]["kind"] if how else _service(arguments) or _TENSORFLOW
                 key = kind, _read_by(kind, its)
@@ -421,7 +454,7 @@ def _read_by(kind: str, environment: dict[str, str]) -> str:
     return _own(environment, _READ_OF_FILES if kind == _FILES else _READ)
 
 
-def import_tensorflow(requests: socket.socket, address: str) -> None:
+def import_tensorflow(requests: socket.socket) -> None:
     """Hands each request to a fork that has imported Ray with these settings, and keeps the last few of these."""
     import pandas  # noqa: F401
     import psutil  # noqa: F401
@@ -454,7 +487,7 @@ def import_tensorflow(requests: socket.socket, address: str) -> None:
             for file in files:
                 os.close(file)
             os.environ.update(json.loads(own))
-            import_ray(other, address, marked=marked)
+            import_ray(other, marked=marked)
         other.close()
         if len(there) > _MOST_JOBS:
             there.pop(next(iter(there))).close()
@@ -462,7 +495,7 @@ def import_tensorflow(requests: socket.socket, address: str) -> None:
 
     while True:
         content, files = _received(requests)
-        arguments, environment, _, *how = json.loads(content)
+        _, arguments, environment, _, *how = json.loads(content)
         its = environment | _context(arguments).get("env_vars", {})
         own = _own(its, _RAYS, later=_MARKS if marked else ())
         if how and how[0].get("session") and there:  # a script of a user, which asks nothing of Ray: any will do
@@ -477,7 +510,7 @@ def import_tensorflow(requests: socket.socket, address: str) -> None:
             os.close(file)
 
 
-def import_ray(requests: socket.socket, address: str, tensorflow: bool = True, marked: bool = False) -> None:
+def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = False) -> None:
     """Becomes, in a fork each, the workers and drivers that are asked for; ends when nothing more can be.
 
     Args:
@@ -517,10 +550,10 @@ def import_ray(requests: socket.socket, address: str, tensorflow: bool = True, m
         requests.send(b"n" if settings and not settings.found else b"y")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert _ids_of_two_forks_differ(), "something that is imported draws from Ray's random numbers"
-    _fork(requests, address, settings)
+    _fork(requests, settings)
 
 
-def _fork(requests: socket.socket, address: str, settings: _Settings | None = None) -> None:
+def _fork(requests: socket.socket, settings: _Settings | None = None) -> None:
     """Becomes, in a fork each, what is asked for; ends when nothing more can be."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     paths = [path for path in sys.path if path not in ("", str(ROOT), *_python_path())]
@@ -535,7 +568,7 @@ def _fork(requests: socket.socket, address: str, settings: _Settings | None = No
             os._exit(0)
         if not os.fork():
             requests.close()
-            arguments, environment, place, *how = json.loads(content)
+            address, arguments, environment, place, *how = json.loads(content)
             if settings:
                 settings.set(environment | _context(arguments).get("env_vars", {}))
             if how:
@@ -628,29 +661,29 @@ def _ids_of_two_forks_differ() -> bool:
     return found[0] != found[1]
 
 
-def import_ray_alone(requests: socket.socket, address: str) -> None:
+def import_ray_alone(requests: socket.socket) -> None:
     """As `import_ray`, without TensorFlow."""
-    import_ray(requests, address, tensorflow=False)
+    import_ray(requests, tensorflow=False)
 
 
-def import_command(requests: socket.socket, address: str) -> None:
+def import_command(requests: socket.socket) -> None:
     """Of Ray's command line, and of what asks for nodes."""
     import ray.dashboard.modules.job.cli
     import ray.job_submission
     import ray.scripts.scripts
     import ray.util.state  # noqa: F401
 
-    _fork(requests, address)
+    _fork(requests)
 
 
-def import_files(requests: socket.socket, address: str) -> None:
+def import_files(requests: socket.socket) -> None:
     """Of what writes checkpoints."""
     import raytf.storage.snapshot_writer  # noqa: F401
 
-    _fork(requests, address)
+    _fork(requests)
 
 
-def import_agent(requests: socket.socket, address: str) -> None:
+def import_agent(requests: socket.socket) -> None:
     """Of what Ray has beside each node, for its dashboard and its figures."""
     import ray.dashboard.agent
     import ray.dashboard.utils
@@ -658,17 +691,17 @@ def import_agent(requests: socket.socket, address: str) -> None:
     logging.disable()
     ray.dashboard.utils.get_all_modules(ray.dashboard.utils.DashboardAgentModule)
     logging.disable(logging.NOTSET)
-    _fork(requests, address)
+    _fork(requests)
 
 
-def import_runtime_env(requests: socket.socket, address: str) -> None:
+def import_runtime_env(requests: socket.socket) -> None:
     """Of what makes the environments of Ray's workers."""
     import ray._private.runtime_env.agent.main  # noqa: F401
 
-    _fork(requests, address)
+    _fork(requests)
 
 
-def import_dashboard(requests: socket.socket, address: str) -> None:
+def import_dashboard(requests: socket.socket) -> None:
     """Of Ray's dashboard, and of its parts that are processes of their own."""
     import ray.dashboard.dashboard
     import ray.dashboard.subprocesses.handle
@@ -679,16 +712,16 @@ def import_dashboard(requests: socket.socket, address: str) -> None:
     for kind in (ray.dashboard.utils.DashboardHeadModule, ray.dashboard.subprocesses.module.SubprocessModule):
         ray.dashboard.utils.get_all_modules(kind)
     logging.disable(logging.NOTSET)
-    _fork(requests, address)
+    _fork(requests)
 
 
-def import_monitors(requests: socket.socket, address: str) -> None:
+def import_monitors(requests: socket.socket) -> None:
     """Of what hands on what Ray's workers print, of what would start nodes, and of what serves Ray's client."""
     import ray._private.log_monitor
     import ray.autoscaler._private.monitor
     import ray.util.client.server.server  # noqa: F401
 
-    _fork(requests, address)
+    _fork(requests)
 
 
 _PROCESSES = {
@@ -986,10 +1019,10 @@ def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 if __name__ == "__main__":
-    what, number, address = sys.argv[1:]
+    what, number = sys.argv[1:]
     with contextlib.suppress(ConnectionError):
         if what == "listen":
-            listen(socket.socket(fileno=int(number)), address)
+            listen(socket.socket(fileno=int(number)))
         else:
             _reserve()
-            _PROCESSES[what](socket.socket(fileno=int(number)), address)
+            _PROCESSES[what](socket.socket(fileno=int(number)))

@@ -21,7 +21,10 @@ RAYTF = shutil.which("raytf", path=os.path.dirname(sys.executable))
 
 
 def run(*command, cwd=ROOT, code=0, program=sys.executable):
-    """Runs a program, Python unless told otherwise, on the test session's cluster; returns what it printed."""
+    """Runs a program, Python unless told otherwise, on the test session's cluster; returns what it printed.
+
+    Within `warm_starts` a command is a fork, and from scratch elsewhere.
+    """
     address = ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ADDRESS": address, "COLUMNS": "140"}
     done = subprocess.run([program, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
@@ -81,8 +84,13 @@ def command(name, folder):
     return run(*COMMANDS[name].split(), cwd=folder, program=RAYTF)
 
 
-def test_the_command_train(folder):
+def test_the_command_train(folder, warm_starts):
     out, _ = command("train", folder)
+    with warm_starts():
+        _what_it_has_kept(folder, out)
+
+
+def _what_it_has_kept(folder, out):
     assert "epoch 2/2" in out and "raytf.load_model" in out
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
     assert command("export", folder)[0] == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
@@ -92,31 +100,30 @@ def test_the_command_train(folder):
         assert len(each) == 2 and abs(mean - sum(each) / 2).max() < 1e-6
 
 
-def test_the_command_plan(folder):
-    out, err = command("plan", folder)
+def test_the_command_plan(folder, warm_starts):
+    with warm_starts():
+        out, err = command("plan", folder)
     said = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
     assert said["strategy"] == "multi_worker_mirrored: as asked for" and said["workers"] == "2, 1 device(s) each"
     assert said["rows of a step on a replica"] == "5" and said["parameters"] == "13" and "Traceback" not in err
     assert not (folder / "runs").exists()
 
 
-def test_the_command_sweep(folder):
-    out, _ = command("sweep", folder)
-    assert "trial 2/2" in out and "best val_loss" in out
+def test_the_command_sweep(folder, warm_starts):
+    with warm_starts():
+        (out, _), (resumed, _), (page, _) = (command(name, folder) for name in ("sweep", "resume", "report"))
+    assert "trial 2/2" in out and "best val_loss" in out and "best val_loss" in resumed and page.strip() == "page.html"
     model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
     assert model.layers[0].units in (2, 3)
-    out, _ = command("resume", folder)
-    assert "best val_loss" in out
-    out, _ = command("report", folder)
-    assert out.strip() == "page.html"
     assert (folder / "page.html").read_text().count('class="plotly-graph-div"') == 3
 
 
-def test_the_command_run(folder):
+def test_the_command_run(folder, warm_starts):
     (folder / "look.py").write_text(
         "import json, os, sys\nprint(json.loads(os.environ['TF_CONFIG'])['task'], os.environ['COLOR'], sys.argv[1:])\n"
     )
-    out, _ = command("run", folder)
+    with warm_starts():
+        out, _ = command("run", folder)
     assert out == "[chief 0]     {'type': 'chief', 'index': 0} green ['--epochs', '3']\n"
 
 
