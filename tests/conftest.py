@@ -45,7 +45,7 @@ _LONG = (
     *("cluster/test_ended.py", "jobs/test_run.py", "cluster/test_sweep.py", "cluster/test_parameter_server.py"),
     *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
 )
-_BEHIND_KEY, _LISTENER_KEY, _ADDRESS_KEY = pytest.StashKey(), pytest.StashKey(), pytest.StashKey()
+_BEHIND_KEY, _LISTENER_KEY = pytest.StashKey(), pytest.StashKey()
 
 
 def pytest_collection_modifyitems(items):
@@ -91,10 +91,17 @@ def _listener(config) -> str:
     from tests.warm import listener
 
     if _LISTENER_KEY not in config.stash:
-        config.stash[_LISTENER_KEY] = stack = contextlib.ExitStack()
+        stack = contextlib.ExitStack()
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raytf-tests-", ignore_cleanup_errors=True))
-        config.stash[_ADDRESS_KEY] = stack.enter_context(listener(pathlib.Path(folder)))
-    return config.stash[_ADDRESS_KEY]
+        config.stash[_LISTENER_KEY] = stack.enter_context(listener(pathlib.Path(folder)))
+        config.add_cleanup(stack.close)
+    return config.stash[_LISTENER_KEY]
+
+
+def _given(config, name: str, own) -> str:
+    """What the process of pytest that hands out tests has told this one; where there is none, what `own` gives."""
+    told = getattr(config, "workerinput", None)
+    return told[name] if told else own(config)
 
 
 def _start_behind(config, ids) -> None:
@@ -109,11 +116,9 @@ def _start_behind(config, ids) -> None:
 
 
 def pytest_sessionfinish(session):
-    """Ends what runs behind all else, and what forks."""
+    """Ends what runs behind all else."""
     if (behind := session.config.stash.get(_BEHIND_KEY, None)) is not None:
         behind.end()
-    if (stack := session.config.stash.get(_LISTENER_KEY, None)) is not None:
-        stack.close()
 
 
 def pytest_unconfigure(config):
@@ -174,8 +179,7 @@ def behind(request):
     """The results of the processes of `_BEHIND`: a `Results`."""
     from tests.processes.behind import Results
 
-    given = getattr(request.config, "workerinput", None)
-    return Results(given["behind"] if given else _behind(request.config).folder)
+    return Results(_given(request.config, "behind", lambda config: _behind(config).folder))
 
 
 @pytest.fixture(scope="session")
@@ -183,8 +187,7 @@ def warm_python(request, tmp_path_factory):
     """A program to stand for Python where Ray is started: workers start as forks; see `warm.py`."""
     from tests.warm import warm
 
-    given = getattr(request.config, "workerinput", None)
-    with warm(tmp_path_factory.mktemp("w"), given["listener"] if given else _listener(request.config)) as python:
+    with warm(tmp_path_factory.mktemp("w"), _given(request.config, "listener", _listener)) as python:
         yield python
 
 

@@ -368,15 +368,15 @@ def _fork_what_is_started(address: str) -> None:
 
     class Popen(subprocess.Popen):
         def __new__(cls, args, *_, **options):
-            kind, command = None, []
-            if isinstance(args, list) and args[0] == sys.executable and "-m" in args[1:3]:
-                command = args[args.index("-m") :]
+            kind, command = None, args[1:] if isinstance(args, list) and args[0] == sys.executable else []
+            if "-m" in command[:2]:
+                command = command[command.index("-m") :]
                 if command[1] == "raytf.storage.snapshot_writer":
                     kind = _FILES
                 elif command[1] == "raytf.launch.bootstrap" and _forked_scripts(address).exists():
                     kind = None if legacy_keras.is_on(options["env"]) else _TENSORFLOW
-            elif isinstance(args, list) and args[0] == sys.executable and "--once" in args:  # of a benchmark
-                kind, command = _TENSORFLOW, args[1:]
+            elif "--once" in command:  # of a benchmark
+                kind = _TENSORFLOW
             if kind is None:
                 return super().__new__(cls)
             given = {name: options.get(name) for name in ("env", "cwd", "stdin", "stdout", "stderr")}

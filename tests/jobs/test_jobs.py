@@ -87,14 +87,11 @@ def command(name, folder):
 def test_the_command_train(folder, warm_starts):
     out, _ = command("train", folder)
     with warm_starts():
-        _what_it_has_kept(folder, out)
-
-
-def _what_it_has_kept(folder, out):
+        (served, _), (averaged, _) = (command(name, folder) for name in ("export", "mean"))
     assert "epoch 2/2" in out and "raytf.load_model" in out
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
-    assert command("export", folder)[0] == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
-    assert command("mean", folder)[0] == f"{folder / 'mean.keras'}\n"
+    assert served == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
+    assert averaged == f"{folder / 'mean.keras'}\n"
     kept = [raytf.load_model(path).get_weights() for path in (folder / "runs" / "first").glob("checkpoint_2*")]
     for mean, *each in zip(raytf.load_model(folder / "mean.keras").get_weights(), *kept, strict=True):
         assert len(each) == 2 and abs(mean - sum(each) / 2).max() < 1e-6
