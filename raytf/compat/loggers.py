@@ -12,3 +12,5 @@ TRAIN_CHECKPOINTS = "ray.train.v2._internal.execution.checkpoint.checkpoint_mana
 TRAIN_ERRORS = "ray.train.v2._internal.util"
 # Tells of each checkpoint.
 TUNE_STORAGE = "ray.train._internal.storage"
+# Tells, with a stack, that an autoscaler could not be asked in time for what a run takes; the controller asks again.
+AUTOSCALER_ASKED = "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client"

@@ -53,7 +53,7 @@ from raytf.compat.ray_train import (
     get_or_create_autoscaling_coordinator,
     time_monotonic,
 )
-from raytf.console import output, quiet
+from raytf.console import output, persisting, quiet
 from raytf.errors import RaytfError, in_a_line
 from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS
 from raytf.runtime import answers, processes, reservation, resources
@@ -280,6 +280,7 @@ class _Controller(TrainController):
         rehearsed: list,
     ) -> None:
         output.say_who("controller")
+        persisting.autoscaler_is_asked()
         ray_train.have_helpers_ask_their_cluster()
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
         known["policy"] = arguments["failure_policy"] if heals else None

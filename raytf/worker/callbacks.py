@@ -402,27 +402,39 @@ class ProgressCallback(keras.callbacks.Callback):
         return (self._waited() - self._began[1]) / max(1e-9, time.monotonic() - self._began[0])
 
 
-def tensorboard(storage, callbacks) -> list:
+def tensorboard(storage, callbacks, rank: int) -> list:
     """A TensorBoard callback that writes beside the run's checkpoints, unless the user brings one.
 
     Only where that is a file system of this machine; events for object stores are not written. Without a storage there
     is none: Tune writes the events of a trial.
+
+    Args:
+        storage: of the run, or None.
+        callbacks: the user's.
+        rank: of this worker; the chief imports here, before the first step, what writes events: tensorboard brings
+            boto3 where that is installed, hundreds of files, for which all would wait in the second step.
     """
     import pyarrow.fs
 
-    if storage is None or any(isinstance(c, keras.callbacks.TensorBoard) for c in callbacks):
+    users = [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
+    local = storage is not None and isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
+    if not (users or local):
         return []
-    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+    if rank == 0:
+        import tensorboard.summary.v2  # noqa: F401
+    if users:
         return []
-    folder = os.path.join(storage.experiment_fs_path, "tensorboard")
-    return [Events(folder, write_graph=False)]
+    return [Events(os.path.join(storage.experiment_fs_path, "tensorboard"), write_graph=False)]
 
 
 class Events(keras.callbacks.TensorBoard):
-    """Events of the chief; a disk that takes no more ends them, and not the training."""
+    """Events of the chief, of epochs; a disk that takes no more ends them, and not the training."""
 
     raytf_local_batches = raytf_on_chief = True
     _failed = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Keras prepares an event of each metric, 0.2 ms, which is dropped where events are of epochs."""
 
 
 def _forgiving(name: str) -> Callable:
@@ -443,7 +455,8 @@ def _forgiving(name: str) -> Callable:
     return call
 
 
-for _name in ("set_model", *(name for name in vars(keras.callbacks.TensorBoard) if name.startswith("on_"))):
+_hooks = {name for name in vars(keras.callbacks.TensorBoard) if name.startswith("on_")} - vars(Events).keys()
+for _name in ("set_model", *_hooks):
     setattr(Events, _name, _forgiving(_name))
 
 

@@ -295,7 +295,7 @@ def users_callbacks(task: TrainJob, session) -> list:
     """The user's callbacks, and one that writes events beside the run unless they do."""
 
     users = list(task.callbacks(dict(task.config))) if task.callbacks else []
-    return users + callbacks.tensorboard(session.storage, users)
+    return users + callbacks.tensorboard(session.storage, users, session.rank)
 
 
 def restored(folder: str | None, state, model, task: TrainJob, states, session) -> list:

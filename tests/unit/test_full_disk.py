@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import types
+
 import keras
 import numpy as np
+import pyarrow.fs
 import pytest
+import tensorflow as tf
 from ray.train import CheckpointConfig
 
 from raytf.compat import ray_train
-from raytf.worker.callbacks import Events
+from raytf.worker.callbacks import Events, tensorboard
 
 
 def test_a_list_of_checkpoints_that_cannot_be_written_is_tried_again(tmp_path):
@@ -38,3 +44,39 @@ def test_events_that_cannot_be_written_end_without_the_training(tmp_path):
     events = Events(str(tmp_path / "here"), write_graph=False)
     model.fit(*data, epochs=2, verbose=0, validation_data=data, callbacks=[events])
     assert {path.parent.name for path in (tmp_path / "here").rglob("events*")} == {"train", "validation"}
+
+
+def test_what_writes_events_is_imported_by_the_chief_before_the_first_step(tmp_path, monkeypatch):
+    """It was imported in the chief's first hook, where all others waited for it: 9 s on a slow disk."""
+    storage = types.SimpleNamespace(
+        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=os.fspath(tmp_path)
+    )
+    for rank in (1, 0):
+        monkeypatch.delitem(sys.modules, "tensorboard.summary.v2", raising=False)
+        (events,) = tensorboard(storage, [], rank)
+        assert ("tensorboard.summary.v2" in sys.modules) == (rank == 0)
+        assert tensorboard(storage, [events], rank) == []
+    assert tensorboard(None, [], 0) == []
+
+
+def test_events_are_those_of_keras(tmp_path):
+    """Which prepares events of batches, too, and drops them."""
+    found = []
+    for kind in (keras.callbacks.TensorBoard, Events):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+        data = np.ones((4, 2)), np.ones((4, 1))
+        folder = tmp_path / kind.__module__
+        callbacks = [kind(str(folder), write_graph=False)]
+        model.fit(*data, batch_size=2, epochs=2, verbose=0, validation_data=data, callbacks=callbacks)
+        found.append(
+            {
+                (file.parent.name, event.step, value.tag): value.tensor.SerializeToString()
+                for file in folder.rglob("events*")
+                for record in tf.data.TFRecordDataset(os.fspath(file)).as_numpy_iterator()
+                for event in [tf.compat.v1.Event.FromString(record)]
+                for value in event.summary.value
+            }
+        )
+    assert found[0] == found[1] and ("train", 1, "epoch_mae") in found[0]

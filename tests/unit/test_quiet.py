@@ -1,5 +1,6 @@
 """What is kept back of start-up lines and of repeated warnings, and what never is."""
 
+import importlib
 import logging
 import os
 import subprocess
@@ -7,8 +8,10 @@ import sys
 import warnings
 
 import pytest
+import ray.train
 
-from raytf.console import native_lines, once
+from raytf.compat import loggers
+from raytf.console import native_lines, once, persisting
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -118,3 +121,28 @@ def test_a_user_s_own_import_of_tensorflow_is_quiet():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "SourceFileLoader SourceFileLoader\n3.0\n"
+
+
+def test_that_an_autoscaler_was_not_asked_in_time_is_told_where_it_persists(caplog, monkeypatch):
+    """By Ray's own words, which the filter knows by their beginning."""
+    now = [0.0]
+    client = importlib.import_module(loggers.AUTOSCALER_ASKED).TrainAutoscalingCoordinatorClient("run")
+    vars(client)["_autoscaling_coordinator"] = None
+    filtered = persisting.Persisting("Failed to send resource request", lambda: now[0])
+    logger = logging.getLogger(loggers.AUTOSCALER_ASKED)
+    monkeypatch.setattr(logger, "filters", [filtered])
+    monkeypatch.setattr(logger, "propagate", True)
+
+    def tell(*seconds):
+        caplog.clear()
+        for now[0] in seconds:
+            client.send_resource_request(ray.train.ScalingConfig(num_workers=1), 1)
+        return len(caplog.records)
+
+    with caplog.at_level(logging.WARNING, logger.name):
+        assert tell(0, 5, 10) == 0
+        assert tell(*range(100, 130, 5)) == 0, "another busy moment"
+        assert tell(*range(130, 175, 5)) == 2
+        assert tell(1000) == 0
+        client.cancel_resource_request()
+        assert [record.msg.split()[:3] for record in caplog.records] == [["Failed", "to", "cancel"]]
