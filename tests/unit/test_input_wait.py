@@ -10,7 +10,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from raytf.worker import input_wait
 
-STEPS, PAUSE = 8, 0.03
+STEPS, PAUSE = 8, 0.1
 
 
 def fit(pause, steps_per_execution):

@@ -11,6 +11,7 @@ SAID = "Warning: The Ray cluster currently does not have any available CPUs. The
 
 def test_what_asks_for_no_cpu_is_not_said_to_hang(caplog):
     logger = logging.getLogger("ray.data.dataset")
+    reset_log_once("cpu_warning")  # another test's dataset may have been warned of
     with caplog.at_level(logging.WARNING, logger="ray.data.dataset"):
         with stored.quiet():
             assert log_once("cpu_warning")
