@@ -40,6 +40,8 @@ _OLD, _FIRST = 0.9, 3
 _LASTS_SECONDS = 2.0
 # Frames of a stack that are shown, the innermost ones.
 _FRAMES = 25
+# What names of TensorFlow's threads, which wait for nothing but work, begin with.
+_TENSORFLOWS = "tf_"
 # Hooks of Keras' callbacks.
 _HOOK = "on_"
 
@@ -144,7 +146,9 @@ class Activity:
             meeting: (kind, number, seconds) where it waits for others, else None. numbers: of meetings by kind.
             step, usual: steps that are made, and the seconds that one takes. spent: seconds in all of "step", which
             hold "sum" and "input", of "callbacks", which hold "collective", and of "own", see `clipped`.
-            processor: seconds of processors that the process has used. switches: how often the thread that trains has
+            processor: seconds of processors that the process has used. queued: seconds in which the thread that trains
+            and those of TensorFlow were ready to run and had no processor; None in a part that has not lasted long, and
+            where the kernel does not tell. switches: how often the thread that trains has
             given its processor away, None where that is not known. clock: monotonic seconds.
         """
         now = time.monotonic()
@@ -165,6 +169,7 @@ class Activity:
             "usual": self._usual,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),
+            "queued": self._queued() if seconds > _LASTS_SECONDS and met is None else None,
             "switches": self._switches(),
             "clock": now,
         }
@@ -193,11 +198,24 @@ class Activity:
             frame = frame.f_back
         return found
 
+    def _queued(self) -> float | None:
+        """Of proc(5), the second number of each thread's `schedstat`, nanoseconds."""
+        mine = None if self._thread is None else self._thread.native_id
+        folder, total = f"/proc/{os.getpid()}/task", 0
+        try:
+            for name in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                    if name == str(mine) or _read(f"{folder}/{name}/comm").startswith(_TENSORFLOWS):
+                        total += int(_read(f"{folder}/{name}/schedstat").split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
+        return total / 1e9
+
     def _switches(self) -> int | None:
         number = None if self._thread is None else self._thread.native_id
         try:
-            with open(f"/proc/{os.getpid()}/task/{number}/status") as file:
-                return sum(int(line.split()[1]) for line in file if "ctxt_switches" in line)
+            status = _read(f"/proc/{os.getpid()}/task/{number}/status")
+            return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
         except OSError:
             return None
 
@@ -212,6 +230,11 @@ def clipped(own: float, usual: float) -> tuple[float, float]:
     if not usual:
         return own, own
     return min(own, _MOST * usual), usual * (_FOLLOWS if own > usual else 1 / _FOLLOWS)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
 
 
 def _named(frame: FrameType) -> str | None:

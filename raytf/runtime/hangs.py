@@ -1,8 +1,9 @@
 """Who waits for whom: judged from what all workers tell of themselves (`activity.told`). Pure.
 
 A hang is a worker that does not come to where others wait for it. A step that is slow on all workers is none, as nobody
-waits; nor is a worker that computes, as its process uses its processors. So a worker is named if, for the whole limit,
-others have waited and it has not gone on to another part of its step, and it has used little processor time lately.
+waits; nor is a worker that computes, as its process uses its processors, or would if its host left it any. So a worker
+is named if, for the whole limit, others have waited and it has not gone on to another part of its step, and it has used
+little processor time lately, and was not ready to run either.
 
 The limit is the option, or `_TIMES_USUAL` times what a step takes usually, if that is more: steps that take 20 times as
 long now and then are no hang. A part of a step that took long once, and then went on, may take twice as long from then
@@ -125,13 +126,16 @@ class Judge:
         seen = self._used.setdefault(rank, collections.deque(maxlen=64))
         if seen and its["clock"] <= seen[-1][0]:
             return
-        seen.append((its["clock"], its["processor"], its["switches"]))
+        seen.append((its["clock"], its["processor"], its["switches"], its["queued"]))
 
     def _works(self, rank: int) -> bool:
-        """Whether it has used processors lately; unknown is yes."""
+        """Whether it has used processors lately, or was ready to and got none; unknown is yes."""
         last = self._used[rank][-1]
         before = next((s for s in reversed(self._used[rank]) if last[0] - s[0] >= _WORKED_SECONDS), None)
-        return before is None or last[1] - before[1] >= _WORKS * (last[0] - before[0])
+        if before is None:
+            return True
+        queued = 0.0 if last[3] is None or before[3] is None else last[3] - before[3]
+        return last[1] - before[1] + queued >= _WORKS * (last[0] - before[0])
 
     def _moves(self, rank: int, seconds: float) -> bool:
         """Whether its training thread has come to run at all in the last half of so many seconds."""

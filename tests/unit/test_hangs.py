@@ -33,6 +33,7 @@ class Worker:
             "usual": 0.1,
             "spent": {},
             "processor": 0.0,
+            "queued": None,
             "switches": 5,
             "clock": 0.0,
         } | told
@@ -93,6 +94,48 @@ def test_one_that_computes_is_not_named():
     computes = Worker()
     computes.works = True
     assert seconds_until(Judge(10, 60), [waits(), computes]) == (1000, None)
+
+
+def test_one_that_gets_no_processor_is_not_named():
+    """Its host is overloaded: to end it would not help."""
+    starved = Worker(phase=activity.CALLBACKS)
+    judge = Judge(10, 60)
+    for second in range(100):
+        starved.told["queued"] = 0.5 * second if second > 2 else None
+        assert seconds_until(judge, [waits(seconds=second), starved], most=2)[1] is None
+    starved.told["queued"] = 49.5  # it has got one, and sleeps
+    assert seconds_until(judge, [waits(), starved])[1].rank == 1
+
+
+STARVES = """
+import os, signal
+from raytf import activity
+here = activity.here
+here.train_here()
+here.at(activity.CALLBACKS)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+other = os.fork()
+while other == 0:
+    pass
+try:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    first, seconds = None, 0
+    while seconds < 4:  # so long as `Judge` looks back
+        told = here.told()
+        first = told if first is None and told["queued"] is not None else first
+        seconds = told["clock"] - first["clock"] if first else 0
+    assert first["seconds"] > 2
+    assert told["queued"] - first["queued"] > 0.5 * seconds, (first, told)
+    assert told["processor"] - first["processor"] < 0.2 * seconds, (first, told)
+finally:
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
+"""
+
+
+def test_a_process_tells_that_it_was_ready_to_run_and_had_no_processor():
+    done = subprocess.run([sys.executable, "-c", STARVES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_that_still_moves_ends_the_run_later_only():
