@@ -201,7 +201,7 @@ class Activity:
     def _queued(self) -> float | None:
         """Of proc(5), the second number of each thread's `schedstat`, nanoseconds."""
         mine = None if self._thread is None else self._thread.native_id
-        folder, total = f"/proc/{os.getpid()}/task", 0
+        folder, total = "/proc/self/task", 0
         try:
             for name in os.listdir(folder):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
@@ -214,7 +214,7 @@ class Activity:
     def _switches(self) -> int | None:
         number = None if self._thread is None else self._thread.native_id
         try:
-            status = _read(f"/proc/{os.getpid()}/task/{number}/status")
+            status = _read(f"/proc/self/task/{number}/status")
             return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
         except OSError:
             return None

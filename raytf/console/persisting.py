@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from raytf.compat import loggers
 
@@ -12,20 +13,19 @@ _PERSISTS_SECONDS = 30.0
 _SERIES_SECONDS = 15.0
 
 
-def autoscaler_is_asked() -> None:
-    """Keeps back that an autoscaler was not asked in time, which Ray calls safe to ignore unless it persists."""
-    logging.getLogger(loggers.AUTOSCALER_ASKED).addFilter(Persisting("Failed to send resource request"))
-
-
-class Persisting(logging.Filter):
-    """Drops a record that begins so until it has come again and again for 30 s; then it is told, once each 30 s.
+def autoscaler_is_asked(clock: Callable[[], float] = time.monotonic) -> None:
+    """Keeps back that an autoscaler was not asked in time, which Ray calls safe to ignore unless it persists.
 
     Args:
-        text: what such a record begins with; others are told.
-        clock: gives seconds.
+        clock: gives seconds; for tests.
     """
+    logging.getLogger(loggers.AUTOSCALER_ASKED).addFilter(_Persisting("Failed to send resource request", clock))
 
-    def __init__(self, text: str, clock=time.monotonic):
+
+class _Persisting(logging.Filter):
+    """Drops a record that begins so until it has come again and again for 30 s; then it is told, once each 30 s."""
+
+    def __init__(self, text: str, clock: Callable[[], float]):
         super().__init__()
         self._text, self._clock = text, clock
         self._since = self._last = float("-inf")

@@ -69,7 +69,7 @@ class Judge:
 
     def __init__(self, limit: float, first: float, names: Mapping[int, str] | None = None):
         self._limit, self._first, self._names = limit, first, names
-        self._used: dict[int, collections.deque] = {}
+        self._noted: dict[int, collections.deque[Mapping[str, Any]]] = {}
         self._longest: dict[str, float] = {}
 
     def look(
@@ -123,25 +123,28 @@ class Judge:
         return f"{', '.join(first)} and {last} wait" if first else f"{last} waits"
 
     def _note(self, rank: int, its: Mapping[str, Any]) -> None:
-        seen = self._used.setdefault(rank, collections.deque(maxlen=64))
-        if seen and its["clock"] <= seen[-1][0]:
-            return
-        seen.append((its["clock"], its["processor"], its["switches"], its["queued"]))
+        seen = self._noted.setdefault(rank, collections.deque(maxlen=64))
+        if not seen or its["clock"] > seen[-1]["clock"]:
+            seen.append(its)
+
+    def _since(self, rank: int, seconds: float) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+        """(what it told last, what it told so long before, or None)."""
+        last = self._noted[rank][-1]
+        return last, next((s for s in reversed(self._noted[rank]) if last["clock"] - s["clock"] >= seconds), None)
 
     def _works(self, rank: int) -> bool:
         """Whether it has used processors lately, or was ready to and got none; unknown is yes."""
-        last = self._used[rank][-1]
-        before = next((s for s in reversed(self._used[rank]) if last[0] - s[0] >= _WORKED_SECONDS), None)
+        last, before = self._since(rank, _WORKED_SECONDS)
         if before is None:
             return True
-        queued = 0.0 if last[3] is None or before[3] is None else last[3] - before[3]
-        return last[1] - before[1] + queued >= _WORKS * (last[0] - before[0])
+        known = None not in (last["queued"], before["queued"])
+        wanted = last["processor"] - before["processor"] + (last["queued"] - before["queued"] if known else 0.0)
+        return wanted >= _WORKS * (last["clock"] - before["clock"])
 
     def _moves(self, rank: int, seconds: float) -> bool:
         """Whether its training thread has come to run at all in the last half of so many seconds."""
-        last = self._used[rank][-1]
-        before = next((s for s in reversed(self._used[rank]) if last[0] - s[0] >= seconds / 2), None)
-        return before is None or (last[2] is not None and last[2] != before[2])
+        last, before = self._since(rank, seconds / 2)
+        return before is None or last["switches"] not in (None, before["switches"])
 
     def _limits(self, told: Mapping[int, Mapping[str, Any]], part: str) -> float:
         if any(its["step"] == 0 and its["numbers"][activity.SUM] < 2 for its in told.values()):

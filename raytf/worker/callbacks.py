@@ -416,15 +416,13 @@ def tensorboard(storage, callbacks, rank: int) -> list:
     """
     import pyarrow.fs
 
-    users = [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
+    brought = any(isinstance(c, keras.callbacks.TensorBoard) for c in callbacks)
     local = storage is not None and isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-    if not (users or local):
+    if not (brought or local):
         return []
     if rank == 0:
         import tensorboard.summary.v2  # noqa: F401
-    if users:
-        return []
-    return [Events(os.path.join(storage.experiment_fs_path, "tensorboard"), write_graph=False)]
+    return [] if brought else [Events(os.path.join(storage.experiment_fs_path, "tensorboard"), write_graph=False)]
 
 
 class Events(keras.callbacks.TensorBoard):

@@ -101,9 +101,9 @@ def test_one_that_gets_no_processor_is_not_named():
     starved = Worker(phase=activity.CALLBACKS)
     judge = Judge(10, 60)
     for second in range(100):
-        starved.told["queued"] = 0.5 * second if second > 2 else None
+        starved.told = starved.told | {"queued": 0.5 * second if second > 2 else None}
         assert seconds_until(judge, [waits(seconds=second), starved], most=2)[1] is None
-    starved.told["queued"] = 49.5  # it has got one, and sleeps
+    starved.told = starved.told | {"queued": 49.5}  # it has got one, and sleeps
     assert seconds_until(judge, [waits(), starved])[1].rank == 1
 
 

@@ -128,9 +128,9 @@ def test_that_an_autoscaler_was_not_asked_in_time_is_told_where_it_persists(capl
     now = [0.0]
     client = importlib.import_module(loggers.AUTOSCALER_ASKED).TrainAutoscalingCoordinatorClient("run")
     vars(client)["_autoscaling_coordinator"] = None
-    filtered = persisting.Persisting("Failed to send resource request", lambda: now[0])
     logger = logging.getLogger(loggers.AUTOSCALER_ASKED)
-    monkeypatch.setattr(logger, "filters", [filtered])
+    monkeypatch.setattr(logger, "filters", [])
+    persisting.autoscaler_is_asked(lambda: now[0])
     monkeypatch.setattr(logger, "propagate", True)
 
     def tell(*seconds):
