@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --di
 test: venv
 	$(PYTEST) --reruns 1 --rerun-show-tracebacks
 
-# What needs no cluster: single parts, and two processes against one.
+# For the work in between: single parts, and two processes against one; without what takes seconds (`slow`).
 test-fast: venv
 	$(PYTEST) -m "not slow" tests/unit tests/processes/test_parity.py
 

@@ -7,7 +7,6 @@ microsecond; another thread of the process reads them (`told`) whenever the driv
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -16,13 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+from raytf import liveness
+
 # What a worker is at. BEGIN: it has not made a step, or its loop is the user's own; END: its loop has returned.
-BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, VALIDATION, END = (
+BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, CONTROLLER, VALIDATION, END = (
     "begin",
     "input",
     "step",
     "callbacks",
     "checkpoint",
+    "controller",
     "validation",
     "end",
 )
@@ -54,6 +56,8 @@ class Activity:
         pending_input: gives for how many seconds the step waits for its input now, or None where it does not; set by
             who reads the input.
         waited_input: gives the seconds for which steps have waited for their input in all.
+        queued_writer: gives the seconds for which the process that writes checkpoints was ready to run and had no
+            processor; set by who starts that one.
     """
 
     def __init__(self):
@@ -71,6 +75,7 @@ class Activity:
         self._thread: threading.Thread | None = None
         self.pending_input: Callable[[], float | None] | None = None
         self.waited_input: Callable[[], float] | None = None
+        self.queued_writer: Callable[[], float] | None = None
 
     def train_here(self) -> None:
         """Says that the calling thread is the one that trains."""
@@ -147,9 +152,9 @@ class Activity:
             step, usual: steps that are made, and the seconds that one takes. spent: seconds in all of "step", which
             hold "sum" and "input", of "callbacks", which hold "collective", and of "own", see `clipped`.
             processor: seconds of processors that the process has used. queued: seconds in which the thread that trains
-            and those of TensorFlow were ready to run and had no processor; None in a part that has not lasted long, and
-            where the kernel does not tell. switches: how often the thread that trains has
-            given its processor away, None where that is not known. clock: monotonic seconds.
+            and those of TensorFlow, and at a checkpoint the process that writes it, were ready to run and had no
+            processor; None in a part that has not lasted long, and where the kernel does not tell. switches: how often
+            the thread that trains has given its processor away, None where that is not known. clock: monotonic seconds.
         """
         now = time.monotonic()
         (phase, since), met = self._now, self._meeting
@@ -169,7 +174,7 @@ class Activity:
             "usual": self._usual,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),
-            "queued": self._queued() if seconds > _LASTS_SECONDS and met is None else None,
+            "queued": self._queued(phase) if seconds > _LASTS_SECONDS and met is None else None,
             "switches": self._switches(),
             "clock": now,
         }
@@ -198,18 +203,18 @@ class Activity:
             frame = frame.f_back
         return found
 
-    def _queued(self) -> float | None:
-        """Of proc(5), the second number of each thread's `schedstat`, nanoseconds."""
+    def _queued(self, phase: str) -> float | None:
+        """The seconds of `liveness.queued` of whoever is to come on in this part; None if they are not told."""
         mine = None if self._thread is None else self._thread.native_id
-        folder, total = "/proc/self/task", 0
+
+        def counts(thread: int) -> bool:
+            return thread == mine or _read(f"/proc/self/task/{thread}/comm").startswith(_TENSORFLOWS)
+
+        writers = self.queued_writer() if phase == CHECKPOINT and self.queued_writer is not None else 0.0
         try:
-            for name in os.listdir(folder):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-                    if name == str(mine) or _read(f"{folder}/{name}/comm").startswith(_TENSORFLOWS):
-                        total += int(_read(f"{folder}/{name}/schedstat").split()[1])
-        except (OSError, ValueError, IndexError):
+            return writers + liveness.queued_in_all(counts=counts)
+        except OSError:
             return None
-        return total / 1e9
 
     def _switches(self) -> int | None:
         number = None if self._thread is None else self._thread.native_id

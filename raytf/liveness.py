@@ -6,6 +6,8 @@ way. Pure, but for the reading of that file.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +52,44 @@ def look(pid: int, proc: str = "/proc") -> Look | None:
     except OSError:  # ProcessLookupError comes for one that ends meanwhile
         return None
     return parse(text)
+
+
+def queued(thread: int, pid: int | str = "self", proc: str = "/proc") -> float:
+    """For how many seconds a thread was ready to run, and others had the processor.
+
+    It is the second number of `schedstat`, nanoseconds; see proc(5).
+
+    Args:
+        thread: its number of Linux; that of the first one is the process'.
+        pid: its process' of this host, or "self".
+        proc: where the kernel tells it.
+
+    Raises:
+        OSError: there is no such thread, or the kernel does not tell.
+    """
+    with open(f"{proc}/{pid}/task/{thread}/schedstat") as file:
+        numbers = file.read().split()
+    if len(numbers) < 2:
+        raise OSError(f"{file.name} has {len(numbers)} numbers")
+    return int(numbers[1]) / 1e9
+
+
+def queued_in_all(pid: int | str = "self", counts: Callable[[int], bool] = lambda thread: True) -> float:
+    """The seconds of `queued` of all threads of a process of this host.
+
+    Args:
+        pid: its, or "self".
+        counts: counts(thread): whether that one does.
+
+    Raises:
+        OSError: there is no such process, or the kernel does not tell.
+    """
+    total = 0.0
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if counts(thread):
+                total += queued(thread, pid)
+    return total
 
 
 def held(state: str) -> str | None:

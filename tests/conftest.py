@@ -150,6 +150,15 @@ def leaves_nothing_behind():
     assert not threads, f"the test left threads running: {threads}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def claims_of_ports():
+    """Closes those that this process has made: they end with it, and Python warns of what nobody closed."""
+    yield
+    if (ports := sys.modules.get("raytf.runtime.ports")) is not None:
+        while ports._claims:
+            ports._claims.pop().close()
+
+
 @pytest.fixture(autouse=True)
 def gives_back(request):
     """Fails a test that leaves CPUs of the common cluster taken: the next would wait for them, until its own limit."""

@@ -19,6 +19,7 @@ from raytf.collectives import healing
 from raytf.collectives import ring as sockets
 from raytf.collectives.healing import Detached
 from raytf.collectives.ring import Ring
+from raytf.compat.tensorflow import giving_memory
 from raytf.errors import ConfigError, RaytfError
 
 SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64, tf.int32})
@@ -193,7 +194,7 @@ class Exchange:
 
     def _in_turn(self, function: Callable, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """In a graph: calls a function of arrays after all exchanges before and before all that follow."""
-        with tf.control_dependencies([self._turn.read_value()]):
+        with tf.control_dependencies([self._turn.read_value()]), giving_memory():
             found = tf.numpy_function(function, list(tensors), dtypes)
         with tf.control_dependencies(found):
             self._turn.assign_add(1)

@@ -25,6 +25,7 @@ from raytf.collectives import exchange, ring, scaled_float16
 from raytf.collectives.exchange import ALIGNED, Exchange, empty
 from raytf.collectives.healing import Detached
 from raytf.collectives.ring import Listener, Ring
+from raytf.compat.tensorflow import giving_memory
 from raytf.errors import ConfigError, PeerLostError
 from raytf.runtime import ports
 
@@ -98,7 +99,8 @@ class GradientRing(Exchange):
             sum_pack = functools.partial(self._made, self._sum_pack, exact or self._wire_dtype is None, place, closes)
             pack = [gradients[i] for i in places]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
-            total, *summed = tf.numpy_function(sum_pack, [mine, total, *pack], dtypes)
+            with giving_memory():
+                total, *summed = tf.numpy_function(sum_pack, [mine, total, *pack], dtypes)
             total.set_shape([])
             for i, value in zip(places, summed, strict=True):
                 value.set_shape(gradients[i].shape)

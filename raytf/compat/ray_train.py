@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 import sys
@@ -160,7 +161,7 @@ else:
     "ray.train.v2._internal.execution.context:TrainContext.checkpoint_upload_threadpool",
     "ray.train.v2._internal.execution.context:TrainContext.report_call_index",
 )
-def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> None:
+def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> concurrent.futures.Future[None]:
     """Reports as `ray.train.report` does, in the order of the calls, once a checkpoint is there; does not wait for it.
 
     The public way, `CheckpointUploadMode.ASYNC`, ends the training where there is none in the end, and has all workers
@@ -170,11 +171,13 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
         metrics: by name.
         kept: called in another thread, and may wait there; (`ray.train.Checkpoint` in the folder of the run or None,
             whether it is to be validated).
+
+    Returns:
+        It is done when the controller takes the next one.
     """
     utils = get_train_fn_utils()
     if isinstance(utils, LocalTrainFnUtils):
-        utils.report_later(metrics, kept)
-        return
+        return utils.report_later(metrics, kept)
     context = get_train_context()
     context.report_call_index += 1
     number = context.report_call_index
@@ -189,7 +192,7 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
             failed = construct_user_exception_with_traceback(error)
             context.execution_context.training_thread_runner.get_exception_queue().put(failed)
 
-    context.checkpoint_upload_threadpool.submit(tell)
+    return context.checkpoint_upload_threadpool.submit(tell)
 
 
 def reports_made() -> int:

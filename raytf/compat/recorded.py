@@ -26,6 +26,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict": (
         "(self, x, batch_size=, verbose=, steps=, callbacks=)",
     ),
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict_on_batch": ("(self, x)",),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch": (
         "(self, x, y=, sample_weight=, return_dict=)",
     ),
@@ -333,6 +334,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": (
         "(python_function, name, input_signature=, autograph=, jit_compile=, reduce_retracing=, experimental_implements=, experimental_autograph_options=, experimental_attributes=)",
     ),
+    "tensorflow.python.ops.script_ops:FuncRegistry": ("()",),
+    "tensorflow.python.ops.script_ops:FuncRegistry.__call__": ("(self, token, device, args)",),
+    "tensorflow.python.ops.script_ops:FuncRegistry.insert": ("(self, func)",),
     "tensorflow.python.ops.script_ops:_py_funcs": ("(token, device, args)",),
     "tensorflow.python.trackable.base:CheckpointInitialValue": ("(checkpoint_position, shape=, shard_info=)",),
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
@@ -12,12 +16,14 @@ from tensorflow.python.eager import context  # eager mode within a graph, and th
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
+from tensorflow.python.ops.script_ops import FuncRegistry  # where all Python functions are called
 
 from raytf.compat.names import uses
 
 __all__ = [
     "AggregatingVariable",
     "DistributedVariable",
+    "FuncRegistry",
     "Function",
     "OwnedIterator",
     "context",
@@ -100,6 +106,31 @@ def register_function(token: str, function) -> None:
     `tf.numpy_function` chooses its own names, known in its process alone. References are weak.
     """
     script_ops._py_funcs._funcs[token] = function
+
+
+_registering = threading.local()
+_giving: weakref.WeakSet = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def giving_memory() -> Iterator[None]:
+    """Python functions that this thread makes known to TensorFlow in the block give it arrays that nobody else uses."""
+    before, _registering.giving = getattr(_registering, "giving", False), True
+    try:
+        yield
+    finally:
+        _registering.giving = before
+
+
+def registered(function: Callable) -> None:
+    """To be told of each Python function that is made known to TensorFlow."""
+    if getattr(_registering, "giving", False):
+        _giving.add(function)
+
+
+def gives_memory(function: Callable | None) -> bool:
+    """Whether a function was made known within `giving_memory`."""
+    return function in _giving
 
 
 @uses("tensorflow.python.framework.registry:Registry._registry")

@@ -23,7 +23,7 @@ from raytf.console import native_lines, quiet
 
 _OURS = "raytf "
 # A process that may become a worker, and until then at most tries the model.
-CHECK = "model check"
+_CHECK = "model check"
 _BEGIN, _END = ":raytf_begin:", ":raytf_end:"
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 # What Ray warns of and raytf does on purpose: more processes than cores, and an evaluator that comes back, as the run
@@ -45,9 +45,20 @@ def say(text: str) -> None:
     print(f"raytf: {text}", file=sys.stderr, flush=True)
 
 
+# Of this process, the last one.
+_names: list[str] = []
+
+
 def say_who(name: str) -> None:
     """Names what this process prints from now on, such as "worker 0"; nothing where it is no process of Ray's."""
+    _names[:] = [name]
     _tell(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")
+
+
+def say_check() -> None:
+    """Names a process that may become a worker, unless it is one: the controller may call before the driver does."""
+    if not _names:
+        say_who(_CHECK)
 
 
 @contextlib.contextmanager
@@ -115,7 +126,7 @@ class Output:
                 self._open.add((name, is_error))
             elif line == _END:
                 self._open.discard((name, is_error))
-            elif not line and name == CHECK:
+            elif not line and name == _CHECK:
                 continue  # a line of nobody's, before the process is a worker
             elif not _ON_PURPOSE.search(line) and (self._native or not native_lines.is_native(line)):
                 self._new.append((name, is_error, line))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from raytf.compat.tensorflow import giving_memory
 from raytf.data import worker_part
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.batches import Batcher
@@ -88,7 +89,8 @@ class Feed:
         """A `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
         start, stop = self._shard.of(self.global_batch)
         shape = self.shape
-        dataset = tf.data.Dataset.from_generator(self._superbatches, output_signature=shape.signature)
+        with giving_memory():
+            dataset = tf.data.Dataset.from_generator(self._superbatches, output_signature=shape.signature)
         rest = self._order.total - (self.steps - 1) * self.global_batch
         # a step of which this worker has no row is a step
         empty = self._shard.of(rest)[0] == rest

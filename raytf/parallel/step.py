@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from raytf.collectives.communicator import all_sum, many_replicas
+from raytf.collectives.communicator import all_sum, local_replicas, many_replicas
 from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core
 from raytf.compat.patching import patch
@@ -82,13 +84,47 @@ def first_leaf(x):
 
 
 def count_rows(leaf) -> tuple[tf.Tensor, bool]:
-    """The number of rows of a batch, and whether it may change from step to step."""
+    """The number of rows of a batch, and whether it may change from step to step, or is none."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32), True
     if isinstance(leaf, tf.SparseTensor):
         return tf.cast(leaf.dense_shape[0], tf.int32), True
     static = tf.TensorShape(leaf.shape)
-    return tf.shape(leaf)[0], tf.executing_eagerly() or static.rank is None or static[0] is None
+    return tf.shape(leaf)[0], tf.executing_eagerly() or static.rank is None or not static[0]
+
+
+def local_parts(strategy, data):
+    """A batch for the replicas of this process, of which each gets its share of the rows.
+
+    Keras gives the batch of `train_on_batch` to each replica whole: what is counted or summed would count for each.
+
+    Args:
+        strategy: a `tf.distribute.Strategy`.
+        data: a nest of tensors or arrays, with the rows first, and of what has none; or what is divided already.
+    """
+    replicas = local_replicas(strategy) if many_replicas(strategy) else 1
+    leaves = [leaf for leaf in tree.flatten(data) if len(getattr(leaf, "shape", ()))]
+    if replicas == 1 or not leaves or any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+        return data
+    rows = int(leaves[0].dense_shape[0] if isinstance(leaves[0], tf.SparseTensor) else leaves[0].shape[0])
+    edges = np.cumsum([0, *map(len, np.array_split(np.empty(rows), replicas))]).tolist()
+
+    def divided(leaf):
+        if not len(getattr(leaf, "shape", ())):
+            return leaf
+        parts = (_rows_of(leaf, start, stop) for start, stop in itertools.pairwise(edges))
+        return strategy.experimental_distribute_values_from_function(lambda _: next(parts))
+
+    return tree.map_structure(divided, data)
+
+
+def _rows_of(leaf, start: int, stop: int) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
+    if not isinstance(leaf, tf.SparseTensor):
+        part = leaf[start:stop]
+        return part if isinstance(part, tf.RaggedTensor) else tf.convert_to_tensor(part)
+    others = leaf.dense_shape[1:]
+    begin = tf.concat([tf.constant([start], tf.int64), tf.zeros_like(others)], 0)
+    return tf.sparse.slice(leaf, begin, tf.concat([tf.constant([stop - start], tf.int64), others], 0))
 
 
 def with_placeholder(data, rows):

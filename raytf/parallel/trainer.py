@@ -44,12 +44,13 @@ from raytf.parallel import (
     model_optimizers,
     optimizers,
     own_state,
+    python_arrays,
     verbosity,
 )
 from raytf.parallel import step as step_module
 
 # Those that say what stands in the place of Keras' functions, beside this one.
-REPLACING = (epoch_iterator, iterator_ends, losses, metrics, optimizers, step_module)
+REPLACING = (epoch_iterator, iterator_ends, losses, metrics, optimizers, python_arrays, step_module)
 _installed: list[bool] = []
 
 
@@ -105,7 +106,7 @@ def _make_function(original, self, step_function):
     def eager_steps(iterator):
         for done in range(self.steps_per_execution):
             try:
-                result = one_step(next(iterator))
+                result = one_step(step_module.local_parts(strategy, next(iterator)))
             except (StopIteration, tf.errors.OutOfRangeError):
                 if done == 0:
                     raise
@@ -256,6 +257,12 @@ def _on_batch(original, self, *args, return_dict=False, **kwargs):
     if many_replicas(self.distribute_strategy):
         logs = pythonify_logs(metrics.global_logs(self, *self.__dict__["_raytf_last"]))
     return logs if return_dict else keras_objects.in_order(self, logs)
+
+
+@patch((backend_trainer.TensorFlowTrainer, "predict_on_batch"))
+def _predict_on_batch(original, self, x):
+    """Each row is predicted once, and not by each replica."""
+    return original(self, step_module.local_parts(self.distribute_strategy, x))
 
 
 @patch((DistributedVariable, "__int__"))

@@ -29,7 +29,7 @@ _ENDS, _ENDS_LATE = 3.0, 30.0
 # Of a processor: a process that uses as much works; threads that only ask and answer use less.
 _WORKS, _WORKED_SECONDS = 0.2, 4.0
 # Those that are waited for by nobody, and those in which a worker may stand still.
-_STILL = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT)
+_STILL = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.CONTROLLER)
 # A worker that waits is one that has done so for longer than messages and looks take.
 _WAITS_SECONDS = 1.5
 
@@ -217,6 +217,7 @@ def describe(its: Mapping[str, Any]) -> str:
         activity.STEP: f"is in step {step + 1} and does not use its processors",
         activity.CALLBACKS: f"is in {its['hook'] or 'callbacks'} after step {step}",
         activity.CHECKPOINT: f"writes a checkpoint after step {step}",
+        activity.CONTROLLER: f"waits after step {step} for Ray Train's controller, which takes no report",
         activity.VALIDATION: f"is in a step of the validation after step {step} and does not use its processors",
         activity.END: f"has left the training after step {step}, so that it makes another number of steps",
     }[its["phase"]]

@@ -5,8 +5,8 @@ python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, fro
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes; what is to be written lies in one of the buffers, complete when the message comes. So what was
 handed over is written even if the other side is killed in the next moment. When the other side has gone, what is left
-is tried for `ORPHAN_SECONDS`, and then this process ends however far it is. What is only held is written if the other
-side goes without a word.
+is tried for `ORPHAN_SECONDS`, in which it had a processor, and then this process ends however far it is. What is only
+held is written if the other side goes without a word.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from raytf.storage import finishing, scattered
+from raytf import liveness
+from raytf.storage import finishing, priority, scattered
 from raytf.storage.snapshot_store import SnapshotStore, Written
 
-ORPHAN_SECONDS = 30.0
-# Training goes first on a processor that both want.
-_NICE = 10
+# So long it goes on when the other side has gone; and while others have its processor, up to so long in all.
+ORPHAN_SECONDS, LONGEST_SECONDS = 30.0, 90.0
 _LONGEST_MESSAGE = 1 << 16
 _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
@@ -44,10 +44,11 @@ class _Server:
         control: the socket to the other side; its end says that the other side has gone.
         buffers: descriptors of shared memory.
         store: where to write.
+        niceness: of this process while it goes last.
     """
 
-    def __init__(self, control: socket.socket, buffers: list[int], store: SnapshotStore):
-        self._control, self._buffers, self._store = control, buffers, store
+    def __init__(self, control: socket.socket, buffers: list[int], store: SnapshotStore, niceness: int):
+        self._control, self._buffers, self._store, self._niceness = control, buffers, store, niceness
         self._waiting: list[dict] = []
         self._held: dict | None = None  # to be written only if the other side goes
         self._gone = self._hurried = False
@@ -62,7 +63,7 @@ class _Server:
 
     def run(self) -> None:
         """Works until the other side has gone and nothing is left."""
-        self._tell({"event": "ready", "pid": os.getpid()})
+        self._tell({"event": "ready", "pid": os.getpid(), "niceness": self._niceness})
         while self._waiting or not self._gone:
             self._take(None if not self._waiting else 0.0)
             if self._waiting:
@@ -234,21 +235,30 @@ def _end_with_the_other_side(control: socket.socket, gone: Callable[[], None]) -
         poll.register(control, select.POLLHUP | select.POLLRDHUP)
         poll.poll()
         threading.Thread(target=gone, daemon=True).start()
-        time.sleep(ORPHAN_SECONDS)
+        priority.share_alike(os.getpid())  # no training is left that it would hold up
+        _stay()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _let_others_go_first() -> None:
-    """Gives this process, which has a session of its own, what is left of the processors."""
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
-        # and it does not take the processor from the thread that has just woken it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # where Linux shares the processors among sessions first, niceness counts within one of them alone
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-        group.write(str(_NICE))
+def _stay() -> None:
+    """Returns when the time is over for which this process goes on alone."""
+    began, queued = time.monotonic(), _queued()
+    while True:
+        waited = min(_queued() - queued, LONGEST_SECONDS - ORPHAN_SECONDS)
+        left = began + ORPHAN_SECONDS + waited - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(left)
+
+
+def _queued() -> float:
+    """For how many seconds the thread that works was ready to run, and others had its processor; 0.0 if unknown."""
+    try:
+        return liveness.queued(os.getpid())
+    except OSError:
+        return 0.0
 
 
 def main(arguments: list[str]) -> None:
@@ -258,13 +268,13 @@ def main(arguments: list[str]) -> None:
         os._exit(0)  # who kills the children of a worker, as Ray does, does not find this one
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its end is that of the other side
-    _let_others_go_first()
     if settings["cpus"] is not None:
         with contextlib.suppress(OSError):  # its cgroup has none of them any more
             os.sched_setaffinity(0, settings["cpus"])
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
-    server = _Server(control, [int(a) for a in arguments[1:]], SnapshotStore(filesystem, folder, settings["keep"]))
+    store = SnapshotStore(filesystem, folder, settings["keep"])
+    server = _Server(control, [int(a) for a in arguments[1:]], store, priority.go_last())
     note = finishing.Note(filesystem, folder)
     _end_with_the_other_side(control, lambda: server.is_behind() and note.write())
     server.run()

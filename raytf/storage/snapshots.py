@@ -35,11 +35,12 @@ from typing import Any
 
 import numpy as np
 
+from raytf import liveness
 from raytf.errors import ConfigError, RaytfError
-from raytf.storage import finishing, planted, snapshot_store
+from raytf.storage import finishing, planted, priority, snapshot_store
 from raytf.storage.images import Archive, Image, Piece
 from raytf.storage.snapshot_store import MANIFEST
-from raytf.storage.snapshot_writer import ORPHAN_SECONDS
+from raytf.storage.snapshot_writer import LONGEST_SECONDS
 
 _END_SECONDS = 5.0
 _LONGEST_MESSAGE = 1 << 16
@@ -194,13 +195,37 @@ def _kind(dtype: np.dtype) -> str:
     return np.lib.format.dtype_to_descr(dtype) if dtype.isbuiltin == 1 else f"|V{dtype.itemsize}"
 
 
+class _Other:
+    """The process that writes.
+
+    Args:
+        pid: its.
+        niceness: with which it goes last, see `priority`.
+    """
+
+    def __init__(self, pid: int, niceness: int):
+        self._pid, self._niceness, self._last = pid, niceness, True
+        self._seen = liveness.look(pid)
+
+    def goes_last(self, last: bool) -> None:
+        """Says whether it is to; nothing if it is gone, and another one may have its number."""
+        seen = liveness.look(self._pid) if last != self._last else None
+        if seen is None or self._seen is None or seen.started != self._seen.started:
+            return
+        self._last = last
+        if last:
+            priority.go_last_again(self._pid, self._niceness)
+        else:
+            priority.share_alike(self._pid)
+
+
 class SnapshotWriter:
     """Hands snapshots to a process of its own, which writes them; for one thread of the chief.
 
     Other threads may wait in `finish`.
 
     What was handed over is written even when this process is killed. The other one ends when this one closes it or is
-    gone, at the latest `snapshot_writer.ORPHAN_SECONDS` later.
+    gone, at the latest `snapshot_writer.LONGEST_SECONDS` later.
 
     Args:
         filesystem: a `pyarrow.fs.FileSystem` that can be pickled.
@@ -222,6 +247,10 @@ class SnapshotWriter:
         self.written: list[dict] = []
         self.left_out = 0
         self.pid: int | None = None
+        self._other: _Other | None = None
+        self._queued: dict[int, float] = {}  # seconds by process: the one that was started starts another one
+        self._waits = 0  # threads of the training that wait for it
+        self._behind = False  # whether a pinned one was not whole when the next one came
         self._folder = folder
         self._names: dict[int, str] = {}
         self._count = self._last = self._held = self._pinned = self._begun = 0
@@ -302,7 +331,10 @@ class SnapshotWriter:
             self._held = self._count
         else:
             self._last, self._held = self._count, 0
-            self._pinned = self._count if pinned else self._pinned
+            if pinned:
+                self._behind = self._behind or self._is_busy(self._pinned)
+                self._pinned = self._count
+                self._weigh()
         where = {"buffer": buffer.number, "at": at, "size": size}
         self._send({"id": self._count, **where, "held": held, "pinned": pinned, "fails": planted.taken()})
         if before:
@@ -360,6 +392,33 @@ class SnapshotWriter:
             if left <= 0:
                 raise NotKeptError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
             self._drain(min(left, _LOOKS_SECONDS))
+
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """In the block the training waits for the other process, which has a processor as others have it meanwhile."""
+        self._wait_one(1)
+        try:
+            yield
+        finally:
+            self._wait_one(-1)
+
+    def queued(self) -> float:
+        """For how many seconds the other process was ready to run, and others had the processor; from any thread."""
+        pid = self.pid or self._process.pid
+        with contextlib.suppress(OSError):  # it has ended
+            self._queued[pid] = liveness.queued_in_all(pid)
+        return sum(self._queued.values())
+
+    def _wait_one(self, more: int) -> None:
+        with self._lock:
+            self._waits += more
+            self._weigh()
+
+    def _weigh(self) -> None:
+        """Has the other process go last, or not; one that has not said who it is does so later."""
+        if self._other is not None and not self._gone:
+            self._behind = self._behind and self._is_busy(self._pinned)
+            self._other.goes_last(not (self._waits or self._behind))
 
     def _is_busy(self, number: int) -> bool:
         return any(buffer.busy == number for buffer in self._buffers)
@@ -443,6 +502,8 @@ class SnapshotWriter:
         kind = event.pop("event")
         if kind == "ready":
             self.pid = event["pid"]
+            self._other = _Other(event["pid"], event["niceness"])
+            self._weigh()
             self._reap(_END_SECONDS)  # the process between, which has ended
             return
         number = event["id"]
@@ -454,6 +515,7 @@ class SnapshotWriter:
             self._say(event["why"], f"The snapshot {name} could not be written, and is tried again: {event['why']}")
         elif name is not None:  # else it was left out before the other side knew
             self._end(number)
+            self._weigh()
             if kind == "dropped":
                 self._leave_out(number)
             else:
@@ -506,7 +568,7 @@ class SnapshotWriter:
             return
 
 
-def wait_for_writers(folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> bool:
+def wait_for_writers(folder: str, seconds: float = LONGEST_SECONDS + 10.0) -> bool:
     """Waits until no process of this host writes snapshots of a run any more, and says whether that is so.
 
     Those of a worker that was killed finish what they were handed; a run that goes on should see it.
@@ -527,7 +589,7 @@ def wait_for_writers(folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> boo
     return True
 
 
-def wait_for_all(filesystem, folder: str, seconds: float = ORPHAN_SECONDS + 10.0) -> bool:
+def wait_for_all(filesystem, folder: str, seconds: float = LONGEST_SECONDS + 10.0) -> bool:
     """`wait_for_writers`, and then for those of other hosts, whose workers have gone.
 
     Args:

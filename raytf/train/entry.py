@@ -27,7 +27,7 @@ def import_raytf() -> None:
     Raises:
         UnsupportedVersionError: what raytf imports is elsewhere in a version that is not tested.
     """
-    output.say_who(output.CHECK)
+    output.say_check()
     import_keras()
     from raytf.data import feed  # noqa: F401
 

@@ -141,11 +141,14 @@ class _Utils(LocalTrainFnUtils):
                 checkpoint.filesystem.delete_dir(checkpoint.path)
         self._tell(metrics, kept)
 
-    def report_later(self, metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> None:
+    def report_later(
+        self, metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]
+    ) -> concurrent.futures.Future[None]:
         """See `ray_train.report_later`."""
         self._check()
         self._last_metrics = metrics
         self._later.append(self._thread.submit(lambda: self._tell(metrics, kept()[0])))
+        return self._later[-1]
 
     def settle(self) -> None:
         """Waits for the reports that are made later, and raises what one of them raised."""

@@ -84,8 +84,10 @@ _GUARDS_START_AFTER_SECONDS = 20.0
 _RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 2.0
 # Between two looks at which nodes there are.
 _NODES_SECONDS = 1.0
-# For Ray to notice the end of a process that another one has told of, and between two polls meanwhile.
-_LOSS_SECONDS, _LOSS_POLL_SECONDS = 2.0, 0.02
+# For Ray to notice the end of a process that another one has told of.
+_LOSS_SECONDS = 2.0
+# Between two polls meanwhile, and behind one that took a report, as each takes one, and the next may wait.
+_SOON_SECONDS = 0.02
 # For all workers to wait for another ring, once one has told that it lost another; the kernel of one whose link is cut
 # without a word tells it last.
 _CUT_SECONDS = 60.0
@@ -307,12 +309,12 @@ class _Controller(TrainController):
 
     @overrides(TrainController)
     async def _poll_workers(self):
-        """Looks at once where a worker has said that it lost another, and until Ray knows of it, too."""
-        left = ray_train.until_poll(self)
-        if self.get_worker_group().heals:
+        """Looks at once where a worker has said that it lost another; soon until Ray knows it, and after a report."""
+        left, group = ray_train.until_poll(self), self.get_worker_group()
+        if group.heals:
             self._looks_until = 0.0
-        elif time.monotonic() < self._looks_until:
-            left = min(left, _LOSS_POLL_SECONDS)
+        if group.took_report or time.monotonic() < self._looks_until:
+            left = min(left, _SOON_SECONDS)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._lost.wait(), left)
         if self._lost.is_set():
@@ -572,6 +574,7 @@ class _WorkerGroup(WorkerGroup):
     @overrides(WorkerGroup)
     def _start(self):
         self._reported: dict[int, int] = {}
+        self.took_report = False  # with the last poll
         self._gone = {}
         self._within: list = []  # actors in the reservation, which end with it
         try:
@@ -682,9 +685,10 @@ class _WorkerGroup(WorkerGroup):
     @overrides(WorkerGroup)
     def _poll_workers_and_collect_errors(self, timeout):
         found = super()._poll_workers_and_collect_errors(timeout)
-        for rank, status in enumerate(found):
-            if status.training_report is not None:
-                self._reported[rank] = self._reported.get(rank, 0) + 1
+        reported = [rank for rank, status in enumerate(found) if status.training_report is not None]
+        for rank in reported:
+            self._reported[rank] = self._reported.get(rank, 0) + 1
+        self.took_report = bool(reported)
         if self._hangs is None and self._healing is None and self.config.hang_timeout_s is not None:
             self._watch_for_hangs()
         if self._healing is None and self.config.spares and self.policy is not None and not self._not_healed:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raytf import activity
 from raytf.runtime import cores
 from raytf.storage import checkpoint_files, division, snapshots
 from raytf.storage.division import Cutter
@@ -107,6 +109,7 @@ class Keeper:
                 self._alone = self._writer.alone
                 self._writer.close()
         self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.before())
+        activity.here.queued_writer = self._writer.queued
         return self._writer.write(name, found, **how)
 
     def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
@@ -135,10 +138,15 @@ class Keeper:
 
         return wait
 
+    def held_up(self) -> contextlib.AbstractContextManager[None]:
+        """See `SnapshotWriter.held_up`."""
+        return contextlib.nullcontext() if self._writer is None else self._writer.held_up()
+
     def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """See `session.RaySession.keep_now`."""
         number = self._take(name, model, parts, pinned=True)
-        self._writer.finish(_LAST_SECONDS, _FAILING_SECONDS, number)
+        with self._writer.held_up():
+            self._writer.finish(_LAST_SECONDS, _FAILING_SECONDS, number)
 
     def close(self, well: bool = True) -> None:
         """Waits for the last one, when the training has ended or failed.
@@ -156,7 +164,8 @@ class Keeper:
                 writer.release()
             else:
                 writer.promote()
-            writer.finish(_LAST_SECONDS)
+            with writer.held_up():
+                writer.finish(_LAST_SECONDS)
         except NotKeptError as error:
             warnings.warn(str(error), stacklevel=2)
         finally:

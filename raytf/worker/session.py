@@ -7,6 +7,8 @@ so that a train loop written for `ray.train.report` and `ray.train.get_context` 
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -15,6 +17,7 @@ import os
 import posixpath
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -38,8 +41,10 @@ from raytf.worker.keeper import Keeper
 TRIAL = "trial.json"
 # The controller knows the reports of a run that goes on before its workers start.
 _LIST_SECONDS = 60.0
-# Whoever waits for a checkpoint says after this long why it is not there; longer than any storage has.
-_SETTLED_SECONDS = 1000.0
+# So many reports may wait for Ray Train's controller, and one may be so old; then the training waits, at most so long.
+_MOST_REPORTS, _OLD_SECONDS, _TAKEN_SECONDS = 5, 60.0, 1000.0
+# What a controller that takes none may be at, as a clause that follows "it" or "which".
+_WAITS_FOR = "waits for its storage or in a callback of RunConfig, or has no processor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +61,29 @@ class Holders:
 
 
 class Pending:
-    """A report that another thread makes, once its checkpoint is whole, or could not be kept.
+    """A checkpoint that is to be whole before it is reported, and before the next one; each in a thread of its own.
 
     Args:
         wait: returns when the checkpoint is whole; raises NotKeptError.
         epoch: at whose end it is written.
+        held_up: around the time for which the training waits for it.
     """
 
-    def __init__(self, wait: Callable[[], None], epoch: int):
-        self._wait, self._epoch = wait, epoch
-        self._settled = threading.Event()
+    def __init__(
+        self, wait: Callable[[], None], epoch: int, held_up: Callable[[], contextlib.AbstractContextManager[None]]
+    ):
+        self._wait, self._epoch, self._held_up = wait, epoch, held_up
+        self._settled, self._lock = False, threading.Lock()
         self._error: NotKeptError | None = None
 
     def settle(self) -> bool:
-        """Waits for the checkpoint, in that thread; whether it is whole."""
+        """Waits for the checkpoint, in the thread that reports; whether it is whole."""
+        with self._lock:
+            if not self._settled:
+                self._settle()
+        return self._error is None
+
+    def _settle(self) -> None:
         try:
             self._wait()
         except NotKeptError as error:
@@ -79,22 +93,57 @@ class Pending:
                 f"{error.why}",
                 stacklevel=2,
             )
-        finally:
-            self._settled.set()
-        return self._error is None
+        self._settled = True
 
     def __call__(self) -> NotKeptError | None:
-        """Waits, and says why the storage has not kept it; None where it has.
+        """Waits, in the thread that trains, and says why the storage has not kept it; None where it has.
+
+        It does not wait for the reports before it: who takes those may be slow.
+        """
+        with contextlib.nullcontext() if self._settled else self._held_up():
+            self.settle()
+        return self._error
+
+
+class Reports:
+    """Those that another thread makes, one after the other, as Ray Train's controller takes them."""
+
+    def __init__(self):
+        self._made: collections.deque[tuple[float, concurrent.futures.Future]] = collections.deque()
+
+    def add(self, report: concurrent.futures.Future) -> None:
+        """Notes one, which is done when it is made."""
+        self._made.append((time.monotonic(), report))
+
+    def wait(self) -> None:
+        """Waits where many are left, or one is old: what judges a trial, and removes checkpoints, is to follow it.
 
         Raises:
-            TimeoutError: the thread did not come to it.
+            TimeoutError: the controller takes none.
         """
-        if not self._settled.wait(_SETTLED_SECONDS):
+        while self._made and self._made[0][1].done():
+            self._made.popleft()
+        if not self._made:
+            return
+        made, oldest = self._made[0]
+        if len(self._made) < _MOST_REPORTS and time.monotonic() - made < _OLD_SECONDS:
+            return
+        with activity.here.within(activity.CONTROLLER):
+            done, _ = concurrent.futures.wait([oldest], _TAKEN_SECONDS)
+        if not done:
             raise TimeoutError(
-                f"The checkpoint at the end of epoch {self._epoch} was to be reported within {_SETTLED_SECONDS:g} s: "
-                "a report before it has not ended"
+                f"Ray Train's controller was to take a report within {_TAKEN_SECONDS:g} s and has not: it {_WAITS_FOR}"
             )
-        return self._error
+
+    def end(self) -> None:
+        """Says, when the training has ended, why the run has not, where that takes long."""
+        _, left = concurrent.futures.wait([report for _, report in self._made], _OLD_SECONDS)
+        if left:
+            warnings.warn(
+                f"The training has ended, and {len(left)} of its reports wait since {_OLD_SECONDS:g} s for Ray Train's "
+                f"controller, which {_WAITS_FOR}",
+                stacklevel=2,
+            )
 
 
 class RaySession:
@@ -111,6 +160,7 @@ class RaySession:
         self.storage = context.get_storage()
         self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         self._pending: Pending | None = None
+        self._reports = Reports()
         self._whole: tuple[int, str] | None = None  # an epoch, and the checkpoint of its end that a lost chief has kept
         self._told = 0  # reports to come that a lost worker has made
 
@@ -164,7 +214,7 @@ class RaySession:
     def _report_kept(self, metrics: dict, name: str | None) -> None:
         """Reports metrics with a checkpoint that is whole, or without one."""
         kept = (None, False) if name is None else (self._at(name), self._validate)
-        ray_train.report_later(metrics, lambda: kept)
+        self._reports.add(ray_train.report_later(metrics, lambda: kept))
 
     def reports_made(self) -> int:
         """See `ray_train.reports_made`."""
@@ -177,6 +227,8 @@ class RaySession:
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Ends what keeps checkpoints; one that is held is needless where the training ended with one."""
         self._keeper.close(well=kind is None or issubclass(kind, MovedError))
+        if kind is None:
+            self._reports.end()
 
     def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None, list[tuple[str, dict]]]:
         """The last whole checkpoint, of an epoch or within one.
@@ -256,8 +308,8 @@ class RaySession:
     def report(self, metrics: dict, moment: Moment | None) -> Callable[[], NotKeptError | None]:
         """Reports metrics and, from the chief, a checkpoint; every worker calls it, and none waits for it.
 
-        The report is made when the checkpoint is whole. It waits for that of the report before: a storage that takes
-        longer than an epoch holds the training up, as every epoch has its own. Where the storage fails, the metrics are
+        The report is made when the checkpoint is whole. The training waits for that of the epoch before: a storage that
+        takes longer than an epoch holds it up, as every epoch has its own. Where the storage fails, the metrics are
         reported without; what is kept within epochs, and the next one, are tried while the training goes on.
 
         Returns:
@@ -265,6 +317,7 @@ class RaySession:
         """
         if self._pending is not None:
             self._pending()
+        self._reports.wait()
         name = self.storage.make_default_checkpoint_dir_name()
         if moment is not None and moment.agreed is not None:
             name = moment.agreed(name)
@@ -280,9 +333,9 @@ class RaySession:
         if self._whole is not None and self._whole[0] == moment.state.epoch:
             self._report_kept(metrics, self._whole[1])
             return lambda: None
-        pending = self._pending = Pending(self._kept_at_end(name, moment), moment.state.epoch)
+        pending = self._pending = Pending(self._kept_at_end(name, moment), moment.state.epoch, self._keeper.held_up)
         kept = self._at(name), self._validate
-        ray_train.report_later(metrics, lambda: kept if pending.settle() else (None, False))
+        self._reports.add(ray_train.report_later(metrics, lambda: kept if pending.settle() else (None, False)))
         return pending
 
     def _kept_at_end(self, name: str, moment: Moment) -> Callable[[], None]:

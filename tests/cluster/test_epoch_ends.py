@@ -11,11 +11,21 @@ import time
 import fsspec.implementations.local
 import pyarrow.fs
 import pytest
+import ray.train
 
 from tests.cluster import models
 from tests.cluster.test_trainer import trainer
 
 _WAIT_SECONDS = 120.0
+
+
+def wait_for_file(path: pathlib.Path, otherwise: str) -> None:
+    """Returns when a file is there; raises what is said otherwise where it does not come."""
+    until = time.monotonic() + _WAIT_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(otherwise)
+        time.sleep(0.01)
 
 
 class Gated(fsspec.implementations.local.LocalFileSystem):
@@ -27,11 +37,7 @@ class Gated(fsspec.implementations.local.LocalFileSystem):
 
     def _open(self, path, mode="rb", **options):
         if "w" in mode and path.endswith("model.keras"):
-            until = time.monotonic() + _WAIT_SECONDS
-            while not self.gate.exists():
-                if time.monotonic() > until:
-                    raise TimeoutError("the training waits for this storage")
-                time.sleep(0.01)
+            wait_for_file(self.gate, "the training waits for this storage")
         return super()._open(path, mode, **options)
 
 
@@ -55,6 +61,46 @@ def dying(config):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return [Note()]
+
+
+class Slow(ray.train.UserCallback):
+    """As one that sends each report away, and whose first one takes until the training has ended; notes when."""
+
+    def __init__(self, ended: str, times: str):
+        self.ended, self.times = pathlib.Path(ended), times
+
+    def after_report(self, run_context, metrics, checkpoint):
+        wait_for_file(self.ended, "the training waits for Ray Train's controller")
+        with open(self.times, "a") as file:
+            file.write(f"{time.monotonic()}\n")
+
+
+def noting_the_end(config):
+    import keras
+
+    class Note(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            if models.rank() == 0:
+                pathlib.Path(config["ended"]).touch()
+
+    return [Note()]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_controller_that_takes_no_reports_does_not_hold_the_training_up(tmp_path, monkeypatch):
+    """Ray Train's queue of reports holds one; its controller may wait for its storage, or a processor, too.
+
+    Then it takes one soon after the other, though it polls every 4 s.
+    """
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "4")
+    ended, times = str(tmp_path / "ended"), str(tmp_path / "times")
+    config, slow = {"epochs": 6, "ended": ended}, [Slow(ended, times)]
+    result = trainer(tmp_path, config=config, callbacks=noting_the_end, keep=2, run_callbacks=slow).fit()
+    first, *_, last = map(float, pathlib.Path(times).read_text().split())
+    assert last - first < 4 * 4, "five polls"
+    assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3, 4, 5, 6]
+    assert len(list((tmp_path / "run").glob("checkpoint_*/"))) == 2
 
 
 @pytest.mark.slow

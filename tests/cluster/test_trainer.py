@@ -37,6 +37,7 @@ def trainer(tmp_path, workers=2, *, name="run", build=models.mlp, failures=0, ca
             storage_filesystem=kwargs.pop("storage_filesystem", None),
             failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(num_to_keep=keep),
+            callbacks=kwargs.pop("run_callbacks", None),
         ),
         progress=False,
         # a loss starts all workers anew, but in the tests of healing

@@ -32,23 +32,18 @@ SECONDS = 3000
 ALSO = ("pytest", "pytest-timeout", "hypothesis", "psutil", "scikit-learn")
 # A scenario of each kind: what all of Keras' replacements, and both ways of summing, are needed for.
 PARITY = (
-    *("cnn_sgd", "mlp_adam", "lstm_adamw", "embedding_adam", "masked_tokens", "class_weight", "batch_normalization"),
+    *("kinds_sgd", "kinds_adam", "kinds_adamw", "masked_tokens", "class_weight", "batch_normalization"),
     *("batch_normalization_synchronized_uneven", "last_batch_of_one_row", "steps_per_execution", "run_eagerly"),
-    *("global_clipnorm", "gradient_accumulation", "ema", "mixed_float16", "predict_all_rows_in_order", "on_batch"),
-    *(
-        "several_inputs_and_outputs",
-        "metrics_that_are_no_averages",
-        "train_step_OwnStep",
-        "gan_dcgan",
-        "vae_with_add_loss",
-    ),
+    *("global_clipnorm_and_ema", "gradient_accumulation", "clipnorm_ema_overwrite_and_weight_decay", "mixed_float16"),
+    *("predict_all_rows_in_order", "on_batch", "several_inputs_and_outputs", "metrics_that_are_no_averages", "losses"),
+    *("train_step_OwnStep", "gan_dcgan", "gan_in_conditions", "vae_with_add_loss", "custom_loop"),
 )
 # Of these, for another Python with versions that all were run with.
-FEW = ("cnn_sgd", "mlp_adam", "lstm_adamw", "batch_normalization", "train_step_OwnStep")
+FEW = ("kinds_sgd", "kinds_adam", "kinds_adamw", "batch_normalization", "train_step_OwnStep")
 TOLERANCE = 1e-9
 # What of Keras' own tests raytf's replacements reach.
 KERAS_TESTS = ("trainers", "losses", "metrics", "optimizers", "callbacks", "models", "backend/tensorflow")
-# Tests of Keras in which raytf differs on purpose; see "What differs from Keras alone" in the README.
+# Tests of Keras in which raytf differs on purpose; see "Versions" in the README.
 DIFFER = ("test_ema", "test_gradient_accumulation")
 
 

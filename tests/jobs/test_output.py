@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import io
 import json
 import os
 import pathlib
@@ -13,6 +15,9 @@ import sys
 import tempfile
 
 import pytest
+import ray
+
+from raytf.runtime.processes import Process
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,6 +64,8 @@ def environment(tmp_path, warm_services):
     ours = {"HOME": str(tmp_path), "PYTHONPATH": path, "COLUMNS": "200", "TERM": "xterm"}
     # a notebook's kernel imports matplotlib, which lists the fonts for each home, and says so when that takes long
     ours["MPLCONFIGDIR"] = str(pathlib.Path.home() / ".cache" / "matplotlib")
+    # beside other tests, which have niceness 0, a run of Ray's 15 has a hundredth of a processor for minutes
+    ours["RAY_worker_niceness"] = "0"
     with tempfile.TemporaryDirectory(prefix="raytf", ignore_cleanup_errors=True) as short:
         yield users | ours | {"RAY_TMPDIR": short}
 
@@ -152,6 +159,24 @@ def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(on_the_c
         *[r"  warnings\.warn.*"] * 2,
     ]
     check_in_any_order(done.stderr, [*warned, *(rf"\[worker \d\] {text}" for text in logged)])
+
+
+def test_a_process_that_is_a_worker_before_it_has_imported_is_shown_as_one(ray_cluster):
+    """The driver asks it for the import, and the controller makes it a worker: whose call comes first is not said."""
+
+    def names(before):
+        from raytf.console import output
+        from raytf.train import entry
+
+        if before:
+            output.say_who("worker 1")
+        with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.redirect_stderr(io.StringIO()):
+            entry.import_raytf()
+        return re.findall("raytf (.*)", told.getvalue())
+
+    process = ray.remote(num_cpus=0)(Process).remote()
+    asked = [process.execute.remote(names, before) for before in (False, False, True)]
+    assert ray.get(asked, timeout=120) == [["model check"], [], []]
 
 
 def check_in_any_order(text: str, patterns: list[str]) -> None:

@@ -28,6 +28,7 @@ LOCAL = [
     *("batch_normalization", "batch_normalization_synchronized_uneven", "last_batch_of_one_row", "odd_global_batch"),
     *("steps_per_execution", "run_eagerly", "global_clipnorm_and_ema", "regularization_and_own_add_loss"),
     *("learning_rate_schedule_and_clipvalue", "batch_logs", "train_step_OwnStep", "train_step_BareLogs", "on_batch"),
+    "arrays_of_python_functions",
     *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
@@ -40,8 +41,16 @@ WANTED = {
     ("float32", "2"): FLOAT32,
     ("float32", "1"): FLOAT32,
 }
-# What `make test-fast` compares: all scenarios, once.
-FAST = [("float64", "2")]
+# Those that take longest, and have others of their kind.
+_LONG = [
+    *("kinds_sgd", "kinds_adamw", "gan_dcgan", "gan_in_long_executions", "gan_wgan_gp", "gan_wgan_gp_synchronized"),
+    *("gan_in_conditions", "gan_in_conditions_in_long_executions", "three_optimizers_with_shared_variables", "losses"),
+    *("steps_per_execution_goes_back_where_it_does_not_help", "steps_per_execution_chosen_by_measurement"),
+    *("batch_normalization", "metrics_that_are_no_averages", "sample_weight", "arrays_of_python_functions"),
+    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore"),
+]
+# What `make test-fast` compares, once.
+FAST = {("float64", "2"): [name for name in FLOAT64 if name not in _LONG]}
 
 
 def processes(place: str) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+from raytf.collectives import exchange
 from raytf.worker.fit import build_from_data
 
 SCENARIOS = {}
@@ -53,9 +54,7 @@ class Place:
         steps = rows // batch if drop else -(-rows // batch)
         spec = tf.nest.map_structure(lambda a: tf.TensorSpec((None, *a.shape[1:]), a.dtype), arrays)
         parts = [part(s) for s in range(steps)]
-        # TensorFlow takes NumPy's memory as it is, and operations on a batch may write into it
-        fresh = lambda: (tf.nest.map_structure(np.copy, one) for one in parts)
-        dataset = tf.data.Dataset.from_generator(fresh, output_signature=spec)
+        dataset = tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
         return worker_part.mark_worker_part(dataset) if self.world > 1 else dataset
 
@@ -82,6 +81,8 @@ class Place:
         keras.utils.set_random_seed(7)
         for variable, value in values:
             variable.assign(value)
+        for metric in model.metrics:  # older versions of Keras count on from one `train_on_batch` to the next
+            metric.reset_state()
         assert len(values) == len(model.variables) + len(model.optimizer.variables)
         return model
 
@@ -129,9 +130,9 @@ def vectors(rows=ROWS):
     return floats(6, rows=rows), classes(rows=rows)
 
 
-def mlp(optimizer=None, loss="sparse_categorical_crossentropy", outputs=4, activation="softmax", **kwargs):
+def mlp(optimizer=None, loss="sparse_categorical_crossentropy", outputs=4, activation="softmax", inputs=6, **kwargs):
     def build():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(16, "relu"), layers.Dense(outputs, activation)])
+        model = keras.Sequential([keras.Input((inputs,)), layers.Dense(16, "relu"), layers.Dense(outputs, activation)])
         kwargs.setdefault("metrics", ["accuracy"])
         model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9), loss, **kwargs)
         return model
@@ -305,6 +306,40 @@ def arrays(p):
     out = results(model, history)
     out["evaluate"] = np.asarray(model.evaluate(x, y, batch_size=50, verbose=0))
     return out
+
+
+def aligned(values):
+    """A copy whose memory TensorFlow takes as it is."""
+    found = exchange.empty(values.size, values.dtype).reshape(values.shape)
+    found[:] = values
+    return found
+
+
+@scenario
+def arrays_of_python_functions(p):
+    """Their memory is not written to, whoever hands parts of them to TensorFlow."""
+    before = floats(8, rows=32), (floats(8, rows=32) > 0).astype(keras.config.floatx())
+    x, y = map(aligned, before)
+    part = lambda i: (x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8])
+
+    class Parts(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return part(i)
+
+    def called(i):
+        return tuple(tf.ensure_shape(t, (8, 8)) for t in tf.numpy_function(part, [i], [x.dtype, y.dtype]))
+
+    spec = (tf.TensorSpec((None, 8), x.dtype), tf.TensorSpec((None, 8), y.dtype))
+    generated = tf.data.Dataset.from_generator(lambda: map(part, range(4)), output_signature=spec)
+    model = p._built(mlp(loss="binary_crossentropy", outputs=8, activation="sigmoid", inputs=8))
+    changed = []
+    for data in (Parts(), generated, tf.data.Dataset.range(4).map(called)):
+        model.fit(data, epochs=2, verbose=0, shuffle=False)
+        changed += [(now != was).sum() for now, was in zip((x, y), before, strict=True)]
+    return {"changed": np.asarray(changed)}
 
 
 @scenario
@@ -1058,10 +1093,28 @@ def _exchanged(p, slices, rows):
 
 @scenario
 def on_batch(p):
+    """Each row counts once, whatever is summed or counted in it; the last batch has a row for one replica alone."""
     x, y = vectors()
     part = slice(p.rank * ROWS // p.world, (p.rank + 1) * ROWS // p.world)
     model = p.plain()
     logs = [model.train_on_batch(x[part], y[part], return_dict=True) for _ in range(3)]
     tested = model.test_on_batch(x[part], y[part], return_dict=True)
-    out = {f"log:{k}": np.asarray([line[k] for line in logs]) for k in logs[0]}
-    return results(model) | out | {f"test:{k}": np.asarray(v) for k, v in tested.items()}
+    out = results(model) | {f"log:{k}": np.asarray([line[k] for line in logs]) for k in logs[0]}
+    out |= {f"test:{k}": np.asarray(v) for k, v in tested.items()}
+
+    def build():
+        inputs = {"a": keras.Input((6,)), "b": keras.Input((3,))}
+        model = keras.Model(inputs, layers.Dense(1, "sigmoid")(layers.Concatenate()(list(inputs.values()))))
+        counts = [keras.metrics.TruePositives(name="positives")]
+        model.compile(keras.optimizers.SGD(0.01), keras.losses.BinaryCrossentropy(reduction="sum"), metrics=counts)
+        return model
+
+    model = p._built(build)
+    rows = np.array_split(np.arange(7), p.world)[p.rank]
+    for i, mine in enumerate([rows, rows, rows[: p.rank == 0]]):
+        inputs, labels = {"a": x[mine], "b": floats(3)[mine]}, (y[mine] % 2)[:, None]
+        logs = model.train_on_batch(inputs, labels, class_weight={0: 1.0, 1: 3.0}, return_dict=True)
+        tested = model.test_on_batch(inputs, labels, np.full(len(mine), 2.0), return_dict=True)
+        out |= {f"counts:{i}:{k}": np.asarray([logs[k], tested[k]]) for k in logs}
+    out["predicted"] = model.predict_on_batch({"a": x[rows], "b": floats(3)[rows]})
+    return out | {f"counts:{k}": v for k, v in results(model).items()}

@@ -8,7 +8,9 @@ import pytest
 from tests.processes.groups import FAST, WANTED, parity_folder
 
 CASES = [
-    pytest.param(*key, name, id=f"{name}-{key[1]}-{key[0]}", marks=[pytest.mark.slow] if key not in FAST else [])
+    pytest.param(
+        *key, name, id=f"{name}-{key[1]}-{key[0]}", marks=[] if name in FAST.get(key, ()) else [pytest.mark.slow]
+    )
     for key, names in WANTED.items()
     for name in names
     if key[1] != "1"

@@ -31,6 +31,7 @@ input()
 """
 
 
+@pytest.mark.slow
 def test_processes_get_different_ports_even_between_release_and_bind():
     """Of three ports three processes get one each; a fourth gets none, also when TensorFlow has been given theirs."""
     children = [

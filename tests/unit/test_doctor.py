@@ -196,6 +196,7 @@ def test_strangers_who_say_nothing_or_nonsense_hold_nobody_up(probes):
         assert time.monotonic() - began < probe.LINK_SECONDS
 
 
+@pytest.mark.slow
 def test_a_program_that_accepts_and_says_nothing_is_an_error_in_time(probes):
     with socket.create_server((HERE, 0)) as mute:
         began = time.monotonic()

@@ -164,6 +164,7 @@ def test_where_the_order_of_rows_follows_the_batch_an_epoch_begins_anew():
     assert sampling.regrouped(order(60, 10), order(61, 20), 3) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_first_step_of_the_rest_of_an_epoch(workers):
     """Workers together have the rows that are left of it, in their order, one or two of them none."""

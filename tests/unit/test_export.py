@@ -150,6 +150,7 @@ def test_what_is_no_source_is_refused(tmp_path, source):
             way()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Ray's list")
 def test_a_uri_is_one_of_a_run_a_checkpoint_or_a_file(run, tmp_path):
     with object_store.serving() as storage:
@@ -238,6 +239,7 @@ assert not {"raytf", "ray"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_and_exports_are_read_without_raytf_and_compute_the_same(tmp_path):
     """A checkpoint's weights by Keras and by h5py; an export's by `tf.train` and as a SavedModel."""
     import keras
@@ -385,6 +387,7 @@ def test_told_before_ray_and_tensorflow_are_imported(run, tmp_path, command):
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command_as_it_is_typed(run, tmp_path):
     done = typed(tmp_path, str(run), "-o", "served", "--which", "best", "--metric", "accuracy", "--mode", "max")
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 LATER = """
 import sys
 from raytf.compat.fast_import import import_keras
@@ -26,6 +28,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_what_comes_later_still_works(tmp_path):
     picture = tmp_path / "gallery.png"
     subprocess.run([sys.executable, "-c", LATER, str(picture)], check=True, timeout=120)

@@ -42,6 +42,7 @@ def global_batch(epochs, order, epoch, step, workers):
     return one.row_numbers(np.concatenate(parts)).tolist()
 
 
+@pytest.mark.slow
 def test_a_run_makes_each_step_of_the_undisturbed_one_once_whatever_happens():
     """Before a fault's step the run breaks: it goes on from its last checkpoint, with another number of workers."""
     for seed in PLANS:
@@ -256,6 +257,7 @@ def is_manifest_alike(path, content):
         return False
 
 
+@pytest.mark.slow
 def test_of_torn_checkpoints_the_newest_whole_one_is_taken(run):
     """By the driver, by a worker that goes on, and by `load_model`; whichever files of the run are damaged."""
     folder, files = run
@@ -329,6 +331,7 @@ def test_what_is_removed_is_never_the_newest_whole_one():
         assert all(steps[name] < max(newest, epoch) for name in removed), f"seed {seed}: one may be being written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True])
 def test_writes_that_fail_leave_the_last_whole_one(tmp_path, remote):
     """At each a planted error may end it when its bytes are there; it is then tried again, or left out."""

@@ -41,7 +41,7 @@ def shuffle(request):
     return request.param
 
 
-@pytest.mark.parametrize("superbatch", [feed_module.SUPERBATCH, 600])
+@pytest.mark.parametrize("superbatch", [pytest.param(feed_module.SUPERBATCH, marks=pytest.mark.slow), 600])
 def test_workers_together_give_every_row_once(shuffle, superbatch, monkeypatch):
     """As many steps on each worker as on any, also where a last step has no row for one."""
     monkeypatch.setattr(feed_module, "SUPERBATCH", superbatch)

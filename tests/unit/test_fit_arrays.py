@@ -76,6 +76,7 @@ def _as_given(batch, y, w):
     return batch
 
 
+@pytest.mark.slow
 def test_class_weights_and_an_arrow_table_and_ragged_rows():
     import tensorflow as tf
 

@@ -59,6 +59,7 @@ def test_what_writes_events_is_imported_by_the_chief_before_the_first_step(tmp_p
     assert tensorboard(None, [], 0) == []
 
 
+@pytest.mark.slow
 def test_events_are_those_of_keras(tmp_path):
     """Which prepares events of batches, too, and drops them."""
     found = []

@@ -69,6 +69,7 @@ def seconds_until(judge, workers, most=1000, ends=False):
         ({"phase": activity.INPUT}, "waits for rows of its input in step 18"),
         ({"phase": activity.CALLBACKS, "hook": "Mine.on_epoch_end"}, "is in Mine.on_epoch_end after step 17"),
         ({"phase": activity.CHECKPOINT}, "writes a checkpoint after step 17"),
+        ({"phase": activity.CONTROLLER}, "waits after step 17 for Ray Train's controller, which takes no report"),
         ({"phase": activity.STEP}, "is in step 18 and does not use its processors"),
         ({"phase": activity.END}, "has left the training after step 17"),
     ],
@@ -79,7 +80,7 @@ def test_the_one_that_does_not_come_is_named_and_ended_later(told, words):
     assert 10 <= second <= 11 and hang.rank == 1 and words in str(hang) and not hang.ends
     assert "worker 0 and worker 2 wait for it since step 18" in str(hang)
     second, _ = seconds_until(Judge(10, 60), workers, ends=True)
-    slow = told["phase"] in (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT)
+    slow = told["phase"] not in (activity.STEP, activity.END)
     assert 30 < second <= 300 if slow else second <= 30
 
 
@@ -133,6 +134,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_a_process_tells_that_it_was_ready_to_run_and_had_no_processor():
     done = subprocess.run([sys.executable, "-c", STARVES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -75,6 +75,7 @@ for step in itertools.count(1):
 """
 
 
+@pytest.mark.slow
 def test_the_newest_is_written_whenever_its_process_is_killed(tmp_path):
     """Kept and held in any order, as fast as they come, and a kill at any moment, also in the middle of a copy."""
     rng = random.Random(0)
@@ -116,6 +117,7 @@ def test_the_note_of_a_host_that_has_gone_is_waited_for_once(tmp_path):
     assert finishing.wait(LOCAL, str(tmp_path), 0.0) and not os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_writer_whose_worker_is_killed_while_its_storage_is_slow_says_so(tmp_path, monkeypatch):
     code = (
         "import raytf.storage.snapshot_writer as w, sys, time; put = w.SnapshotStore.put; "

@@ -1,6 +1,8 @@
 """Who ends an iterator does not wait for it, if TensorFlow may wait."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,6 +11,31 @@ import tensorflow as tf
 
 from raytf.compat.tensorflow import OwnedIterator
 from raytf.parallel import iterator_ends
+
+# The end of its iterator takes three seconds more when Python begins to end. Hooks run from the last to the first.
+ENDS_WITH_PYTHON = """
+import atexit, gc, threading, time
+waits, ended = threading.Event(), threading.Event()
+atexit.register(lambda: print("freed before Python ends:", ended.is_set()))
+import tensorflow as tf
+from raytf.parallel import trainer
+trainer.install()
+atexit.register(waits.set)
+
+def rows():
+    try:
+        yield from range(9)
+    finally:
+        waits.wait(60)
+        time.sleep(3)
+        ended.set()
+
+iterator = iter(tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int32)).prefetch(1))
+next(iterator)
+del iterator
+gc.collect()
+assert not ended.is_set()
+"""
 
 
 @pytest.fixture
@@ -76,3 +103,32 @@ def test_iterators_are_what_they_were():
     assert int(total(dataset)) == int(total(iter(dataset))) == 20
     gc.collect()
     assert int(dataset.reduce(tf.constant(0, tf.int64), lambda a, b: a + b)) == 20
+
+
+@pytest.mark.slow
+def test_python_ends_behind_all_of_them():
+    """A thread that asks for Python's lock within a destructor while Python ends would abort the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS_WITH_PYTHON], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "freed before Python ends: True\n"), done.stderr[-3000:]
+
+
+def test_an_end_that_takes_long_is_told_and_has_a_limit(monkeypatch, capsys):
+    monkeypatch.setattr(iterator_ends, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(iterator_ends, "_MOST_SECONDS", 0.1)
+    waits, ended = threading.Event(), threading.Event()
+
+    class Held:
+        def __del__(self):
+            waits.wait(60)
+            ended.set()
+
+    ends = iterator_ends._Ends()
+    ends.begin([Held()])
+    ends.close()
+    told = capsys.readouterr().err.splitlines()
+    assert "may take a minute" in told[0] and "has not freed 1 iterators" in told[1] and len(told) == 2, told
+    assert ends.closed and not ended.is_set()
+    waits.set()
+    assert ended.wait(60)
+    ends.close()
+    assert not capsys.readouterr().err

@@ -5,12 +5,14 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import warnings
 
 import numpy as np
 import pyarrow.fs
 import pytest
 
+from raytf import activity
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import State
 from raytf.storage.snapshots import NotKeptError
@@ -18,7 +20,7 @@ from raytf.storage.step_folders import name_of
 from raytf.worker import checkpoint
 from raytf.worker.callbacks import ReportCallback
 from raytf.worker.keeper import Keeper
-from raytf.worker.session import Pending
+from raytf.worker.session import Pending, Reports
 from tests.unit.test_checkpoint import functional, subclassed, trained
 from tests.unit.test_snapshots import is_gone, wait_for
 
@@ -79,6 +81,7 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
     checkpoint_files.check(str(tmp_path / "run" / name_of(3)))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, monkeypatch):
     monkeypatch.setattr("raytf.worker.keeper._LAST_SECONDS", 0.5)
     (tmp_path / "run").write_text("in the way")
@@ -109,23 +112,65 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
     with pytest.raises(NotKeptError, match="checkpoint_two could not be kept"), pytest.warns(UserWarning):
         keeper.keep_at_end("checkpoint_two", moment)()
     keep(keeper, model, 6)
+    writer = keeper._writer
+    wait_for(lambda: writer._drain(0.01) or writer._begun == writer._last)  # else it may still be trying the one before
     (tmp_path / "run").unlink()
-    keeper._writer.finish(60.0)
+    writer.finish(60.0)
     assert os.listdir(tmp_path / "run") == [name_of(6)]
 
 
+@pytest.mark.slow
 def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ended(tmp_path, keeper, monkeypatch):
     monkeypatch.setattr("raytf.worker.keeper._LAST_SECONDS", 0.5)
     (tmp_path / "run").write_text("in the way")
     model, _ = trained(functional)
     moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
-    pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1)
+    pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         settled = thread.submit(pending.settle)
         with pytest.warns(UserWarning, match="could not be kept"):
             keeper.close()
             assert not settled.result(30)
     assert isinstance(pending(), NotKeptError) and "checkpoint_one could not be kept: " in str(pending())
+
+
+def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_reports(tmp_path, keeper):
+    """That one may not come to it for long: Ray Train's controller takes one report after the other."""
+    model, _ = trained(functional)
+    moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
+    pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
+    assert pending() is None
+    checkpoint_files.check(str(tmp_path / "run" / "checkpoint_one"))
+    keeper.close()
+    assert pending.settle(), "it was whole"
+
+
+@pytest.mark.parametrize("limit", ["_OLD_SECONDS", "_MOST_REPORTS"])
+def test_reports_are_waited_for_where_one_is_old_or_many_are_left(limit, monkeypatch):
+    reports, one, two = Reports(), concurrent.futures.Future(), concurrent.futures.Future()
+    reports.wait()
+    for report in (one, two):
+        reports.add(report)
+        reports.wait()
+    monkeypatch.setattr(f"raytf.worker.session.{limit}", 0)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(reports.wait()))
+    thread.start()
+    wait_for(lambda: activity.here.told()["phase"] == activity.CONTROLLER)
+    assert not found
+    one.set_result(None)
+    thread.join(30)
+    assert found and activity.here.told()["phase"] != activity.CONTROLLER
+    monkeypatch.setattr("raytf.worker.session._TAKEN_SECONDS", 0.01)
+    with pytest.raises(TimeoutError, match="to take a report within 0.01 s and has not"):
+        reports.wait()
+    monkeypatch.setattr("raytf.worker.session._OLD_SECONDS", 0.0)
+    with pytest.warns(UserWarning, match="The training has ended, and 1 of its reports"):
+        reports.end()
+    two.set_result(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reports.end()
 
 
 @pytest.mark.parametrize("kept", [True, False])

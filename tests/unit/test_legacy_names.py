@@ -73,6 +73,7 @@ def test_where_keras_2_is_asked_for(monkeypatch):
     assert legacy_keras.asked(False, {legacy_keras.VARIABLE: "0"}) is None, "an environment of the workers goes first"
 
 
+@pytest.mark.slow
 def test_without_keras_2_that_is_said_first(tmp_path):
     """Before Ray has started; the package is hidden in a process of its own."""
     code = (

@@ -67,3 +67,16 @@ def test_a_real_process_is_stopped_goes_on_and_ends():
         assert liveness.look(process.pid).state == "Z"
         process.communicate()
     assert liveness.look(process.pid) is None
+
+
+def test_how_long_a_thread_waited_for_a_processor(tmp_path):
+    assert liveness.queued(os.getpid()) >= 0.0
+    with pytest.raises(OSError):
+        liveness.queued(2**22 + 1)
+    told = tmp_path / "self" / "task" / "7" / "schedstat"
+    told.parent.mkdir(parents=True)
+    told.write_text("5 2500000000 9\n")
+    assert liveness.queued(7, proc=str(tmp_path)) == 2.5
+    told.write_text("")
+    with pytest.raises(OSError, match="has 0 numbers"):
+        liveness.queued(7, proc=str(tmp_path))

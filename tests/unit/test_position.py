@@ -32,6 +32,7 @@ def read(position, epochs=3, stop=None):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["full", "window", "none"])
 def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
     options = {"shuffle": shuffle, "window": 50}
@@ -51,6 +52,7 @@ def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
             assert first.get(epoch, []) + rest.get(epoch, []) == batches, f"epoch {epoch}, stopped after {stop} batches"
 
 
+@pytest.mark.slow
 def test_other_numbers_of_workers_go_on_together():
     options = {"global_batch": 34, "shuffle": "full"}
     alone = read(Position(rows(**options)))

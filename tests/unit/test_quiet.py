@@ -109,6 +109,7 @@ def test_a_line_of_source_is_shown_of_warnings_of_others_alone():
         assert theirs.splitlines()[1].strip().strip('"') == __doc__
 
 
+@pytest.mark.slow
 def test_a_user_s_own_import_of_tensorflow_is_quiet():
     """And leaves the module as Python makes it; TensorFlow imported first says what it says."""
     program = (

@@ -316,6 +316,7 @@ def test_a_silent_neighbour_is_waited_for_as_long_as_was_said(ring_of):
         places[0].add(np.zeros(2))
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_does_not_read_is_waited_for_longer_than_its_host(ring_of):
     """What is unsent fills the connection, and the other's kernel answers that it takes nothing."""
     places = ring_of(3, "tcp", timeout=None, host_gone=2)

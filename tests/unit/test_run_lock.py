@@ -62,6 +62,7 @@ def test_one_driver_has_the_folder(place):
     assert not left, "files of the lock are left"
 
 
+@pytest.mark.slow
 def test_of_two_that_come_at_once_one_gets_it(place, monkeypatch):
     # a busy machine may write late, and a file in memory is seen before it is written: its owner is waited for
     monkeypatch.setattr(lock_file, "SETTLE_SECONDS", 2.0)

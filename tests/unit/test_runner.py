@@ -79,6 +79,7 @@ def test_a_script_keeps_to_the_cores_that_are_claimed_for_it(runner, tmp_path, m
         cores._close(others)
 
 
+@pytest.mark.slow
 def test_the_end_of_one_is_not_taken_for_that_of_the_next(runner, tmp_path):
     first = start(runner, tmp_path, LEAVES.format(then="sys.stdout.flush()\nimport time\ntime.sleep(60)"))
     child = int(runner.follow(first)[0][1])
@@ -99,6 +100,7 @@ def test_a_restart_ends_what_is_left_of_the_one_before(runner, tmp_path):
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_all_lines_come_though_nobody_follows_for_a_while(runner, tmp_path):
     number = start(runner, tmp_path, "for i in range(30_000): print(i)\nraise SystemExit('why')")
     while not runner._script.events.full():

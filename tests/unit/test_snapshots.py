@@ -1,6 +1,8 @@
 """Snapshots go to a process of their own, which writes them whole or not at all. Plain processes, no Ray."""
 
 import contextlib
+import dataclasses
+import inspect
 import os
 import pathlib
 import random
@@ -18,11 +20,11 @@ import pytest
 
 from raytf import liveness
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, scattered
+from raytf.storage import checkpoint_files, priority, scattered, snapshot_writer
 from raytf.storage.checkpoint_files import State
 from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, needless
-from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter, wait_for_writers
+from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter, _Other, wait_for_writers
 from raytf.storage.step_folders import name_of, step_of
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -100,11 +102,114 @@ def test_the_last_ones_are_whole_and_older_ones_removed(writer, tmp_path):
 def test_who_writes_lets_the_training_go_first(writer):
     writer.write(name_of(1), parts_of(1))
     writer.finish(60.0)
-    assert os.getpriority(os.PRIO_PROCESS, writer.pid) > os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.sched_getscheduler(writer.pid) == os.SCHED_BATCH
+    assert goes_last(writer.pid)
     group = pathlib.Path(f"/proc/{writer.pid}/autogroup")
     if group.exists():
         assert group.read_text().split()[-1] != "0", "of its own session, which Linux may take for a group"
+
+
+BURNS = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+while True:
+    pass
+"""
+
+
+def goes_last(pid: int) -> bool:
+    """Whether a process does, in all of its threads; else it does so in none."""
+    raised = os.getpriority(os.PRIO_PROCESS, 0) if priority._may_be_taken_back() else -20
+    last = {
+        os.sched_getscheduler(thread) == os.SCHED_BATCH and os.getpriority(os.PRIO_PROCESS, thread) > raised
+        for thread in map(int, os.listdir(f"/proc/{pid}/task"))
+    }
+    assert len(last) == 1
+    return last.pop()
+
+
+def test_who_writes_goes_last_no_more_while_the_training_waits_for_it(writer):
+    """Beside computing neighbours it would get a processor for some milliseconds after 13 s: so long all waited."""
+    with writer.held_up():
+        writer.write(name_of(1), parts_of(1))  # before it is known who that is
+        writer.finish(60.0)
+        assert not goes_last(writer.pid)
+        with writer.held_up():
+            pass
+        assert not goes_last(writer.pid), "one waits still"
+    assert goes_last(writer.pid)
+    writer.finish(60.0)
+    assert goes_last(writer.pid), "others than the training wait so"
+
+
+def test_who_writes_tells_how_long_it_had_no_processor(writer):
+    """So that it is not taken for a hang of the worker that waits for it."""
+    writer.write(name_of(1), parts_of(1))
+    writer.finish(60.0)
+    cpu, before = min(os.sched_getaffinity(0)), writer.queued()
+    others = [subprocess.Popen([sys.executable, "-c", BURNS, str(cpu)]) for _ in range(2)]
+    try:
+        os.sched_setaffinity(writer.pid, {cpu})
+        for step in range(2, 1000):
+            writer.write(name_of(step), parts_of(step))
+            writer.finish(60.0)
+            if writer.queued() > before + 0.05:
+                return
+        pytest.fail(f"{writer.queued() - before} s")
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_who_writes_goes_last_no_more_when_the_next_epoch_has_ended_before(writer, tmp_path):
+    """On a worker that writes a part: it is the chief that waits, on another host."""
+    writer.write(name_of(1), parts_of(1), pinned=True)
+    writer.finish(60.0)
+    (tmp_path / "run").rename(tmp_path / "aside")
+    (tmp_path / "run").write_text("in the way")
+    with pytest.warns(UserWarning, match="could not be written"):
+        for step in (2, 3):
+            writer.write(name_of(step), parts_of(step), pinned=True)
+            wait_for(lambda: writer._drain(0.01) or writer._failed)
+            assert goes_last(writer.pid) == (step == 2)
+    (tmp_path / "run").unlink()
+    writer.finish(60.0)
+    assert goes_last(writer.pid)
+
+
+def test_one_that_has_another_ones_number_is_left_alone():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        other = _Other(process.pid, 19)
+        other._seen = dataclasses.replace(other._seen, started=other._seen.started - 1)
+        before = os.getpriority(os.PRIO_PROCESS, process.pid)
+        os.sched_setscheduler(process.pid, os.SCHED_BATCH, os.sched_param(0))
+        other.goes_last(False)
+        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == before
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("privileged", [True, False])
+def test_only_what_can_be_taken_back_is_given_away(privileged):
+    if os.geteuid() != 0:
+        pytest.skip("Who may take it back and who may not are told apart as root")
+    code = (
+        "import os, threading; from raytf.storage import priority as p;"
+        f"{'' if privileged else 'os.setuid(65534);'} before = os.getpriority(0, 0);"
+        "stays = threading.Event(); thread = threading.Thread(target=stays.wait); thread.start();"
+        "threads = lambda: map(int, os.listdir('/proc/self/task'));"
+        "state = lambda: {(os.sched_getscheduler(t), os.getpriority(0, t)) for t in threads()};"
+        "n = p.go_last(); last = state(); p.share_alike(os.getpid()); alike = state();"
+        "p.go_last_again(os.getpid(), n); assert state() == last; stays.set();"
+        "print(*(len(found) == 1 for found in (last, alike)), *(f - before for _, f in [*last, *alike]),"
+        "last.pop()[0] == os.SCHED_BATCH, alike.pop()[0] == os.SCHED_OTHER)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    if privileged and not priority._may_be_taken_back():
+        pytest.skip("this root may not lower niceness")
+    raised = f"{min(19, before + 10) - before} {-before}" if privileged else "0 0"
+    assert done.stdout == f"True True {raised} True True\n", done.stderr
 
 
 def test_parts_grow_and_a_snapshot_of_the_same_name_takes_the_place_of_another(writer, tmp_path):
@@ -199,6 +304,7 @@ def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path)
     assert os.listdir(tmp_path / "run") == [name_of(2)]
 
 
+@pytest.mark.slow
 def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_path):
     """The one who fills takes buffers back while the other one begins with them."""
     writer.write(name_of(0), parts_of(0))
@@ -294,6 +400,7 @@ def check_all(run) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_fifty_kills_at_random_moments_of_writing_leave_whole_ones(tmp_path):
     done = subprocess.run([sys.executable, "-c", WRITING, tmp_path], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -316,6 +423,7 @@ for step in itertools.count(int(sys.argv[2])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["who hands over", "who writes"])
 def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, killed):
     run, rng, step, whole = tmp_path / "run", random.Random(killed), 0, [0]
@@ -350,6 +458,19 @@ def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monke
     pid, writer._gone = writer.pid, True
     writer.close()
     wait_for(lambda: is_gone(pid))
+
+
+@pytest.mark.parametrize(("starved", "least"), [(False, 0.1), (True, 0.4)])
+def test_a_writer_that_is_alone_and_has_no_processor_has_more_time(monkeypatch, starved, least):
+    """What a busy machine keeps it from is not the storage's fault; its next run waits as long."""
+    monkeypatch.setattr(snapshot_writer, "ORPHAN_SECONDS", 0.1)
+    monkeypatch.setattr(snapshot_writer, "LONGEST_SECONDS", 0.4)
+    monkeypatch.setattr(snapshot_writer, "_queued", time.monotonic if starved else lambda: 7.0)
+    began = time.monotonic()
+    snapshot_writer._stay()
+    assert time.monotonic() - began >= least
+    default = inspect.signature(wait_for_writers).parameters["seconds"].default
+    assert default > 90.0, "it waits less than a writer may live"
 
 
 def limited(path, **limits):

@@ -51,6 +51,7 @@ def stored(storage) -> list[str]:
     return sorted(info.base_name for info in found)
 
 
+@pytest.mark.slow
 def test_a_large_one_goes_in_parts_and_the_manifest_comes_last(storage, writer, tmp_path):
     for step, size in ((1, 1000), (2, 1000), (3, 4_000_000)):  # of four bytes
         writer.write(name_of(step), parts_of(step, size))
@@ -63,6 +64,7 @@ def test_a_large_one_goes_in_parts_and_the_manifest_comes_last(storage, writer, 
     assert all("manifest.json" in path for path in written[-3:]) and "manifest.json" not in written[-4]
 
 
+@pytest.mark.slow
 def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
     """A 503 at a part of the file, more often than pyarrow itself tries it, is told, and the next try is whole."""
     count = [0]
@@ -83,6 +85,7 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
     wait_for(lambda: is_gone(writer.pid))
 
 
+@pytest.mark.slow
 def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_path):
     writer = SnapshotWriter(storage.filesystem(), RUN)
     writer.write(name_of(1), parts_of(1))
@@ -102,6 +105,7 @@ def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_pa
     wait_for(lambda: is_gone(writer.pid))
 
 
+@pytest.mark.slow
 def test_a_slow_storage_holds_nobody_up(storage, writer, tmp_path):
     writer.write(name_of(1), parts_of(1))
     writer.finish(100.0)

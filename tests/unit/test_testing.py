@@ -112,6 +112,7 @@ def fit(plan, folder, others=(), **options):
     return model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[plan.callback(folder), *others], **options)
 
 
+@pytest.mark.slow
 def test_a_fault_happens_once_over_restarts(tmp_path):
     plan = FaultPlan([Fail(rank=0, step=5, text="first"), Fail(rank=0, step=0, epoch=1, text="second")])
     for text in ("second", "first"):
@@ -152,6 +153,7 @@ def test_a_rank_that_is_not_there_is_refused_before_the_first_step(tmp_path, mon
         plan.callback(tmp_path).on_train_begin()
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_and_goes_through_when_it_is_started_again(tmp_path):
     program = "from tests.unit.test_testing import *; import sys; fit(FaultPlan([Kill(rank=0, step=3)]), sys.argv[1])"
     codes = [subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120).returncode for _ in range(2)]
@@ -171,6 +173,7 @@ def test_a_ring_that_is_cut_off_says_at_once_who_is_lost():
         CutOff(rank=0, step=0).happen()
 
 
+@pytest.mark.slow
 def test_silence_lasts_until_the_kernel_gives_up(tmp_path):
     """What one sends no longer arrives, and is not acknowledged; the other side learns it from its kernel."""
     here = rings(2)

@@ -87,6 +87,7 @@ def _pictures(keras):
     return model, np.arange(20 * 6 * 6 * 3.0).reshape(20, 6, 6, 3) % 7, np.arange(20.0)[:, None] / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_functional, _gan, _words, _pictures])
 def test_a_copy_trains_as_the_original(make):
     import keras

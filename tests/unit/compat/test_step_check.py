@@ -1,4 +1,4 @@
-"""Versions that are not in the table are looked at before training starts: a step, too, in less than 5 s."""
+"""Versions that are not in the table are looked at before training starts, a step, too, in seconds."""
 
 import json
 import subprocess
@@ -33,11 +33,13 @@ def elsewhere():
     except ImportError as error:
         return error
 
-def seconds():
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+def seconds(whose):
+    used = resource.getrusage(whose)
     return used.ru_utime + used.ru_stime
 
-answers = {"fits": repr(dry_run._in_a_copy(dry_run._look_at_versions)), "seconds": seconds()}
+imports = seconds(resource.RUSAGE_SELF)
+fits = repr(dry_run._in_a_copy(dry_run._look_at_versions))
+answers = {"fits": fits, "seconds": seconds(resource.RUSAGE_CHILDREN), "imports": imports}
 for function in (other_results, other_signature, elsewhere):
     answers[function.__name__] = repr(dry_run._in_a_copy(function))
 print(json.dumps(answers))
@@ -46,7 +48,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def told():
-    """What the check says in copies of a process, and the seconds of CPU that the first of them took."""
+    """What the check says in copies of a process, and the seconds of CPU of the first of them and of the imports."""
     done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -56,7 +58,7 @@ def told():
 def test_a_version_that_fits_is_used_with_a_line(told):
     assert "is not tested with raytf" in told["fits"] and "keras 3." in told["fits"]
     assert "training goes on" in told["fits"]
-    assert told["seconds"] < 5
+    assert told["seconds"] < 1.5 * told["imports"], "on a quiet machine it takes 2.5 s"
 
 
 @pytest.mark.slow

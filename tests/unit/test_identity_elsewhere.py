@@ -1,15 +1,26 @@
-"""Which values of the config are part of a run's identity: those that build_model reads."""
+"""What tells one run from another is the same in every process; and which values of the config are part of it.
+
+One process runs all that needs another one.
+"""
 
 from __future__ import annotations
 
 import json
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
-# In a process of its own: a model is tried in a fork, which must not be one of a process that has run TensorFlow.
-PROGRAM = """
+from tests.unit import changes_of_models as changes
+from tests.unit import kinds_of_models as kinds
+from tests.unit.test_identity import run_of, texts
+from tests.unit.test_identity_of_code import ALL
+
+pytestmark = pytest.mark.slow
+RUN = "import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path, run_name='__main__')"
+# It comes first: a model is tried in a fork, which must not be one of a process that has run TensorFlow.
+READS = """
 import json, sys
 import cloudpickle, numpy as np, pyarrow as pa
 from raytf.compat.fast_import import import_keras
@@ -67,25 +78,47 @@ for build in (by_key, later, in_step, whole, spread, default, unread):
     told[build.__name__] = tried.identity["config"] if isinstance(tried, dry_run.Tried) else str(tried)
 print(json.dumps(told))
 """
-ALL = {"alpha": 2.5, "patience": 5}
+CONFIG = {"alpha": 2.5, "patience": 5}
 EXPECTED = {
     "by_key": {"alpha": 2.5},
     "later": {"alpha": 2.5},
     "in_step": {"alpha": 2.5},
-    "whole": ALL,
-    "spread": ALL,
+    "whole": CONFIG,
+    "spread": CONFIG,
     "default": {"which": 1},
     "unread": {},
 }
 
 
 @pytest.fixture(scope="module")
-def told():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+def elsewhere(tmp_path_factory):
+    """What each program says: READS, and the two modules of models, one of them from a copy in another place."""
+    folder = tmp_path_factory.mktemp("moved")
+    reads, copy = folder / "reads.py", folder / "moved_and_renamed.py"
+    reads.write_text(READS)
+    text = pathlib.Path(kinds.__file__).read_text()
+    copy.write_text("# lines have moved\n\n\n\n" + text.replace("  # a comment", "\n        # another comment"))
+    command = [sys.executable, "-c", RUN, reads, changes.__file__, copy]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    said = map(json.loads, run.stdout.splitlines()[-3:])
+    return dict(zip(("reads", "changes", "kinds"), said, strict=True))
+
+
+@pytest.mark.parametrize("build", kinds.KINDS, ids=lambda build: build.__name__)
+def test_a_model_is_the_same_in_every_process(elsewhere, build):
+    here = kinds.told(build)
+    assert here == elsewhere["kinds"][build.__name__]
+    text = json.dumps(here)
+    assert " at 0x" not in text and "unit" not in json.dumps(here["model"]["class"]) and len(text) < 30_000
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_its_code_is_the_same_in_every_process(elsewhere, case):
+    source, one = ALL[case][:2]
+    assert texts(run_of(changes.told(source, one)), run_of(elsewhere["changes"][case])) == []
 
 
 @pytest.mark.parametrize("build", EXPECTED)
-def test_what_build_model_reads_counts(told, build):
-    assert told[build] == EXPECTED[build]
+def test_what_build_model_reads_counts(elsewhere, build):
+    assert elsewhere["reads"][build] == EXPECTED[build]

@@ -1,0 +1,52 @@
+"""What TensorFlow would take of a user's array as it is, is copied; what raytf gives it is not."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from raytf.collectives.exchange import empty
+from raytf.compat import tensorflow as door
+from raytf.parallel import python_arrays
+
+
+def test_only_arrays_that_tensorflow_would_take_are_copied():
+    taken = empty(16, np.dtype("float32"))
+    taken[:] = 7.0
+    mine = python_arrays._own(taken)
+    assert not np.shares_memory(mine, taken) and mine.tolist() == taken.tolist()
+    taken.flags.writeable = False  # as of a file that is mapped
+    assert python_arrays._own(taken).flags.writeable
+    for other in (taken[1:], np.array(["a"], object), tf.constant([1.0]), 5, None):
+        assert python_arrays._own(other) is other
+
+
+@pytest.fixture
+def registry():
+    return door.FuncRegistry()
+
+
+def given(registry, function, *args):
+    return python_arrays.call(door.FuncRegistry.__call__, registry, registry.insert(function), None, args)
+
+
+def insert(registry, function):
+    return python_arrays.insert(door.FuncRegistry.insert, registry, function)
+
+
+def test_raytfs_own_memory_is_tensorflows_to_keep(registry):
+    array = empty(16, np.dtype("float64"))
+    array[:] = 1.0
+
+    def user(x):
+        return [array, x]
+
+    def own(x):
+        return array
+
+    insert(registry, user)
+    with door.giving_memory():
+        insert(registry, own)
+    assert not door.gives_memory(user) and door.gives_memory(own)
+    one, other = given(registry, user, array[1:])
+    assert not np.shares_memory(one, array) and np.shares_memory(other, array)
+    assert np.shares_memory(given(registry, own, None), array)
