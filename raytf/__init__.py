@@ -64,7 +64,7 @@ _PLACES = {
     "TrainingError": "raytf.errors",
 }
 __all__ = sorted(_PLACES)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 quiet.ray_starts()
 quiet_import.when_imported()
