@@ -34,7 +34,7 @@ compat: venv
 # as nothing else needs them.
 DOCS := $(VENV)/installed-docs
 docs: $(DOCS)
-	$(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -1,4 +1,4 @@
-"""The page of Ray compatibility has a row for all that Ray's public classes and functions take, and what it says is refused is."""
+"""The page of Ray compatibility has a row for all that Ray takes in public, and what it says is refused is."""
 
 from __future__ import annotations
 
