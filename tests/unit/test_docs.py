@@ -91,7 +91,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_each_page_is_in_the_navigation_and_in_the_index():
-    nav = re.findall(r"^ +- ([\w/.-]+\.md)$", _text("mkdocs.yml"), re.MULTILINE)
+    nav = re.findall(r"^ +- (?:\w+: )?([\w/.-]+\.md)$", _text("mkdocs.yml"), re.MULTILINE)
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
     assert sorted(nav) == sorted(pages)
     index = _text("docs/index.md")
