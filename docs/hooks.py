@@ -6,10 +6,10 @@ for each command, from click.
 
 from __future__ import annotations
 
+import inspect
 import os
 import pathlib
 import re
-import textwrap
 
 import click
 from mkdocs.structure.files import File
@@ -69,7 +69,7 @@ def _section(name: str, command: click.Command, context: click.Context) -> str:
     usage = " ".join(command.collect_usage_pieces(context))
     records = [option.get_help_record(context) for option in command.get_params(context)]
     rows = [f"| `{names}` | {_cell(text)} |" for names, text in filter(None, records)]
-    about = textwrap.dedent(command.help or "").strip()
+    about = inspect.cleandoc(command.help or "")
     head = [f"## raytf {name}", f"```text\nraytf {name} {usage}\n```", about.replace("<", "&lt;")]
     return "\n\n".join([*head, "\n".join(["| option | what it does |", "|---|---|", *rows])]) + "\n"
 
