@@ -57,7 +57,7 @@ _BEHIND_KEY, _LISTENER_KEY = pytest.StashKey(), pytest.StashKey()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the gate, and puts those last for whose processes, which run behind all else, nobody is to wait meanwhile."""
+    """Marks the gate, and puts those last for whose background processes no other test is to wait."""
     for item in items:
         quick = item.get_closest_marker("slow") is None
         if item.nodeid.startswith(_GATE) and quick:
