@@ -26,7 +26,7 @@ def test_growth_counts_what_lives_long_after_it_has_settled(memory):
     """One grows by half a MB and a file an iteration, one jumps once, one comes late, one fell while it settled."""
     samples = []
     for i in range(40):
-        found = {"1": ["grows", 5e5 * i, 10 + i, 4], "2": ["jumps", 1e6 * (i > 30), 10, 4]}
+        found = {"1": ["grows", 5e5 * i, 10 + i, 4], "2": ["jumps", 1e6 * (i > 36), 10, 4]}
         found["3"] = ["falls", 1e9 - 1e7 * min(i, 20), 10, 4]
         found |= {"4": ["late", 1e9 * i, 10, 4]} if i > 35 else {}
         samples.append((i, found))
