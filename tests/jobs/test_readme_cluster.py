@@ -21,7 +21,7 @@ import pytest
 
 import raytf
 from cluster import local
-from tests.docs import blocks
+from tests import blocks
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 
 import raytf
 from raytf.cli import main
-from tests.docs import blocks
+from tests import blocks
 
 PAGES = blocks.pages()
 BLOCKS = [block for page in PAGES for block in blocks.blocks_of(page)]
