@@ -166,6 +166,7 @@ class WorkerGroup:
         self._heals: float = 0
         self._heals_at_all = False
         self._generation = 0  # of the workers' ring
+        self._settled: dict[Any, int] = {}  # resident bytes of each worker's process after its first trial
         self._watch: HangWatch | None = None
         self.nodes: frozenset[str] = frozenset()
         self.asked: str | None = None
@@ -198,6 +199,22 @@ class WorkerGroup:
         told = setup, addresses
         arguments = [(*told, rank, self._threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
+
+    def outgrown(self) -> str | None:
+        """Returns which worker has outgrown `renew_worker_mb`, as a clause; to be asked between two trials.
+
+        Raises:
+            WorkerGroupLostError: a worker does not answer.
+        """
+        limit = self._config.renew_worker_mb
+        if limit is None:
+            return None
+        resident = self._all("resident", seconds=_ANSWER_SECONDS, what="its memory")
+        for rank, (worker, now) in enumerate(zip(self.workers, resident, strict=True)):
+            grown = (now - self._settled.setdefault(worker._actor_id, now)) / 1e6
+            if grown > limit:
+                return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"
+        return None
 
     def begin(self, job: TrialRun, anew: Callable[[], TrialRun] | None = None) -> None:
         """Starts a trial; it waits to be told to go on.
@@ -537,6 +554,11 @@ class GroupWorker(Process):
     def reserve(self, allowed: tuple[int, int], count: int) -> tuple[str, bool, Place]:
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
         return *backend.reserve(allowed, count), guard.here()
+
+    def resident(self) -> int:
+        """Returns the bytes of this process that are in memory."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, when the group's actor has ended."""
