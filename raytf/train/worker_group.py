@@ -166,7 +166,7 @@ class WorkerGroup:
         self._heals: float = 0
         self._heals_at_all = False
         self._generation = 0  # of the workers' ring
-        self._settled: dict[Any, int] = {}  # resident bytes of each worker's process after its first trial
+        self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
         self._watch: HangWatch | None = None
         self.nodes: frozenset[str] = frozenset()
         self.asked: str | None = None
@@ -210,8 +210,8 @@ class WorkerGroup:
         if limit is None:
             return None
         resident = self._all("resident", seconds=_ANSWER_SECONDS, what="its memory")
-        for rank, (worker, now) in enumerate(zip(self.workers, resident, strict=True)):
-            grown = (now - self._settled.setdefault(worker._actor_id, now)) / 1e6
+        for rank, now in enumerate(resident):
+            grown = (now - self._settled.setdefault(rank, now)) / 1e6
             if grown > limit:
                 return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"
         return None
@@ -407,6 +407,7 @@ class WorkerGroup:
         """Goes on with these in the places of others."""
         for rank, worker in workers.items():
             self.workers[rank] = worker
+            self._settled.pop(rank, None)
         self._heals -= len(workers)
         self._guard.close()
         self._see(self._places | places)
