@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Made anew when the dependencies change, so that a later `make` skips what is installed.
 STAMP := $(VENV)/installed
 
-.PHONY: train test test-fast test-all soak lint compat venv clean
+.PHONY: train test test-fast test-all soak lint compat docs venv clean
 .DELETE_ON_ERROR:
 
 train: venv
@@ -41,6 +41,16 @@ lint: venv
 
 compat: venv
 	$(BIN)/python -m tests.compat.matrix
+
+# The site, in build/site; a dead link, or a name of the API without a docstring, fails it. The packages are an extra,
+# as nothing else needs them.
+DOCS := $(VENV)/installed-docs
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 venv: $(STAMP)
 

@@ -70,7 +70,7 @@ class TensorflowConfig:
             all workers of its group end and new ones take the next trial or call; a line says so. At least 1; None: no
             limit. TensorFlow and Keras may keep parts of graphs that were traced (keras issues 20552 and 21090).
         ports: the first and the last port on which workers listen, for raytf's ring or TensorFlow: at least one a
-            worker of a host. None of them is for anybody else; see `cluster/README.md`.
+            worker of a host. None of them is for anybody else; see `docs/guides/cluster.md`.
         legacy_keras: for a TensorflowTrainer: Keras 2 (the package tf_keras) as `tf.keras` of the workers, and nothing
             of what raytf does for Keras 3, as under Ray's own TensorflowTrainer. TF_USE_LEGACY_KERAS=1 in the driver's
             environment, or in a runtime environment of Ray, asks for it, too.

@@ -1,7 +1,7 @@
 """The complete state of a training: saved by the chief, restored on every worker, and loaded as a model afterwards.
 
-A checkpoint is a folder, whose files `raytf/storage/FORMAT.md` describes. Nothing in it is unpickled, and nothing in it
-says which code is run: who can write a file can spoil a training, but not start a program.
+A checkpoint is a folder, whose files `docs/reference/checkpoint-format.md` describes. Nothing in it is unpickled, and
+nothing in it says which code is run: who can write a file can spoil a training, but not start a program.
 
 A folder is registered with Ray Train only when it is whole, so that a kill in between leaves the last good one.
 """

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import raytf
+from tests.docs import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -114,7 +115,7 @@ def test_every_argument_has_a_type(name):
 @pytest.mark.slow
 def test_a_users_script_is_checked(tmp_path):
     """With the options and the cache of `make lint`, as what it takes is to read Ray's types."""
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
+    readme = [blocks.named("README.md", name).text for name in ("fit", "trainer")]
     assert "raytf.fit(" in readme[0] and "raytf.KerasTrainer(" in readme[1]
     for name, text in {"fine": FINE, "wrong": WRONG, "readme_fit": readme[0], "readme_trainer": readme[1]}.items():
         (tmp_path / f"{name}.py").write_text(text)
