@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
@@ -262,7 +262,7 @@ def sweep(ctx, model, domains, space, **_):
         known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
         return max((n for n in known if isinstance(n, int)), default=1)
 
-    trainer = _trainer(ctx, largest)
+    trainer = _trainer(ctx, largest, written)
     from raytf.tune.space import parse
     from raytf.tune.sweep import sweep as run
 
@@ -407,8 +407,14 @@ def export(path, output, format, which, model, **options):
     click.echo(exporting.export(path, output, format, build_model=build_model, **options))
 
 
-def _trainer(ctx: click.Context, largest=lambda: 1):
-    """A KerasTrainer from the options of a command; starts or finds Ray, with room for `largest()` workers, too."""
+def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ()):
+    """Returns a KerasTrainer from the options of a command; starts or finds Ray.
+
+    Args:
+        ctx: of the command.
+        largest: gives a number of workers for which a Ray that is started must have room.
+        space: keys of the config beside those of the options.
+    """
     from raytf import cli_options
 
     module, function = cli_options.split_function(ctx.params["model"])
@@ -418,6 +424,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1):
     paths = {name: path for name, path in given["datasets"].items() if path}
     cli_options.check_training(ctx.command.params, given, config, paths)
     build_model = load_function(module, function)
+    cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
 
     import logging
     import os

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.data.columns import check_names, parse
 from raytf.errors import ConfigError
+from raytf.identity import config_reads
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.tune.learning_rate import Scaling
 from raytf.worker import checkpoint_every
@@ -74,6 +75,26 @@ def check_training(
         for role in ("features", "labels", "sample_weights"):
             if names is not None:
                 check_names(parse(trainer[role], role), names, role)
+
+
+def check_config_keys(build_model: Callable, known: Collection[str], params: Sequence[Any]) -> None:
+    """Raises ConfigError if the model function reads a key that no option gives, whatever else happens.
+
+    Args:
+        build_model: the function, which is not called.
+        known: keys that its config will have.
+        params: options of the command.
+    """
+    for key, line in config_reads.required(build_model).items():
+        if key in known:
+            continue
+        option = next((one.opts[0] for one in params if getattr(one, "to", None) == "config" and one.name == key), None)
+        name = getattr(build_model, "__name__", "the model function")
+        raise ConfigError(
+            "The model function finds in its config what the options give",
+            f"no {option or repr(key)}, and {name} reads config[{key!r}] in line {line}",
+            f"Give {option} VALUE" if option else f"Give --set {key}=VALUE",
+        )
 
 
 def check_sweep(params: Sequence[Any], options: Mapping[str, Any], domains: Sequence[str], space: str | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
 from raytf.errors import ConfigError
-from raytf.identity import fingerprint, same_run
+from raytf.identity import config_keys, fingerprint, same_run
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
@@ -463,10 +464,18 @@ class KerasTrainer:
             with progress.Line(task.board, progress.console()):
                 return inner.fit()
 
-    def try_model(self, processes: WarmPool, blocks: dict, config: Mapping[str, Any], rows: int | None = None) -> Tried:
+    def try_model(
+        self,
+        processes: WarmPool,
+        blocks: dict,
+        config: Mapping[str, Any],
+        rows: int | None = None,
+        own: Collection[str] = tuple(DEFAULTS),
+    ) -> Tried:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
         Also UnsupportedVersionError if raytf does not fit the versions of Ray, Keras or TensorFlow that are installed.
+        Warns of keys of the config that nothing reads, but for raytf's own.
 
         Returns:
             What the model is, and figures of it in steps of so many rows, where they are asked for.
@@ -477,12 +486,15 @@ class KerasTrainer:
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
             self.batch.check(found.columns)
-        pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch))
+        names = sorted(set(config) - set(own))
+        pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
         if isinstance(found, Exception):
             raise found
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
+        if found.unread:
+            warnings.warn(config_keys.warning(found.unread), stacklevel=5)
         return found
 
 

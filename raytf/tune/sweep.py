@@ -18,7 +18,6 @@ import math
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,7 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
-from raytf.identity import config_keys, fingerprint, same_run
+from raytf.identity import fingerprint, same_run
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -174,7 +173,7 @@ def sweep(
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
-        plan, identity = _plan(trainer, given, config, options, training, math.inf if failures == -1 else failures)
+        plan, identity = _plan(trainer, config, options, training, math.inf if failures == -1 else failures)
         processes.settle()
         if named is not None:
             _check_same(options.identity, identity, named)
@@ -387,8 +386,8 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float):
-    """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's.
+def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float):
+    """Reads the data, and tries the model with one config of the space, laid over the trainer's.
 
     Args:
         failures: see `SweepSpec`.
@@ -430,7 +429,7 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
         return spec, {key: fingerprint.described(value) for key, value in told.items()} | {"datasets": data}
     found, every = training.read(trainer), options.report_every_steps
-    tried = _try_model(trainer, processes, found, {**config, **options.sample}, given)
+    tried = trainer.try_model(processes, found, {**config, **options.sample}, own=_OWN_KEYS)
     steps = None if every is None else (every, options.metric)
     heals = trainer.tensorflow_config.heal and failures != 0
     task = dataclasses.replace(
@@ -447,25 +446,6 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         **common,
     )
     return spec, trainer.identity(found, tried.identity)
-
-
-def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]):
-    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt.
-
-    Returns:
-        What `KerasTrainer.try_model` does.
-    """
-    names = tuple(sorted(set(given) - set(_OWN_KEYS)))
-    asker, tried = config_keys.Asker(processes), copy.copy(trainer)
-    tried.build_model = config_keys.Noting(trainer.build_model, trainer.callbacks, names)
-    outcome = tried.try_model(asker, found, config)
-    if asker.unread:
-        warnings.warn(
-            f"Nothing read {', '.join(f'config[{name!r}]' for name in asker.unread)} of param_space when the model was "
-            f"tried with {', '.join(f'{name}={config[name]!r}' for name in names)}: is a key misspelt?",
-            stacklevel=4,
-        )
-    return outcome
 
 
 @dataclasses.dataclass(frozen=True)

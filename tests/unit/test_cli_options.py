@@ -7,6 +7,8 @@ import inspect
 
 import click
 import pytest
+import ray
+from click.testing import CliRunner
 from ray.train import RunConfig
 
 import raytf
@@ -48,3 +50,13 @@ def test_values_as_they_are_taken(tmp_path, monkeypatch):
     assert found["datasets"] == {"train": "d", "validation": None}
     assert given("sweep")["sweep"]["warm"] is True and given("sweep", "--cold")["sweep"]["warm"] is False
     assert given("sweep", "--search", "optuna")["sweep"]["search_alg"] == "optuna"
+
+
+def test_a_key_of_the_config_that_no_option_gives(tmp_path, monkeypatch):
+    """Said before Ray is started: the model function is imported, and not called."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "readers.py").write_text("def build(config):\n    return config['learning_rate'], config['units']\n")
+    arguments = ["train", "readers:build", "--data", "s3://a/b", "--features", "a"]
+    for more, missing in ([], "--learning-rate"), (["--learning-rate", "0.1"], "--set units="):
+        outcome = CliRunner().invoke(cli.main, [*arguments, *more])
+        assert outcome.exit_code == 2 and missing in outcome.output and not ray.is_initialized(), outcome.output
