@@ -58,6 +58,7 @@ class Activity:
         waited_input: gives the seconds for which steps have waited for their input in all.
         queued_writer: gives the seconds for which the process that writes checkpoints was ready to run and had no
             processor; set by who starts that one.
+        failing_storage: gives why the storage has not taken the last checkpoint, or ""; set likewise.
     """
 
     def __init__(self):
@@ -76,6 +77,7 @@ class Activity:
         self.pending_input: Callable[[], float | None] | None = None
         self.waited_input: Callable[[], float] | None = None
         self.queued_writer: Callable[[], float] | None = None
+        self.failing_storage: Callable[[], str] | None = None
 
     def train_here(self) -> None:
         """Says that the calling thread is the one that trains."""
@@ -154,7 +156,8 @@ class Activity:
             processor: seconds of processors that the process has used. queued: seconds in which the thread that trains
             and those of TensorFlow, and at a checkpoint the process that writes it, were ready to run and had no
             processor; None in a part that has not lasted long, and where the kernel does not tell. switches: how often
-            the thread that trains has given its processor away, None where that is not known. clock: monotonic seconds.
+            the thread that trains has given its processor away, None where that is not known. failing: why the storage
+            has not taken the checkpoint that it waits for, or "". clock: monotonic seconds.
         """
         now = time.monotonic()
         (phase, since), met = self._now, self._meeting
@@ -176,6 +179,7 @@ class Activity:
             "processor": time.process_time(),
             "queued": self._queued(phase) if seconds > _LASTS_SECONDS and met is None else None,
             "switches": self._switches(),
+            "failing": self.failing_storage() if phase == CHECKPOINT and self.failing_storage is not None else "",
             "clock": now,
         }
 

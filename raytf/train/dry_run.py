@@ -64,7 +64,7 @@ def inspect(
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread(names, noted, functions, references)
         facts = None if rows is None else _facts(model, _feed(block, batch, rows))
-        return Tried(facts, identity, warning, unread)
+        return Tried(facts, identity, warning, unread, _logs(model))
 
     return _in_a_copy(answer)
 
@@ -87,6 +87,16 @@ def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_mod
     return found | {"config": fingerprint.described(read), "types": types}
 
 
+def _logs(model) -> tuple[str, ...] | None:
+    import keras
+
+    own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in own):
+        return None
+    names = tuple(model.get_metrics_result())
+    return (*names, *(f"val_{name}" for name in names))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tried:
     """What was found out about a model and columns that fit each other.
@@ -96,12 +106,15 @@ class Tried:
         identity: what the model and the columns' types are, see `fingerprint.of_model`.
         warning: a line of versions that raytf is not tested with and fits all the same, or None.
         unread: keys of the config that nothing read, see `config_keys.unread`.
+        logs: names of the metrics of an epoch, with those of a validation, but for what callbacks add; None where a
+            step of the model's own decides.
     """
 
     facts: ModelFacts | None
     identity: dict
     warning: str | None = None
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
+    logs: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -62,6 +62,7 @@ class KerasTrainer:
             batches of training rows after the shuffle, in TensorFlow operations; seeds are int32, (rows, 2), a function
             of seed, epoch and row, for `tf.random.stateless_...`: a resumed or resized run augments the same.
         callbacks: callbacks(config) -> list of Keras callbacks, built on every worker; files are written by the chief.
+            Or a list of them, of which each worker trains with copies: those of the caller stay as they are.
         strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
             "tpu". With parameter servers each step is made by one worker, on a whole batch, and the others do not wait
             for it.
@@ -135,7 +136,7 @@ class KerasTrainer:
         labels: ColumnSpecs | None = None,
         sample_weights: ColumnSpecs | None = None,
         map: Callable | None = None,
-        callbacks: Callable | None = None,
+        callbacks: Callable | Sequence | None = None,
         strategy: str = "auto",
         evaluator: bool = False,
         num_ps: int = 0,
@@ -156,11 +157,11 @@ class KerasTrainer:
         elastic_batch: Literal["keep", "scale"] = "keep",
         resume: str | bool = "auto",
     ):
-        self.build_model, self.callbacks = build_model, callbacks
+        self.build_model, self.callbacks = build_model, arguments.callbacks_function(callbacks)
         self.config = DEFAULTS | dict(config or {})
         self.datasets = dict(datasets)
         self.scaling_config = scaling_config or ScalingConfig()
-        self.run_config = run_config or RunConfig()
+        self.run_config = run_folder.located(run_config or RunConfig())
         self.tensorflow_config = tensorflow_config or TensorflowConfig()
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
         self.batch = BatchSpec.parsed(features, labels, sample_weights, map)
@@ -175,8 +176,6 @@ class KerasTrainer:
     def _check_arguments(self) -> None:
         legacy_keras.refuse(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
         arguments.check_pickles(self.build_model, "build_model")
-        if self.callbacks is not None:
-            arguments.check_pickles(self.callbacks, "callbacks")
         if self.batch.map is not None:
             arguments.check_pickles(self.batch.map, "map", "batches")
         if self.variable_partitioner is not None:

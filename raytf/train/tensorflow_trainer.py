@@ -67,6 +67,7 @@ class TensorflowTrainer(EarlyStartTrainer):
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
         run_folder.check_name(None if run_config is None else run_config.name)
+        run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
         environment = worker_environment(run_config or RunConfig(), scaling_config)
         scaling_config, self._servers = arguments.servers(num_ps, scaling_config, environment)

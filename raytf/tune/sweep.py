@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import difflib
 import inspect
 import json
 import logging
@@ -18,7 +19,8 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytf import validation
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
@@ -133,7 +136,10 @@ def sweep(
         report_every_steps=report_every_steps,
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
+    if doubt := validation.doubt_of_mode(metric, mode):
+        warnings.warn(doubt, stacklevel=2)
     ray_config.check_sweep(trainer, param_space, run_config is not None)
+    run_config = None if run_config is None else run_folder.located(run_config)
     named = None
     if resume is None:
         options = dataclasses.replace(options, space=space.described(param_space))
@@ -370,8 +376,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            f"Use fewer workers, {resources.less(resources.per_worker(scaling_config).get('CPU', 0) * largest)}, "
-            "or add nodes",
+            resources.remedy(resources.per_worker(scaling_config), largest),
         )
     return largest, holds
 
@@ -430,6 +435,8 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         return spec, {key: fingerprint.described(value) for key, value in told.items()} | {"datasets": data}
     found, every = training.read(trainer), options.report_every_steps
     tried = trainer.try_model(processes, found, {**config, **options.sample}, own=_OWN_KEYS)
+    if tried.logs is not None:
+        check_metric(options.metric, tried.logs, "validation" in found, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
     heals = trainer.tensorflow_config.heal and failures != 0
     task = dataclasses.replace(
@@ -446,6 +453,27 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         **common,
     )
     return spec, trainer.identity(found, tried.identity)
+
+
+def check_metric(metric: str, logs: Collection[str], validates: bool, has_callbacks: bool) -> None:
+    """Raises ConfigError if no trial can report a metric; warns where only a callback could add it.
+
+    Args:
+        metric: that trials are compared by.
+        logs: names that the model reports, see `dry_run.Tried`.
+        validates: whether there are rows to validate on.
+        has_callbacks: whether the trials have callbacks, which may add others.
+    """
+    known = [name for name in logs if validates or not name.startswith("val_")]
+    if metric in known or metric in ("epoch", "step"):
+        return
+    close = difflib.get_close_matches(metric, known, 1)
+    fix = f"Did you mean {close[0]!r}?" if close else f"The model reports {', '.join(known)}"
+    if metric in logs:
+        fix = "Pass datasets['validation'], or --validation"
+    if not has_callbacks:
+        raise ConfigError("metric must be one that the trials report", f"{metric!r} of {', '.join(known)}", fix)
+    warnings.warn(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
 
 
 @dataclasses.dataclass(frozen=True)
