@@ -12,14 +12,14 @@ from click.testing import CliRunner
 from ray.train import RunConfig
 
 import raytf
-from raytf import cli
+from raytf import cli, cli_parts
 
 
 def given(command: str, *arguments: str) -> dict:
     """What a command's options come to, by what takes them."""
     made = cli.main.commands[command]
     with made.make_context(command, ["m:f", "--data", "d", "--features", "a,b", *arguments]) as ctx:
-        return cli._given(ctx)
+        return cli_parts.given(ctx)
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "sweep"])
@@ -33,7 +33,7 @@ def test_every_option_is_an_argument_of_what_takes_it(command):
         "config": ("batch_size", "epochs", "learning_rate"),
     }
     for option in cli.main.commands[command].params:
-        if isinstance(option, cli._Option):
+        if isinstance(option, cli_parts.Option):
             assert option.name in known[option.to], option.opts
         else:
             assert isinstance(option, click.Argument) or option.opts in (["--set"], ["--space"])

@@ -61,8 +61,9 @@ def test_told_before_ray_is_imported(folder, command):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1 and done.stderr.startswith("Error: ") and WRONG[command] in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    *usage, said = done.stderr.splitlines()
+    assert done.returncode == 2 and said.startswith("Error: ") and WRONG[command] in said, done.stderr
+    assert usage[0].startswith(f"Usage: python -m raytf.cli {command.split()[0]} ")
 
 
 def test_what_is_right_is_taken(folder, monkeypatch):
