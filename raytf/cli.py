@@ -180,9 +180,11 @@ def train(ctx, model, **_):
           --num-workers 2 --epochs 3 --learning-rate 0.01 --storage runs --name first
     """
     trainer = _trainer(ctx)
-    from raytf.train.results import show_result
+    from raytf.train.results import events_of
 
-    show_result(trainer.fit())
+    result = trainer.fit()
+    if (events := events_of(result)) is not None:
+        click.echo(f"events  tensorboard --logdir {events}")
 
 
 @main.command(short_help="Say what `train` would do, without training.")
@@ -461,14 +463,22 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ())
 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+    from raytf.console import progress
     from raytf.runtime.connection import connect
+    from raytf.storage import run_folder
+    from raytf.train import run_list
     from raytf.train.keras_trainer import KerasTrainer
 
     # the workers import the model function from where the command runs
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
     failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
-    datasets = {name: read_parquet(path) for name, path in paths.items()}
+    run_config = RunConfig(**values["run"], failure_config=failures)
+    has_ended = None
+    if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
+        has_ended = run_list.has_ended(run_folder.located(run_config), config["epochs"])
+    with progress.phases(phase=progress.starting(has_ended), only_in_terminals=ctx.command is plan):
+        connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
+        datasets = {name: read_parquet(path) for name, path in paths.items()}
     with wrong_options():
         return KerasTrainer(
             build_model,
@@ -479,7 +489,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ())
                 use_gpu=gpus > 0,
                 resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
             ),
-            run_config=RunConfig(**values["run"], failure_config=failures),
+            run_config=run_config,
             **values["trainer"],
         )
 

@@ -64,6 +64,12 @@ def located(run_config):
     return run_config if path == absolute else dataclasses.replace(run_config, storage_path=absolute)
 
 
+def where(run_config) -> str:
+    """Returns the folder of a RunConfig that has a name, as its user would write it: a path or a URI."""
+    storage = os.fspath(run_config.storage_path)
+    return f"{storage.rstrip('/')}/{run_config.name}" if "://" in storage else RunFolder.of(run_config).path
+
+
 def check_name(name: str | None) -> None:
     """Raises ConfigError for a name whose folder would not lie below the storage path."""
     if name is None or (isinstance(name, str) and _is_below(name)):

@@ -33,7 +33,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, evaluator, ray_config
+from raytf.train import arguments, ends, evaluator, ray_config, results, run_list
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
@@ -244,17 +244,27 @@ class KerasTrainer:
                 the driver's, or that of the coordinator of parameter servers. Says which step is kept, and is a
                 `SystemExit`.
         """
-        inner = place(self)  # may start Ray, which takes SIGTERM for itself
-        with ends.Ending() as ending:
-            return self._fit_placed(inner, ending)
+        with progress.phases(self.progress, progress.starting(self._finished())) as phases:
+            inner = place(self)  # may start Ray, which takes SIGTERM for itself
+            with ends.Ending() as ending:
+                return self._fit_placed(inner, ending, phases)
 
-    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending) -> ray.train.Result:
+    def _finished(self) -> str | None:
+        """Says that the run has nothing left to do, as a clause, if its checkpoints tell before anything starts."""
+        if self.resume is False or run_folder.is_unnamed(self.run_config):
+            return None
+        return run_list.has_ended(self.run_config, self.config["epochs"])
+
+    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: progress.Phases) -> ray.train.Result:
         """Trains as the only driver that has the run's folder."""
         run_config = self.run_config
         if self.resume is not True:  # then the name is that of a run, whoever gave it
             run_config = run_folder.named(run_config, "keras")
         folder = RunFolder.of(run_config)
         with RunLock(folder.filesystem, folder.path) as lock, snapshots.settled(folder.filesystem, folder.path):
+            where = run_folder.where(run_config)
+            if self.progress:
+                print(f"run     {where}", flush=True)
             last = self._last(folder)
             if last is not None and ended(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
@@ -265,16 +275,24 @@ class KerasTrainer:
             lock.on_lost, launch.ending = launch.cancel, ending
             with Prepared(launch) as training:
                 try:
-                    result = self._fit_prepared(training, lock, folder, last)
+                    result = self._fit_prepared(training, lock, folder, last, phases)
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
                     raise
             ending.check(result, folder)
-            return result
+        if self.progress:
+            for line in results.lines(result, where):
+                print(line, flush=True)
+        return result
 
-    def _fit_prepared(self, training: Prepared, lock: RunLock, folder: RunFolder, last) -> ray.train.Result:
+    def _fit_prepared(
+        self, training: Prepared, lock: RunLock, folder: RunFolder, last, phases: progress.Phases
+    ) -> ray.train.Result:
         """Trains, unless what is `last` in the run's folder is of another run, or the run has ended."""
+        has_ended = last is not None and ended(last, self)
+        phases.begin(progress.READING)
         launch, found = training.processes, training.read(self)
+        phases.begin(progress.COMPARING if has_ended else progress.TRYING)
         with ThreadPoolExecutor(1) as beside_model:
             data = beside_model.submit(self._data_identity, found)
             model = self.try_model(launch, found, self.config).identity
@@ -282,10 +300,11 @@ class KerasTrainer:
                 arguments.check_scalable(model)
             told = self._identity(found, model, data.result())
         lock.confirm()
+        phases.close()
         if last is not None:
             same_run.check(last.identity, told, self.resume, folder.name)
             folder.relist(last, self.run_config.checkpoint_config)
-            if ended(last, self):
+            if has_ended:
                 return self._ended(folder, last)
             if last.epoch_step:
                 print(f"{folder.name}: {_goes_on(last, self._order(last, found))}")

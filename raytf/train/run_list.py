@@ -7,7 +7,7 @@ import datetime
 import math
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
@@ -16,6 +16,7 @@ from raytf import validation
 from raytf.errors import ConfigError, in_a_line
 from raytf.storage import run_lock, stored_json
 from raytf.storage.checkpoint_files import State
+from raytf.storage.run_folder import RunFolder
 from raytf.worker.choice import Kept, kept_in
 
 SWEEP = "sweep.json"
@@ -117,20 +118,47 @@ def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None,
         name=name,
         state="running" if holder else ended,
         epochs=f"{state.epoch}" + (f"/{wanted}" if wanted else ""),
-        best=best_epoch(state, metric, mode),
+        best=best_of(state.history, metric, mode),
         when=_when(filesystem, checkpoint.path),
     )
 
 
-def best_epoch(state: State, metric: str | None = None, mode: str = "min") -> tuple[str, float, int] | None:
-    """Returns (metric, value, epoch) of the best epoch so far; None where none has the metric."""
-    rows = state.history
+def best_of(
+    rows: Sequence[Mapping[str, Any]], metric: str | None = None, mode: str = "min"
+) -> tuple[str, float, int] | None:
+    """Returns (metric, value, epoch) of the best epoch; None where none has the metric.
+
+    Args:
+        rows: metrics of each epoch, with its number as "epoch".
+        metric: val_loss, or loss where that is not there, unless it is given.
+        mode: "min" or "max" of it.
+    """
     name = metric or next((one for one in _METRICS if any(one in row for row in rows)), None)
     values = [(row[name], int(row["epoch"])) for row in rows if _is_finite(row.get(name))] if name else []
     if not values:
         return None
     value, epoch = (min if mode == "min" else max)(values)
     return name, value, epoch
+
+
+def newest(filesystem, path: str) -> State | None:
+    """Returns how far the run of a folder is by its checkpoints, whether they are whole or not; None without one."""
+    states = [state for one in kept_in(filesystem, path) if (state := one.state()) is not None]
+    return max(states, key=lambda state: state.step, default=None)
+
+
+def has_ended(run_config, epochs: int) -> str | None:
+    """Returns that the run of a name has nothing left to do, as a clause, if its checkpoints say so; else None.
+
+    Args:
+        run_config: with a name.
+        epochs: that are asked for.
+    """
+    folder = RunFolder.of(run_config)
+    state = newest(folder.filesystem, folder.path)
+    if state is None or not (state.stopped or state.epoch >= epochs):
+        return None
+    return f"{folder.name} has trained {state.epoch} of {epochs} epochs, and is finished"
 
 
 def _sweep(filesystem, path: str, name: str, metric: str | None) -> Run:

@@ -113,7 +113,10 @@ class TensorflowTrainer(EarlyStartTrainer):
                 `ray.train.TrainingFailedError` too.
             StoppedError: SIGTERM or SIGINT came (to the main thread), and ended it at once. It is a `SystemExit`.
         """
-        connect(resources.bundles(self.scaling_config, self._servers))  # may start Ray, which takes SIGTERM for itself
+        with progress.phases(phase=progress.starting()):
+            connect(
+                resources.bundles(self.scaling_config, self._servers)
+            )  # may start Ray, which takes SIGTERM for itself
         with ends.Ending(after_step=False) as self._ending:
             return self._fit_placed()
 
@@ -154,4 +157,4 @@ class TensorflowTrainer(EarlyStartTrainer):
         """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
         if self.running_in_local_mode:
             return contextlib.nullcontext()
-        return progress.Line(board, progress.console(), waiting="")
+        return progress.Line(board, progress.console())

@@ -36,6 +36,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import validation
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
+from raytf.console.progress import READING, TRYING, phases, starting
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
 from raytf.identity import fingerprint, same_run
@@ -164,7 +165,8 @@ def sweep(
     searched = space.search(search_alg)
     bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
     trainer = copy.copy(trainer)
-    trainer.scaling_config = placed(trainer.scaling_config, bundles)
+    with phases(progress, starting()):
+        trainer.scaling_config = placed(trainer.scaling_config, bundles)
     largest, room = _check_room(trainer.scaling_config, given)
     trials = space.count(given, num_samples)
     groups = min(room / largest, trials or math.inf, max_concurrent_trials or math.inf)
@@ -176,11 +178,15 @@ def sweep(
         ending = ends.enter_context(Ending())
         ends.callback(scratch.clean)
         lock = ends.enter_context(_lock(settled, resume))
+        if progress:
+            print(f"sweep   {resume or run_folder.where(settled)}", flush=True)
+        shown = ends.enter_context(phases(progress, READING))
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
-        plan, identity = _plan(trainer, config, options, training, math.inf if failures == -1 else failures)
+        plan, identity = _plan(trainer, config, options, training, math.inf if failures == -1 else failures, shown)
         processes.settle()
+        shown.close()
         if named is not None:
             _check_same(options.identity, identity, named)
             print(f"{named}: the sweep of this name goes on")
@@ -246,12 +252,12 @@ def _existing(run_config) -> str | None:
     """The sweep of a RunConfig's name, as `resume` takes it; None where there is none that has begun."""
     if run_folder.is_unnamed(run_config) or run_config.storage_filesystem is not None:
         return None
-    folder, storage = RunFolder.of(run_config), os.fspath(run_config.storage_path)
+    folder = RunFolder.of(run_config)
     files = folder.filesystem.get_file_info(FileSelector(folder.path, allow_not_found=True))
     names = [file.base_name for file in files]
     if report.SETTINGS not in names or not any(name.startswith(_TUNES_STATE) for name in names):
         return None
-    return f"{storage.rstrip('/')}/{folder.name}" if "://" in storage else folder.path
+    return run_folder.where(run_config)
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
@@ -391,11 +397,12 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float):
+def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float, shown):
     """Reads the data, and tries the model with one config of the space, laid over the trainer's.
 
     Args:
         failures: see `SweepSpec`.
+        shown: the `Phases` of the sweep.
 
     Returns:
         (a `SweepSpec`, what tells the trainer from another).
@@ -434,6 +441,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
         return spec, {key: fingerprint.described(value) for key, value in told.items()} | {"datasets": data}
     found, every = training.read(trainer), options.report_every_steps
+    shown.begin(TRYING)
     tried = trainer.try_model(processes, found, {**config, **options.sample}, own=_OWN_KEYS)
     if tried.logs is not None:
         check_metric(options.metric, tried.logs, "validation" in found, trainer.callbacks is not None)
