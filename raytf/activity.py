@@ -72,7 +72,7 @@ class Activity:
         self.step, self._executions = 0, 0
         self._usual, self._last = 0.0, 0.0
         self._usual_own, self._waited = 0.0, 0.0
-        self._spent = dict.fromkeys((STEP, CALLBACKS, SUM, COLLECTIVE, OWN), 0.0)
+        self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, OWN), 0.0)
         self._thread: threading.Thread | None = None
         self.pending_input: Callable[[], float | None] | None = None
         self.waited_input: Callable[[], float] | None = None
@@ -88,7 +88,7 @@ class Activity:
         now = time.monotonic()
         before, since = self._now
         self._now = phase, now
-        if before in (CALLBACKS, STEP):
+        if before in (CALLBACKS, STEP, CHECKPOINT):
             self._spent[before] += now - since
 
     @contextlib.contextmanager
@@ -145,6 +145,10 @@ class Activity:
         finally:
             self.leave()
 
+    def spent(self) -> dict[str, float]:
+        """Returns the seconds of parts and meetings in all, see `told`; for the thread that trains."""
+        return dict(self._spent)
+
     def told(self) -> dict[str, Any]:
         """All of this as plain values; from any thread.
 
@@ -152,7 +156,8 @@ class Activity:
             phase, seconds: the part, and for how long. hook: the callback that it is in for longer, "Class.on_...".
             meeting: (kind, number, seconds) where it waits for others, else None. numbers: of meetings by kind.
             step, usual: steps that are made, and the seconds that one takes. spent: seconds in all of "step", which
-            hold "sum" and "input", of "callbacks", which hold "collective", and of "own", see `clipped`.
+            hold "sum" and "input", of "callbacks", which hold "collective", of "checkpoint", and of "own", see
+            `clipped`.
             processor: seconds of processors that the process has used. queued: seconds in which the thread that trains
             and those of TensorFlow, and at a checkpoint the process that writes it, were ready to run and had no
             processor; None in a part that has not lasted long, and where the kernel does not tell. switches: how often
