@@ -466,7 +466,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ())
     from raytf.console import progress
     from raytf.runtime.connection import connect
     from raytf.storage import run_folder
-    from raytf.train import run_list
+    from raytf.train import results
     from raytf.train.keras_trainer import KerasTrainer
 
     # the workers import the model function from where the command runs
@@ -475,7 +475,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ())
     run_config = RunConfig(**values["run"], failure_config=failures)
     has_ended = None
     if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
-        has_ended = run_list.has_ended(run_folder.located(run_config), config["epochs"])
+        has_ended = results.has_ended(run_folder.located(run_config), config["epochs"])
     with progress.phases(phase=progress.starting(has_ended), only_in_terminals=ctx.command is plan):
         connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
         datasets = {name: read_parquet(path) for name, path in paths.items()}

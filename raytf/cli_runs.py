@@ -125,7 +125,7 @@ def evaluate(run, data, features, labels, sample_weights, as_json, batch_size, *
 
         columns_of = {"features": features, "labels": labels}
         if sample_weights is not None:
-            columns_of["sample_weights"] = sample_weights
+            columns_of["sample_weight"] = sample_weights
         found = raytf.evaluate(
             model, source, batch_size=batch_size, return_dict=True, scaling_config=workers, **columns_of
         )

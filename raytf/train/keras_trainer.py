@@ -33,7 +33,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, evaluator, ray_config, results, run_list
+from raytf.train import arguments, ends, evaluator, ray_config, results
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
@@ -253,7 +253,7 @@ class KerasTrainer:
         """Says that the run has nothing left to do, as a clause, if its checkpoints tell before anything starts."""
         if self.resume is False or run_folder.is_unnamed(self.run_config):
             return None
-        return run_list.has_ended(self.run_config, self.config["epochs"])
+        return results.has_ended(self.run_config, self.config["epochs"])
 
     def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: progress.Phases) -> ray.train.Result:
         """Trains as the only driver that has the run's folder."""

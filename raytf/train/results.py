@@ -8,7 +8,22 @@ from ray.train import Result
 from rich.console import Console
 from rich.table import Table
 
-from raytf.train.run_list import best_of
+from raytf.storage.run_folder import RunFolder
+from raytf.train import run_list
+
+
+def has_ended(run_config, epochs: int) -> str | None:
+    """Returns that the run of a name has nothing left to do, as a clause, if its checkpoints say so; else None.
+
+    Args:
+        run_config: with a name.
+        epochs: that are asked for.
+    """
+    folder = RunFolder.of(run_config)
+    state = run_list.newest(folder.filesystem, folder.path)
+    if state is None or not (state.stopped or state.epoch >= epochs):
+        return None
+    return f"{folder.name} has trained {state.epoch} of {epochs} epochs, and is finished"
 
 
 def lines(result: Result, where: str) -> list[str]:
@@ -23,7 +38,7 @@ def lines(result: Result, where: str) -> list[str]:
     shown += [f"{name} {value:.4f}" for name, value in values.items()]
     frame = result.metrics_dataframe
     rows = [] if frame is None else frame.to_dict("records")
-    best = best_of(rows)
+    best = run_list.best_of(rows)
     if best is not None and len(rows) > 1 and best[2] != rows[-1].get("epoch"):
         shown.append(f"(best {best[0]} {best[1]:.4f} in epoch {best[2]})")
     found = [f"result  {'  '.join(shown)}"] if shown else []

@@ -16,7 +16,6 @@ from raytf import validation
 from raytf.errors import ConfigError, in_a_line
 from raytf.storage import run_lock, stored_json
 from raytf.storage.checkpoint_files import State
-from raytf.storage.run_folder import RunFolder
 from raytf.worker.choice import Kept, kept_in
 
 SWEEP = "sweep.json"
@@ -145,20 +144,6 @@ def newest(filesystem, path: str) -> State | None:
     """Returns how far the run of a folder is by its checkpoints, whether they are whole or not; None without one."""
     states = [state for one in kept_in(filesystem, path) if (state := one.state()) is not None]
     return max(states, key=lambda state: state.step, default=None)
-
-
-def has_ended(run_config, epochs: int) -> str | None:
-    """Returns that the run of a name has nothing left to do, as a clause, if its checkpoints say so; else None.
-
-    Args:
-        run_config: with a name.
-        epochs: that are asked for.
-    """
-    folder = RunFolder.of(run_config)
-    state = newest(folder.filesystem, folder.path)
-    if state is None or not (state.stopped or state.epoch >= epochs):
-        return None
-    return f"{folder.name} has trained {state.epoch} of {epochs} epochs, and is finished"
 
 
 def _sweep(filesystem, path: str, name: str, metric: str | None) -> Run:

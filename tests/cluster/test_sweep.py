@@ -82,7 +82,7 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     command = [sys.executable, "-m", "raytf.cli", "report", grid.experiment_path, "-o", str(page)]
     subprocess.run(command, check=True, timeout=120)
     text = page.read_text()
-    assert text.count('class="plotly-graph-div"') == 2 and "Learning curves" in text and "Best val_loss" in text
+    assert text.count("<svg") >= 1 and "Learning curves" in text and "Best val_loss" in text
 
 
 def test_failures_stay_with_their_trial(tmp_path):

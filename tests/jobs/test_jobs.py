@@ -136,7 +136,7 @@ def test_the_command_sweep(folder, warm_starts):
     assert "trial 2/2" in out and "best val_loss" in out and "best val_loss" in resumed and page.strip() == "page.html"
     model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
     assert model.layers[0].units in (2, 3)
-    assert (folder / "page.html").read_text().count('class="plotly-graph-div"') == 3
+    assert (folder / "page.html").read_text().count("<svg") == 3
 
 
 def test_the_command_run(folder, warm_starts):
@@ -236,7 +236,7 @@ def test_wrong_commands_say_why_before_anything_starts(folder, arguments, messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("report .", "The folder of a sweep holds sweep.json"),
+        ("report .", "A report is about the folder of a run or of a sweep"),
         ("sweep mymodels:build_model units --data data --features a", "written as NAME=DOMAIN; received: 'units'"),
         ("sweep mymodels:build_model --data data --features a", "compares values of the config; received: no domain"),
         (

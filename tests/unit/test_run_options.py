@@ -29,8 +29,8 @@ WRONG = {
     "run --module look.py": "received: 'look.py'. Leave out --module for a file",
     "run --module nowhere": "the script is a module that can be imported from the current folder; received: 'nowhere'",
     "run --module package.nothere": "can be imported from the current folder; received: 'package.nothere'",
-    "report nothere": "A sweep is named by its folder; received: 'nothere' (no such folder)",
-    "report folder": "The folder of a sweep holds sweep.json; received: 'folder'",
+    "report nothere": "Runs are in a folder that exists; received: 'nothere'",
+    "report folder": "A report is about the folder of a run or of a sweep; received: 'folder'",
     "report folder -o nothere/page.html": "The page is written into a folder that exists",
 }
 
