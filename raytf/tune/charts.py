@@ -183,6 +183,8 @@ class _Scale:
                 low, high = (
                     (low - 0.5, high + 0.5) if whole or not low else (low - abs(low) / 10, high + abs(high) / 10)
                 )
+            if high - low < 1e-290:  # nothing that a number has digits for
+                low, high = low - 1, high + 1
             self.ticks = [t for t in _linear_ticks(low, high) if not whole or float(t).is_integer()]
         if low == high:
             low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
@@ -202,7 +204,7 @@ def _linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -15,7 +15,8 @@ p { margin: .3rem 0; overflow-wrap: anywhere; } .path { color: #666; font-size: 
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .82rem; color: #444; }
 .legend i { display: inline-block; width: 1.3rem; margin-right: .35rem; vertical-align: middle; }
 svg path { fill: none; stroke-linejoin: round; } svg .c:hover { filter: brightness(.75); stroke-width: 3.5; }
-svg .g { stroke: #e6e8eb; } svg .a { stroke: #888; } svg text { font-size: 13px; fill: #444; paint-order: stroke; stroke: #fff; stroke-width: 3px; }
+svg .g { stroke: #e6e8eb; } svg .a { stroke: #888; } svg text { font-size: 13px; fill: #444; }
+svg text { paint-order: stroke; stroke: #fff; stroke-width: 3px; }
 svg .t { font-size: 12px; fill: #666; } svg .l { fill: #222; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; }
 td, th { padding: .2rem .7rem; text-align: right; white-space: nowrap; } th { border-bottom: 1px solid #888; }
