@@ -185,6 +185,7 @@ def train(ctx, model, **_):
     result = trainer.fit()
     if (events := events_of(result)) is not None:
         click.echo(f"events  tensorboard --logdir {events}")
+    _end_ray()
 
 
 @main.command(short_help="Say what `train` would do, without training.")
@@ -301,6 +302,7 @@ def sweep(ctx, model, domains, space, **_):
     with wrong_options():
         domains = parse(written) or None
     run(trainer, domains, **settings)
+    _end_ray()
 
 
 def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
@@ -433,6 +435,16 @@ for _command in cli_runs.COMMANDS:
     main.add_command(_command)
 
 
+def _end_ray() -> None:
+    """Leaves the cluster, or ends the Ray that this command has started: that takes a few seconds."""
+    import ray
+
+    from raytf.console import phases
+
+    with phases.phases(phase="ending Ray", only_in_terminals=True):
+        ray.shutdown()
+
+
 def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ()):
     """Returns a KerasTrainer from the options of a command; starts or finds Ray.
 
@@ -458,25 +470,26 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ())
         )
         processes = max(largest(), workers + (servers + 1 if servers else 0))
 
-    import logging
-    import os
+    from raytf.console import phases
 
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    with phases.phases(phase=phases.starting(), only_in_terminals=ctx.command is plan) as shown:
+        import logging
+        import os
 
-    from raytf.console import progress
-    from raytf.runtime.connection import connect
-    from raytf.storage import run_folder
-    from raytf.train import results
-    from raytf.train.keras_trainer import KerasTrainer
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    # the workers import the model function from where the command runs
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
-    run_config = RunConfig(**values["run"], failure_config=failures)
-    has_ended = None
-    if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
-        has_ended = results.has_ended(run_folder.located(run_config), config["epochs"])
-    with progress.phases(phase=progress.starting(has_ended), only_in_terminals=ctx.command is plan):
+        from raytf.runtime.connection import connect
+        from raytf.storage import run_folder
+        from raytf.train import results
+        from raytf.train.keras_trainer import KerasTrainer
+
+        failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
+        run_config = RunConfig(**values["run"], failure_config=failures)
+        if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
+            has_ended = results.has_ended(run_folder.located(run_config), config["epochs"])
+            shown.begin(phases.starting(has_ended))
+        # the workers import the model function from where the command runs
+        environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
         connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
         datasets = {name: read_parquet(path) for name, path in paths.items()}
     with wrong_options():

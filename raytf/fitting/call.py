@@ -22,6 +22,7 @@ from ray.train import RunConfig, ScalingConfig
 
 from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
+from raytf.console import phases as phases_module
 from raytf.console import progress
 from raytf.console.output import Output
 from raytf.data import ingest, streamed
@@ -68,9 +69,9 @@ class Call:
         run_config: RunConfig,
         parts: dict[str, arrays.Data],
         keeping: Keeping | None = None,
-        phases: progress.Phases | None = None,
+        phases: phases_module.Phases | None = None,
     ):
-        self._phases = phases or progress.Phases(None)
+        self._phases = phases or phases_module.Phases(None)
         self._model, self._scaling, self._run = model, scaling_config, run_config
         self._parts, self._keeping = parts, keeping
         self._files: dict[str, bytes] | None = None
@@ -98,7 +99,7 @@ class Call:
         if not datasets:
             return
         self._connect()
-        self._phases.begin(progress.READING)
+        self._phases.begin(phases_module.READING)
         self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
         for name, found in self._found.items():
             if not found.rows:
@@ -107,7 +108,7 @@ class Call:
 
     def _connect(self) -> None:
         if not self._connected:
-            self._phases.begin(progress.starting())
+            self._phases.begin(phases_module.starting())
         self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
         if not self._connected:  # Ray, if it is started, takes SIGTERM for itself; SIGINT is Python's KeyboardInterrupt
             signals = (signal.SIGTERM,) if self._keeping is None else (signal.SIGTERM, signal.SIGINT)
@@ -138,7 +139,7 @@ class Call:
             Bytes of a row of its outputs, where that is known, else 0.
         """
         self._read()
-        self._phases.begin(progress.TRYING)
+        self._phases.begin(phases_module.TRYING)
         model, example = self._model, self._example("train")
         spec = example.element_spec
         if model.jit_compile and self._scaling.num_workers > 1 and not self._scaling.use_gpu:
@@ -227,7 +228,7 @@ class Call:
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
         try:
-            self._phases.begin(progress.WORKERS)
+            self._phases.begin(phases_module.WORKERS)
             self._group = warm.take(self._scaling, self._run, setup)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
@@ -309,7 +310,7 @@ class Call:
             yield from self.reports(work)
             return
         self._phases.close()
-        with progress.Line(board, progress.console()):
+        with progress.Line(board, phases_module.console()):
             yield from self.reports(work, board)
 
     def _learn(self, told: dict, users: Sequence, history) -> None:

@@ -19,7 +19,7 @@ from raytf import validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
-from raytf.console.progress import phases
+from raytf.console.phases import phases
 from raytf.data.columns import ColumnSpecs
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module

@@ -18,6 +18,7 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
+from raytf.console import phases as phases_module
 from raytf.console import progress, quiet
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
@@ -244,7 +245,7 @@ class KerasTrainer:
                 the driver's, or that of the coordinator of parameter servers. Says which step is kept, and is a
                 `SystemExit`.
         """
-        with progress.phases(self.progress, progress.starting(self._finished())) as phases:
+        with phases_module.phases(self.progress, phases_module.starting(self._finished())) as phases:
             inner = place(self)  # may start Ray, which takes SIGTERM for itself
             with ends.Ending() as ending:
                 return self._fit_placed(inner, ending, phases)
@@ -255,7 +256,7 @@ class KerasTrainer:
             return None
         return results.has_ended(self.run_config, self.config["epochs"])
 
-    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: progress.Phases) -> ray.train.Result:
+    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: phases_module.Phases) -> ray.train.Result:
         """Trains as the only driver that has the run's folder."""
         run_config = self.run_config
         if self.resume is not True:  # then the name is that of a run, whoever gave it
@@ -286,13 +287,13 @@ class KerasTrainer:
         return result
 
     def _fit_prepared(
-        self, training: Prepared, lock: RunLock, folder: RunFolder, last, phases: progress.Phases
+        self, training: Prepared, lock: RunLock, folder: RunFolder, last, phases: phases_module.Phases
     ) -> ray.train.Result:
         """Trains, unless what is `last` in the run's folder is of another run, or the run has ended."""
         has_ended = last is not None and ended(last, self)
-        phases.begin(progress.READING)
+        phases.begin(phases_module.READING)
         launch, found = training.processes, training.read(self)
-        phases.begin(progress.COMPARING if has_ended else progress.TRYING)
+        phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
         with ThreadPoolExecutor(1) as beside_model:
             data = beside_model.submit(self._data_identity, found)
             model = self.try_model(launch, found, self.config).identity
@@ -479,7 +480,7 @@ class KerasTrainer:
         with failures.first_cause():
             if task.board is None:
                 return inner.fit()
-            with progress.Line(task.board, progress.console()):
+            with progress.Line(task.board, phases_module.console()):
                 return inner.fit()
 
     def try_model(

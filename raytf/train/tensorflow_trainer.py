@@ -13,6 +13,7 @@ import ray.train
 from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf.compat import legacy_keras
+from raytf.console import phases as phases_module
 from raytf.console import progress
 from raytf.errors import ConfigError
 from raytf.runtime import failures, resources
@@ -113,7 +114,7 @@ class TensorflowTrainer(EarlyStartTrainer):
                 `ray.train.TrainingFailedError` too.
             StoppedError: SIGTERM or SIGINT came (to the main thread), and ended it at once. It is a `SystemExit`.
         """
-        with progress.phases(phase=progress.starting()):
+        with phases_module.phases(phase=phases_module.starting()):
             connect(
                 resources.bundles(self.scaling_config, self._servers)
             )  # may start Ray, which takes SIGTERM for itself
@@ -157,4 +158,4 @@ class TensorflowTrainer(EarlyStartTrainer):
         """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
         if self.running_in_local_mode:
             return contextlib.nullcontext()
-        return progress.Line(board, progress.console())
+        return progress.Line(board, phases_module.console())

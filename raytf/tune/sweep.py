@@ -36,7 +36,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import validation
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
-from raytf.console.progress import READING, TRYING, phases, starting
+from raytf.console.phases import READING, TRYING, phases, starting
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
 from raytf.identity import fingerprint, same_run

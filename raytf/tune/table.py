@@ -14,7 +14,7 @@ from ray import tune
 from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
-from raytf.console import progress
+from raytf.console import phases
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
 from raytf.tune.sweep_end import Asking
@@ -59,7 +59,7 @@ class Table(tune.Callback):
         if self._show:
             from rich.live import Live
 
-            self._console = progress.console()
+            self._console = phases.console()
             if self._console.is_terminal:
                 self._live = Live(
                     console=self._console,

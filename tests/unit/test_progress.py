@@ -6,8 +6,9 @@ import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.console import progress
-from raytf.console.progress import Board, Phases, Rate, Reader, describe
+from raytf.console import phases as phases_module
+from raytf.console.phases import Phases
+from raytf.console.progress import Board, Rate, Reader, describe
 
 
 def wait_for(holds, seconds=20.0):
@@ -92,7 +93,7 @@ class Said(list):
 
 
 def test_a_phase_that_lasts_has_one_line_where_lines_stay(monkeypatch):
-    monkeypatch.setattr(progress, "_WORTH_A_LINE_SECONDS", 0.05)
+    monkeypatch.setattr(phases_module, "_WORTH_A_LINE_SECONDS", 0.05)
     said = Said()
     with Phases(said, "first") as phases:
         wait_for(lambda: said == ["first ..."])
@@ -136,17 +137,17 @@ def test_phases_of_a_board():
     entries = Memory()
     board, chief = Board(entries), Board(entries)
     reader = Reader(board)
-    assert reader.new() == ([], None, progress.WORKERS)
+    assert reader.new() == ([], None, phases_module.WORKERS)
     chief.begin("")
     assert reader.new() == ([], None, None), "a loop of the user's"
-    chief.begin(progress.FIRST_STEP)
-    assert reader.new() == ([], None, progress.FIRST_STEP)
+    chief.begin(phases_module.FIRST_STEP)
+    assert reader.new() == ([], None, phases_module.FIRST_STEP)
     chief.write(update(1, 3))
     assert reader.new()[2] is None and reader.new()[1].startswith("epoch 1/4")
     chief.write(update(3, 10, ended=True))
     assert reader.new()[1:] == (None, None)
     chief.write(update(4, 10, ended=True))
-    assert reader.new()[2] == progress.ENDING
+    assert reader.new()[2] == phases_module.ENDING
 
 
 def test_no_time_is_left_when_the_last_epoch_has_ended():
