@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
 from tensorflow.python.distribute.values import DistributedVariable  # variables with a value for each replica
 from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
+from tensorflow.python.eager.polymorphic_function import polymorphic_function  # counts traces, and warns of many
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
@@ -88,6 +91,22 @@ def function_arguments(function) -> tuple[Any, dict[str, Any]]:
         "jit_compile": function._jit_compile,
         "reduce_retracing": function._reduce_retracing,
     }
+
+
+@uses("tensorflow.python.eager.polymorphic_function.polymorphic_function:_frequent_tracing_detector_manager")
+def forget_traces() -> None:
+    """Has TensorFlow count traces anew: it would warn of those of a process' next model, which are none too many."""
+    kind = type(polymorphic_function._frequent_tracing_detector_manager)
+    polymorphic_function._frequent_tracing_detector_manager = kind()
+
+
+def traced_apart(function: Callable, **options):
+    """Returns `tf.function(function, **options)`, whose traces count for themselves.
+
+    TensorFlow counts traces by a function's code, and warns of retracing where different functions have the same. A
+    partial has no code.
+    """
+    return tf.function(functools.partial(function), **options)
 
 
 @uses(

@@ -19,6 +19,7 @@ from raytf import validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
+from raytf.console.phases import phases
 from raytf.data.columns import ColumnSpecs
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
@@ -144,7 +145,7 @@ def fit(
             parts["validation"] = parts["validation"].head(validation_steps * validation_batch)
     _check_steps(steps_per_epoch, parts["train"], batch)
     keeping = Keeping.of(name, storage, checkpoint_every, resume)
-    with Call(model, workers, run_config, parts, keeping) as call:
+    with Call(model, workers, run_config, parts, keeping, phases(bool(verbose))) as call:
         batches = {"train": batch, "validation": validation_batch}
         order = "full" if shuffle else "none"
         call.build("fit")
@@ -199,7 +200,9 @@ def evaluate(
     if steps is not None:
         validation.check_whole("steps", steps, 1)
         data = data.head(steps * batch)
-    with Call(model, workers, run_config, {"train": data}) as call:
+    with Call(
+        model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
+    ) as call:
         call.build("evaluate")
         call.pack(users)
         (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
@@ -249,7 +252,9 @@ def predict(
     if steps is not None:
         validation.check_whole("steps", steps, 1)
         data = data.head(steps * batch)
-    with Call(model, workers, run_config, {"train": data}) as call:
+    with Call(
+        model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
+    ) as call:
         row_bytes = call.build("predict")
         call.pack(())
         chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))

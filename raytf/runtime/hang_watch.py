@@ -124,10 +124,11 @@ class HangWatch:
             return
         if said is None or hang.ends:
             place = self._places[hang.rank]
-            stack = self._stack(hang.rank)
+            # where the storage has said what is wrong, a stack says nothing more
+            stack = "" if told[hang.rank]["failing"] else self._stack(hang.rank)
             text = f"its process {place.pid} on {place.host} {hang}"
             if said is None:
-                self._say(f"{self._names[hang.rank]} is waited for: {text}\n{stack}")
+                self._say(f"{self._names[hang.rank]} is waited for: {text}\n{stack}".rstrip())
             if hang.ends:
                 self.ended[hang.rank] = WorkerFrozenError(text, stack)
         self._said = hang

@@ -542,6 +542,11 @@ class SnapshotWriter:
             )
 
     @property
+    def failing(self) -> str:
+        """Returns why the storage has not taken the last snapshot, or "" where nothing has failed."""
+        return self._failed
+
+    @property
     def alone(self) -> bool:
         """Whether others' parts did not come, time and again."""
         return self._late >= _MOST_LATE

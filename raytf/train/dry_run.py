@@ -40,7 +40,8 @@ def inspect(
     Versions of Ray, Keras and TensorFlow that raytf is not tested with are looked at before.
 
     Args:
-        pickled: (build_model, config, the `batch_spec.BatchSpec`), by cloudpickle.
+        pickled: (build_model, config, the `batch_spec.BatchSpec`, keys of the config that are to be read, callbacks or
+            None), by cloudpickle.
         block: a block of the training data.
         rows: of the steps that are measured, or None for no figures.
     """
@@ -52,14 +53,18 @@ def inspect(
     def answer() -> ConfigError | Tried:
         # no Ray from here on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
-        build_model, config, batch = cloudpickle.loads(pickled)
+        build_model, config, batch, names, callbacks = cloudpickle.loads(pickled)
+        noted = Noted(config)
+        references = sys.getrefcount(noted)
         try:
-            noted = Noted(config)
             model = check(build_model, noted, block, batch)
         except ConfigError as error:
             return error
         identity = _identity(model, noted, config, block, build_model, batch)
-        return Tried(None if rows is None else _facts(model, _feed(block, batch, rows)), identity, warning)
+        functions = [build_model] if callbacks is None else [build_model, callbacks]
+        unread = config_keys.unread(names, noted, functions, references)
+        facts = None if rows is None else _facts(model, _feed(block, batch, rows))
+        return Tried(facts, identity, warning, unread, _logs(model))
 
     return _in_a_copy(answer)
 
@@ -82,6 +87,16 @@ def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_mod
     return found | {"config": fingerprint.described(read), "types": types}
 
 
+def _logs(model) -> tuple[str, ...] | None:
+    import keras
+
+    own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in own):
+        return None
+    names = tuple(model.get_metrics_result())
+    return (*names, *(f"val_{name}" for name in names))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tried:
     """What was found out about a model and columns that fit each other.
@@ -90,11 +105,16 @@ class Tried:
         facts: figures, where they were asked for.
         identity: what the model and the columns' types are, see `fingerprint.of_model`.
         warning: a line of versions that raytf is not tested with and fits all the same, or None.
+        unread: keys of the config that nothing read, see `config_keys.unread`.
+        logs: names of the metrics of an epoch, with those of a validation, but for what callbacks add; None where a
+            step of the model's own decides.
     """
 
     facts: ModelFacts | None
     identity: dict
     warning: str | None = None
+    unread: dict[str, str] = dataclasses.field(default_factory=dict)
+    logs: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,6 +276,8 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     try:
         model = build_model(config)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args[0] in getattr(config, "missing", ()):
+            raise _missing(error.args[0], config, _where(error)) from error
         raise ConfigError(
             "build_model(config) must return a compiled keras.Model",
             _where(error),
@@ -301,6 +323,15 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
             "Choose other columns, or change the model",
         ) from error
     return model
+
+
+def _missing(key: str, config: Noted, where: str) -> ConfigError:
+    option = "--learning-rate NUMBER" if key == "learning_rate" else f"--set {key}=VALUE"
+    return ConfigError(
+        "config must hold each key that build_model reads",
+        f"a config without {key!r} ({where}); it holds {', '.join(map(str, config))}",
+        f"Add it, config={{{key!r}: ...}}, or on the command line {option}",
+    )
 
 
 def _check_numeric(model, dataset) -> None:

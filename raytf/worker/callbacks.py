@@ -19,6 +19,7 @@ import tensorflow as tf
 from raytf import activity
 from raytf.collectives import communicator
 from raytf.compat import keras_objects, legacy_keras
+from raytf.console import phases
 from raytf.errors import ConfigError, first_line
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import model_optimizers
@@ -369,6 +370,9 @@ class ProgressCallback(keras.callbacks.Callback):
         super().__init__()
         self._board, self._batch, self._waited, self._every = board, global_batch, waited, every
         self._sent = 0.0
+
+    def on_train_begin(self, logs=None):
+        self._board.begin(phases.FIRST_STEP)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch

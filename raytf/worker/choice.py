@@ -11,6 +11,7 @@ import itertools
 import math
 import numbers
 import posixpath
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,6 +117,8 @@ class Choice:
                 f"metric={self.metric!r}, mode={self.mode!r} with which={self.which!r}",
                 'Use which="best", or leave them out',
             )
+        if self.metric is not None and (doubt := validation.doubt_of_mode(self.metric, self.mode)):
+            warnings.warn(doubt, stacklevel=5)
 
     @property
     def of_a_run(self) -> bool:

@@ -97,7 +97,7 @@ def check(source, output: str | os.PathLike, format: str, **choice) -> None:
     _check_output(os.fspath(output), format)
     chosen = Choice(**choice)
     if not hasattr(source, "checkpoint") and not hasattr(source, "as_directory"):
-        _check_source(source, chosen)
+        check_source(source, chosen)
 
 
 def _check_output(output: str, format: str) -> None:
@@ -114,7 +114,7 @@ def _check_output(output: str, format: str) -> None:
         raise ConfigError("The name of a file of Keras ends in .keras", repr(output), f"Call it {output + '.keras'!r}")
 
 
-def _check_source(source, choice: Choice) -> None:
+def check_source(source, choice: Choice) -> None:
     """Looks for the checkpoint as far as files say where it is; metrics that Ray lists are looked at with Ray."""
     if checkpoint.is_uri(source):
         stored = checkpoint.Stored.at(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -110,6 +111,7 @@ class Keeper:
                 self._writer.close()
         self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.before())
         activity.here.queued_writer = self._writer.queued
+        activity.here.failing_storage = functools.partial(getattr, self._writer, "failing")
         return self._writer.write(name, found, **how)
 
     def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
