@@ -90,13 +90,14 @@ def build(model, data_batch, method: str = "fit") -> None:
             if not decides_itself(model, method):
                 raise
             _build_by_step(model, data_batch, method)
-    elif not _unbuilt(model):
+    elif not unbuilt(model):
         model.built = True
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
 
-def _unbuilt(model) -> list:
+def unbuilt(model) -> list:
+    """Returns the layers within a model that are not built yet."""
     return [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
 
 
@@ -113,11 +114,11 @@ def _build_by_step(model, data_batch, method: str) -> None:
     if not _is_own(model, method) and not model.run_eagerly:
         with patched(BaseOptimizer, "apply", built_only):
             tf.function(getattr(model, _STEPS[method])).get_concrete_function(data_batch)
-    if unbuilt := _unbuilt(model):
+    if left := unbuilt(model):
         why = f"a {method} of its own" if _is_own(model, method) else "run_eagerly=True and a step of its own"
         raise ConfigError(
             "A model that only its own code can call needs all of its layers built before it is sent to workers",
-            f"{model.name!r}, with {why}, and {', '.join(repr(layer.name) for layer in unbuilt[:3])} not built",
+            f"{model.name!r}, with {why}, and {', '.join(repr(layer.name) for layer in left[:3])} not built",
             "Call the layers, or their build(), on the shape of a row where the model is made",
         )
     model.built = True

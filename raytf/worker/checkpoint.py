@@ -769,6 +769,8 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
         raise ConfigError("build_model must give a keras.Model", f"a {type(model).__name__}", "Return the model")
     if not model_optimizers.has_call(model):
         model_optimizers.build(model, None)
+    elif model_optimizers.decides_itself(model) and not model_optimizers.unbuilt(model):
+        model.built = True  # a call on the inputs alone may be none that it takes
     elif found["inputs"] is not None:
         _call(model, _one_row(found["inputs"]))
     elif not model.built:

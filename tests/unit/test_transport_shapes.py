@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import sys
 
@@ -55,6 +56,16 @@ APPLICATIONS = {
     "Xception": 71,
 }
 QUICK = ("MobileNetV2",)
+
+
+@pytest.fixture(autouse=True)
+def gone():
+    """The largest of these have 1.4 GB of weights."""
+    yield
+    import keras
+
+    keras.backend.clear_session()
+    gc.collect()
 
 
 @contextlib.contextmanager
