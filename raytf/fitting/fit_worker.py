@@ -277,7 +277,10 @@ class _Values:
     objects: Any
 
     def told(self) -> dict:
-        return self.objects.values()
+        import numpy as np
+
+        # it may be sent while the next step writes into the variables
+        return {number: np.array(value) for number, value in self.objects.values().items()}
 
 
 class _Kept:

@@ -81,7 +81,7 @@ class Sent:
         }
 
     def values(self) -> dict[int, np.ndarray]:
-        """The values of all variables, by their numbers."""
+        """The values of all variables, by their numbers, in TensorFlow's memory: to be sent before the next step."""
         return {number: value_of(one) for number, one in self.variables().items()}
 
     def assign(self, values: dict[int, np.ndarray]) -> None:
@@ -105,7 +105,7 @@ def _locals(variable) -> list:
 
 
 def value_of(variable) -> np.ndarray:
-    """Returns the value in TensorFlow's own memory, which an assignment replaces; it is not to be written into."""
+    """Returns the value in TensorFlow's own memory where that can be: not to be written into, and good until a step."""
     return as_array(_locals(variable)[0])
 
 
