@@ -339,4 +339,5 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.ops.script_ops:FuncRegistry.insert": ("(self, func)",),
     "tensorflow.python.ops.script_ops:_py_funcs": ("(token, device, args)",),
     "tensorflow.python.trackable.base:CheckpointInitialValue": ("(checkpoint_position, shape=, shard_info=)",),
+    "tensorflow.python.trackable.data_structures:TrackableDataStructure": ("()",),
 }

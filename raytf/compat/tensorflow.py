@@ -20,6 +20,9 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
 from tensorflow.python.ops.script_ops import FuncRegistry  # where all Python functions are called
+from tensorflow.python.trackable.data_structures import (
+    TrackableDataStructure as TrackedStructure,  # lists, dicts and tuples that are attributes of a module: pickled
+)
 
 from raytf.compat.names import uses
 
@@ -29,6 +32,7 @@ __all__ = [
     "FuncRegistry",
     "Function",
     "OwnedIterator",
+    "TrackedStructure",
     "context",
     "distribute_lib",
     "mirrored_run",
@@ -116,6 +120,13 @@ def traced_apart(function: Callable, **options):
 def default_of(table):
     """The value of a lookup table for keys that it has not; `export` leaves it out."""
     return table._default_value
+
+
+def structure_of(tracked: TrackedStructure):
+    """Returns the plain list, dict or tuple of what TensorFlow keeps in its place as an attribute of a module."""
+    if isinstance(tracked, list):
+        return list(tracked)
+    return tracked.__wrapped__ if hasattr(tracked, "__wrapped__") else list(tracked)
 
 
 @uses("tensorflow.python.ops.script_ops:_py_funcs", "tensorflow.python.ops.script_ops:FuncRegistry._funcs")

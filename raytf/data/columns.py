@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -120,6 +121,37 @@ def parse(spec: ColumnSpecs | None, role: str) -> Columns | dict[str, Columns] |
     if isinstance(spec, Mapping):
         return {str(name): Columns.of(part, f"{role}[{name!r}]") for name, part in spec.items()}
     return Columns.of(spec, role)
+
+
+def read(found: Any) -> ColumnSpecs:
+    """Returns columns as users name them of what `fingerprint.of_columns` has written of them into a checkpoint.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(found, str):
+        return found
+    if not isinstance(found, dict) or not found:
+        raise ConfigError("A checkpoint names the columns of its rows", repr(found)[:200], "Pass features=...")
+    if found.keys() == {"stacked"} and isinstance(found["stacked"], list):
+        return [_read_column(part) for part in found["stacked"]]
+    if _is_column(found):
+        return _read_column(found)
+    return {name: read(part) for name, part in found.items()}
+
+
+def _is_column(found: Any) -> bool:
+    known = {field.name for field in dataclasses.fields(Column)}
+    return isinstance(found, dict) and len(found) > 1 and "name" in found and found.keys() <= known
+
+
+def _read_column(found: Any) -> str | Column:
+    if isinstance(found, str):
+        return found
+    if not _is_column(found):
+        raise ConfigError("A checkpoint names the columns of its rows", repr(found)[:200], "Pass features=...")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return Column(given.pop("name"), **given)
 
 
 def flat(spec) -> list[Columns]:

@@ -26,6 +26,7 @@ from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
 from raytf.fitting.call import Call
 from raytf.fitting.keeping import Keeping
+from raytf.fitting.predictor import named
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments
@@ -289,16 +290,9 @@ def _as_dataset(chunks):
         if chunk is None:
             continue
         like, flat = chunk
-        names = [""] * len(flat)
-        for path, place in tree.flatten_with_path(like):
-            names[place] = (
-                "_".join(map(str, path))
-                if path and isinstance(path[0], str)
-                else ("_".join(["predictions", *map(str, path)]))
-            )
         made = {
-            name: pa.array(array) if array.ndim == 1 else ArrowTensorArray.from_numpy(array)
-            for name, array in zip(names, flat, strict=True)
+            name: pa.array(flat[place]) if flat[place].ndim == 1 else ArrowTensorArray.from_numpy(flat[place])
+            for name, place in sorted(named(like).items(), key=lambda pair: pair[1])
         }
         refs.append(ray.put(pa.table(made)))
     return ray.data.from_arrow_refs(refs)

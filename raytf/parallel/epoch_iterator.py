@@ -120,7 +120,8 @@ def _example_batch(iterator, strategy):
 def maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     """Builds from shapes: Keras reads a batch, and reduces it over replicas as if it were a tensor."""
     strategy = self.distribute_strategy
-    if not many_replicas(strategy):
+    given = keras_objects.given_strategy(self) is not None  # without one Keras builds nothing before the first step
+    if not many_replicas(strategy) and not (given and model_optimizers.decides_itself(self)):
         return original(self, iterator, data_batch)
     built = (self.built or not model_optimizers.has_call(self)) and all(
         part is None or part.built for part in (*keras_objects.compiled_parts(self), self.optimizer)

@@ -341,7 +341,7 @@ def _check_numeric(model, dataset) -> None:
     strings = any(spec.dtype == tf.string for spec in tf.nest.flatten(features))
     takes = any(t.dtype == "string" for t in tf.nest.flatten(getattr(model, "inputs", None) or []))
     takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in keras_objects.layers_of(model))
-    if strings and not takes:
+    if strings and not takes and not model_optimizers.decides_itself(model):
         raise ConfigError(
             "Features must be numbers unless the model takes strings",
             f"{_shape(features)}",
@@ -356,8 +356,9 @@ def _shape(spec) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    useful = [line for line in lines if not line.startswith(("Exception encountered", "Arguments received"))]
+    text = str(error).split("Arguments received by")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith("Exception encountered")]
     if useful and useful[0] == "in user code:":  # of AutoGraph; what the code raised is the last line, with its type
         return useful[-1].rstrip(".")
     return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")

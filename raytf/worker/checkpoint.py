@@ -25,6 +25,7 @@ from pyarrow.fs import FileType, LocalFileSystem, copy_files
 
 from raytf.compat import keras_objects, legacy_keras
 from raytf.console import quiet
+from raytf.data import columns
 from raytf.errors import ConfigError, first_line, in_a_line
 from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files, plain_values, scratch
@@ -59,12 +60,14 @@ __all__ = [
     "State",
     "Stored",
     "check",
+    "columns_of",
     "existing_path",
     "inputs_of",
     "is_checkpoint",
     "is_uri",
     "last_state",
     "load_model",
+    "made_here",
     "metrics_of",
     "parts",
     "read_state",
@@ -81,8 +84,8 @@ __all__ = [
 _MOST_INPUT_VALUES = 1 << 28
 # build_model and config of the runs that this process made itself, by the path of the run.
 _made_here: dict[str, tuple[Callable, dict]] = {}
-# The inputs of models that were loaded, see `inputs_of`.
-_inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Of models that were loaded: what their checkpoints say, see `inputs_of` and `columns_of`.
+_noted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -485,7 +488,24 @@ def existing_path(source) -> str:
 
 def inputs_of(model):
     """What the checkpoint of a model that was loaded says of its inputs, as `save` was told; None where it does not."""
-    return _inputs.get(model)
+    return _noted.get(model, {}).get("inputs")
+
+
+def columns_of(model) -> dict[str, Any] | None:
+    """Returns what the checkpoint of a model that was loaded says of its rows; None where it says nothing.
+
+    "features" are the columns as a trainer takes them, "map" describes the trainer's, or is None.
+    """
+    identity = _noted.get(model, {}).get("identity") or {}
+    found = identity.get("columns")
+    if not isinstance(found, dict) or found.get("features") is None:
+        return None
+    return {"features": columns.read(found["features"]), "map": identity.get("map")}
+
+
+def made_here(run: str) -> tuple[Callable, dict] | None:
+    """Returns (build_model, config) of a run of this process, or of one of its checkpoints, by its path."""
+    return next((made for path, made in _made_here.items() if f"{run}/".startswith(f"{path}/")), None)
 
 
 def is_checkpoint(folder: str) -> bool:
@@ -632,9 +652,19 @@ def _load(file: str, place: str, *arguments):
         arguments: compile, build_model, config and custom_objects.
     """
     model = _load_file(file, place, *arguments)
-    if not getattr(model, "inputs", None) and (inputs := _build(file)["inputs"]) is not None:
-        _inputs[model] = inputs
+    folder = os.path.dirname(file)
+    _noted[model] = {"identity": _identity(folder)}
+    if not getattr(model, "inputs", None):
+        _noted[model]["inputs"] = _build(file)["inputs"]
     return model
+
+
+def _identity(folder: str) -> dict:
+    """What the state beside a model's file says of its run; {} where the file is alone, or among others."""
+    try:
+        return read_state(folder).identity if os.path.lexists(os.path.join(folder, STATE)) else {}
+    except checkpoint_files.DamagedCheckpointError:  # which a checkpoint that is loaded as one has been checked for
+        return {}
 
 
 def _load_file(file: str, place: str, compile: bool, build_model, config, custom_objects):
@@ -648,7 +678,7 @@ def _load_file(file: str, place: str, compile: bool, build_model, config, custom
             try:
                 return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
             except Exception as error:
-                known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
+                known = made_here(place)
                 if known is None:
                     raise _not_built(file, error) from error
                 why = _said(error)
@@ -739,6 +769,8 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
         raise ConfigError("build_model must give a keras.Model", f"a {type(model).__name__}", "Return the model")
     if not model_optimizers.has_call(model):
         model_optimizers.build(model, None)
+    elif model_optimizers.decides_itself(model) and not model_optimizers.unbuilt(model):
+        model.built = True  # a call on the inputs alone may be none that it takes
     elif found["inputs"] is not None:
         _call(model, _one_row(found["inputs"]))
     elif not model.built:
