@@ -12,6 +12,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait fo
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
 from tensorflow.python.distribute.values import DistributedVariable  # variables with a value for each replica
+from tensorflow.python.distribute.values import PerReplicaSpec  # of a batch that is divided over replicas
 from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
@@ -72,6 +73,18 @@ def inputs_of(dataset) -> list:
 def functions_of(dataset) -> list:
     """The functions of a dataset (`map`, `filter`, ...), of which one may draw by chance."""
     return dataset._functions()
+
+
+@uses("tensorflow.python.data.ops.shuffle_op:_ShuffleDataset._reshuffle_each_iteration")
+def reshuffles(dataset) -> bool:
+    """Returns whether a dataset is a shuffle with another order in each iteration; nothing public tells."""
+    return bool(getattr(dataset, "_reshuffle_each_iteration", False))
+
+
+@uses("tensorflow.python.distribute.values:PerReplicaSpec._value_specs")
+def replica_spec(spec):
+    """Returns the type of the first replica's part of a batch, whose type nothing public takes apart."""
+    return spec._value_specs[0] if isinstance(spec, PerReplicaSpec) else spec
 
 
 @uses(
