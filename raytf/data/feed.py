@@ -156,7 +156,7 @@ class Feed:
         return (*rows.gather(mine), *self._longest(epoch, chunk, rows, whole, steps), *seeds)
 
     def _longest(self, epoch, chunk, rows, whole, steps: slice) -> list[np.ndarray]:
-        """For each column that is filled up to it, the length of the longest list of each step, of all workers' rows."""
+        """Returns the length of the longest list of each step, of all workers' rows, for each column that needs it."""
         if not self._batch.padded:
             return []
         every = epoch.part(chunk, steps, 0, 1, whole)
