@@ -180,3 +180,14 @@ def sparse_rows_of_which_a_worker_has_none(p):
 @scenario
 def lists_of_which_a_worker_has_none(p):
     return _no_row_for_a_worker(p, "ragged")
+
+
+@scenario
+def objects_from_the_chief(p):
+    """What a train loop broadcasts: any object, of any size, signed."""
+    from raytf.collectives import communicator, signed
+
+    own = [{"rank": p.rank, "rows": np.arange(size)} for size in (0, 5, 70_000)]
+    if communicator.spans_workers(p.strategy):
+        own = [signed.broadcast(p.strategy, one) for one in own]
+    return {f"{i}": np.asarray([one["rank"], len(one["rows"]), one["rows"].sum()]) for i, one in enumerate(own)}
