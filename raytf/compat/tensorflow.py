@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
@@ -118,6 +119,23 @@ def function_arguments(function) -> tuple[Any, dict[str, Any]]:
         "jit_compile": function._jit_compile,
         "reduce_retracing": function._reduce_retracing,
     }
+
+
+@uses(
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._omit_frequent_tracing_warning",
+)
+def own_function(function: Callable, **options):
+    """Returns a `tf.function` of raytf's own, of which a new one for each model and call is no mistake of the user's.
+
+    TensorFlow counts traces by the code of a function, and warns after five; nothing public turns that off.
+
+    Args:
+        function: what is traced.
+        options: of `tf.function`.
+    """
+    made = tf.function(function, **options)
+    made._omit_frequent_tracing_warning = True
+    return made
 
 
 @uses(

@@ -435,6 +435,8 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
 def _predict_function(model, distribution) -> Callable:
     import tensorflow as tf
 
+    from raytf.compat.tensorflow import own_function
+
     if "predict" in _kept:
         return _kept["predict"]
 
@@ -442,5 +444,5 @@ def _predict_function(model, distribution) -> Callable:
         outputs = distribution.run(lambda data: type(model).predict_step(model, data), args=(batch,))
         return tf.nest.map_structure(lambda v: distribution.experimental_local_results(v)[0], outputs)
 
-    _kept["predict"] = step if model.run_eagerly else tf.function(step, reduce_retracing=True)
+    _kept["predict"] = step if model.run_eagerly else own_function(step, reduce_retracing=True)
     return _kept["predict"]
