@@ -329,6 +329,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call": ("(self, fn, args, kwargs)",),
     "tensorflow.python.distribute.ps_values:AggregatingVariable": ("(*args, **kwargs)",),
     "tensorflow.python.distribute.values:DistributedVariable": ("(*args, **kwargs)",),
+    "tensorflow.python.distribute.values:PerReplicaSpec": ("(*value_specs)",),
     "tensorflow.python.eager.context:Context": ("(config=, device_policy=, execution_mode=, server_def=)",),
     "tensorflow.python.eager.context:Context._initialize_physical_devices": ("(self, reinitialize=)",),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": (

@@ -13,7 +13,10 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
-from tensorflow.python.distribute.values import DistributedVariable  # variables with a value for each replica
+from tensorflow.python.distribute.values import (
+    DistributedVariable,  # variables with a value for each replica
+    PerReplicaSpec,  # of a batch that is divided over replicas
+)
 from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
 from tensorflow.python.eager.polymorphic_function import polymorphic_function  # counts traces, and warns of many
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
@@ -79,6 +82,33 @@ def inputs_of(dataset) -> list:
 def functions_of(dataset) -> list:
     """The functions of a dataset (`map`, `filter`, ...), of which one may draw by chance."""
     return dataset._functions()
+
+
+@uses("tensorflow.python.data.ops.shuffle_op:_ShuffleDataset._reshuffle_each_iteration")
+def reshuffles(dataset) -> bool:
+    """Returns whether a dataset is a shuffle with another order in each iteration; nothing public tells."""
+    return bool(getattr(dataset, "_reshuffle_each_iteration", False))
+
+
+@uses(
+    "tensorflow.python.data.ops.batch_op:_BatchDataset._drop_remainder",
+    "tensorflow.python.data.ops.batch_op:_ParallelBatchDataset._drop_remainder",
+    "tensorflow.python.data.ops.padded_batch_op:_PaddedBatchDataset._drop_remainder",
+    "tensorflow.python.data.ops.batch_op:_BatchDataset._batch_size",
+    "tensorflow.python.data.ops.batch_op:_ParallelBatchDataset._batch_size",
+    "tensorflow.python.data.ops.padded_batch_op:_PaddedBatchDataset._batch_size",
+)
+def dropping_batch(dataset) -> int | None:
+    """Returns the batch size of a dataset that batches and leaves out a smaller last one, else None; nothing public
+    tells."""
+    drops = getattr(dataset, "_drop_remainder", None)
+    return int(dataset._batch_size) if drops is not None and bool(drops) else None
+
+
+@uses("tensorflow.python.distribute.values:PerReplicaSpec._value_specs")
+def replica_spec(spec):
+    """Returns the type of the first replica's part of a batch, whose type nothing public takes apart."""
+    return spec._value_specs[0] if isinstance(spec, PerReplicaSpec) else spec
 
 
 @uses(

@@ -20,7 +20,8 @@ class Column:
     Args:
         name: the column.
         ragged: lists of different lengths become a `tf.RaggedTensor`.
-        pad: lists of different lengths are filled up, to this length, or to the longest of each batch with "batch".
+        pad: lists of different lengths are filled up, to this length, or with "batch" to the longest of each global
+            batch, so that the result does not depend on the number of workers.
         pad_value: what they are filled up with.
         bucket: rows whose lists are of similar length share a batch, to save filling up; with `ragged` or `pad`.
         fill: stands for nulls; without it a column with nulls is refused.
@@ -68,6 +69,11 @@ class Column:
     def is_list(self) -> bool:
         """Whether rows may differ in length."""
         return self.ragged or self.pad is not None
+
+    @property
+    def pads_batch(self) -> bool:
+        """Whether lists are filled up to the longest of their global batch."""
+        return self.pad == "batch"
 
 
 # As users write them: what one tensor is made of, and such by the names of a model's inputs or outputs.

@@ -200,7 +200,9 @@ class Call:
         self._files, state = self._keeping.newest(told)
         return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": told}
 
-    def work(self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, **more) -> fit_worker.Work:
+    def work(
+        self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, drops: bool = False, **more
+    ) -> fit_worker.Work:
         """What the workers are told; the rows go into Ray's object store."""
         self._connect()
         rows = {}
@@ -209,7 +211,8 @@ class Call:
             order = shuffle if name == "train" else "none"
             if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
-            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order)
+            rest = drops and name == "train"
+            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order, drop_remainder=rest)
             rows[name] = fit_worker.Rows(dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure)
         settings = transport.settings()
         key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()

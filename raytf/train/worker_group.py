@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import threading
 import time
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-import ray.cloudpickle
 from ray.util.placement_group import placement_group_table
 
 from raytf import activity
@@ -687,17 +685,10 @@ def _end_with(actor) -> None:
 
 def _broadcast(value: Any) -> Any:
     """Every worker gets what rank 0 passes; through the strategy, as all are in the train loop."""
-    import numpy as np
-
-    from raytf.collectives import communicator
+    from raytf.collectives import communicator, signed
     from raytf.worker import context
 
     distribution = context.get_strategy()
     if not communicator.spans_workers(distribution):
         return value
-    sent = np.frombuffer(ray.cloudpickle.dumps(value), np.uint8).astype(np.int32)
-    (size,) = communicator.from_chief(distribution, [np.int64(sent.size)])
-    room = np.zeros(int(size), np.int32)
-    room[: min(sent.size, room.size)] = sent[: room.size]
-    (got,) = communicator.from_chief(distribution, [room])
-    return pickle.loads(got.astype(np.uint8).tobytes())
+    return signed.broadcast(distribution, value)
