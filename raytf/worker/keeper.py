@@ -12,11 +12,13 @@ from raytf.runtime import cores
 from raytf.storage import checkpoint_files, division, snapshots
 from raytf.storage.division import Cutter
 from raytf.storage.images import Archive, Image
-from raytf.storage.snapshots import NotKeptError, SnapshotWriter
+from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
 from raytf.worker.checkpoint import Moment
 
 # Those that stay: the last, and one for when it is damaged.
 _KEPT_STEPS = 2
+# Of what is in a checkpoint beside the model: callbacks, metrics, history.
+_OTHER_BYTES = 1 << 20
 # The last of them is waited for so long at the end.
 _LAST_SECONDS = 30.0
 # For the checkpoint at the end of an epoch a slow storage has so long, and one that fails.
@@ -48,13 +50,28 @@ class Keeper:
                 stacklevel=2,
             )
 
-    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> bool:
+    def ready(self, model, held: bool = False) -> None:
+        """Prepares all that the first checkpoint needs, before the first step: its layout, its memory, who writes it.
+
+        Args:
+            model: a compiled and built `keras.Model`.
+            held: some are to be held.
+        """
+        size = self._laid_out(model).size
+        if self._writer is None:
+            self._start()
+            self._writer.ready(size + _OTHER_BYTES, held)
+
+    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
         """See `session.RaySession.keep`.
+
+        Args:
+            last: none comes behind it: it is not left out, and waited for where the one before is still being written.
 
         Raises:
             NotKeptError: the process that writes was killed, and so was another one at once.
         """
-        self._take(name, model, parts, writers=writers)
+        self._take(name, model, parts, writers=writers, pinned=last)
         return True
 
     def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
@@ -90,11 +107,14 @@ class Keeper:
         return self._alone or (self._writer is not None and self._writer.alone)
 
     def _content(self, model) -> Archive:
+        return self._laid_out(model).content()
+
+    def _laid_out(self, model):
         from raytf.worker.model_file import ModelFile
 
         if self._file is None:
             self._file = ModelFile(model)
-        return self._file.content()
+        return self._file
 
     def _take(self, name: str, model, parts: Mapping[str, Any], **how: Any) -> int:
         return self._write(name, {checkpoint_files.MODEL: self._content(model), **parts}, **how)
@@ -104,13 +124,18 @@ class Keeper:
         if self._writer is not None:
             try:
                 return self._writer.write(name, found, **how)
+            except NoRoomError:
+                raise
             except NotKeptError as error:  # its process was killed
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
                 self._alone = self._writer.alone
                 self._writer.close()
+        self._start()
+        return self._writer.write(name, found, **how)
+
+    def _start(self) -> None:
         self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.before())
         activity.here.queued_writer = self._writer.queued
-        return self._writer.write(name, found, **how)
 
     def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
         """Keeps the checkpoint at the end of an epoch: copies it; newer ones do not make it needless.

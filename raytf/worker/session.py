@@ -272,7 +272,17 @@ class RaySession:
         Returns:
             Whether it was taken: the process that writes it may be behind, and says what it could not write.
         """
-        return self._keeper.keep(name, model, parts, writers)
+        return self._keeper.keep(name, model, parts, writers, last=ending.gate.why is not None)
+
+    def ready(self, model, held: bool) -> None:
+        """Prepares what the first checkpoint needs, on a worker that keeps some, or holds them; before the first step.
+
+        Args:
+            model: a compiled and built `keras.Model`.
+            held: some are to be held in memory.
+        """
+        if self.rank == 0 or (held and self.holders().mine):
+            self._keeper.ready(model, held)
 
     def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Keeps a checkpoint, on any worker and in any thread while the training waits; returns when it is whole.
@@ -459,7 +469,13 @@ class TrialSession:
         """Tells nobody: who runs a trial waits for its workers all the time, and sees at once which one is lost."""
 
     def _keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
-        return self._keeper.keep(name, model, {**parts, TRIAL: json.dumps({"reports": self._reports})})
+        parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
+        return self._keeper.keep(name, model, parts, last=ending.gate.why is not None)
+
+    def ready(self, model, held: bool) -> None:
+        """See `RaySession.ready`."""
+        if self._keeper is not None:
+            self._keeper.ready(model, held)
 
     def report(
         self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
@@ -502,6 +518,8 @@ class TrialSession:
         """The files of a checkpoint of this moment, by name; None where the loop wrote none here."""
         if self._write is None or not self._mine:
             return None
+        if isinstance(self._write, Moment):
+            return self._write.files()
         with scratch.folder() as folder:
             self._write(folder)
             return read_files(folder)

@@ -44,7 +44,7 @@ _images: dict[int, Image] = {}
 
 
 def image(size: int) -> Image:
-    return _images.setdefault(size, Image(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
+    return _images.setdefault(size, Image.of(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
 
 
 def check(folder, step: int, size: int = 1000) -> None:
