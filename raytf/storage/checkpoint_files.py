@@ -408,7 +408,8 @@ def whole(folder: str) -> Iterator[str]:
         yield folder
         return
     _parts(found, _name(folder))
-    with scratch.folder() as made:
+    files = [name for name in parts if os.path.isfile(os.path.join(folder, name))]
+    with scratch.folder(sum(os.path.getsize(os.path.join(folder, name)) for name in files)) as made:
         target = os.path.join(made, _name(folder))
         os.mkdir(target)
         for name in os.listdir(folder):

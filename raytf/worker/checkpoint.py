@@ -16,6 +16,7 @@ import numbers
 import os
 import posixpath
 import re
+import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -528,7 +529,8 @@ def _load_stored(stored: Stored, choice: Choice, arguments):
         if not name.endswith(".keras"):
             raise ConfigError("A model's file is a .keras file", repr(stored.shown), "Load others by Keras itself")
         _check_single(choice, stored.shown)
-        with scratch.folder() as folder:
+        size = stored.filesystem.get_file_info(stored.path).size or 0
+        with scratch.folder(size) as folder:
             copy_files(stored.path, os.path.join(folder, name), source_filesystem=stored.filesystem)
             return _load(os.path.join(folder, name), posixpath.dirname(stored.path), *arguments)
     if not stored.is_checkpoint():
@@ -619,7 +621,8 @@ def _load_whole(candidates, arguments):
     with contextlib.ExitStack() as stack:
 
         def opened(candidate):
-            folder = stack.enter_context(candidate.as_directory())
+            with scratch.named(tempfile.gettempdir()):  # of another storage it is copied there
+                folder = stack.enter_context(candidate.as_directory())
             if _is_bare(folder):
                 return folder
             check(folder, name=posixpath.basename(candidate.path.rstrip("/")))

@@ -9,6 +9,7 @@ from typing import Any
 
 from raytf import activity
 from raytf.runtime import cores
+from raytf.runtime.deadlines import deadline
 from raytf.storage import checkpoint_files, division, snapshots
 from raytf.storage.division import Cutter
 from raytf.storage.images import Archive, Image
@@ -19,7 +20,7 @@ from raytf.worker.checkpoint import Moment
 _KEPT_STEPS = 2
 # Of what is in a checkpoint beside the model: callbacks, metrics, history.
 _OTHER_BYTES = 1 << 20
-# The last of them is waited for so long at the end.
+# The last of them is waited for so long at the end, and for its bytes.
 _LAST_SECONDS = 30.0
 # For the checkpoint at the end of an epoch a slow storage has so long, and one that fails.
 _EPOCH_SECONDS, _FAILING_SECONDS = 900.0, 15.0
@@ -171,7 +172,10 @@ class Keeper:
         """See `session.RaySession.keep_now`."""
         number = self._take(name, model, parts, pinned=True)
         with self._writer.held_up():
-            self._writer.finish(_LAST_SECONDS, _FAILING_SECONDS, number)
+            self._writer.finish(self._last_seconds(), _FAILING_SECONDS, number)
+
+    def _last_seconds(self) -> float:
+        return deadline(_LAST_SECONDS, 0 if self._file is None else self._file.size)
 
     def close(self, well: bool = True) -> None:
         """Waits for the last one, when the training has ended or failed.
@@ -181,6 +185,7 @@ class Keeper:
         Args:
             well: the training came to its end, so that what is held is needless; else it is kept.
         """
+        seconds = self._last_seconds()
         writer, self._writer, self._file = self._writer, None, None
         if writer is None:
             return
@@ -190,7 +195,7 @@ class Keeper:
             else:
                 writer.promote()
             with writer.held_up():
-                writer.finish(_LAST_SECONDS)
+                writer.finish(seconds)
         except NotKeptError as error:
             warnings.warn(str(error), stacklevel=2)
         finally:

@@ -29,12 +29,21 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import gradient_ring, healing
+from raytf.collectives import communicator, gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
 from raytf.compat.keras import pythonify_logs
 from raytf.errors import RaytfError, in_a_line
-from raytf.parallel import assigned, callbacks, double_writes, epoch_iterator, local_sgd, metrics, own_state
+from raytf.parallel import (
+    assigned,
+    callbacks,
+    double_writes,
+    epoch_iterator,
+    local_sgd,
+    metrics,
+    model_optimizers,
+    own_state,
+)
 from raytf.storage import checkpoint_files, step_folders
 from raytf.worker import checkpoint
 
@@ -155,7 +164,8 @@ def survivable(
         return refused
 
     can_keep = hasattr(session, "keep_now")
-    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends)
+    size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
+    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends, size)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ import json
 import os
 import posixpath
 import queue
+import tempfile
 import threading
 import time
 import warnings
@@ -176,7 +177,7 @@ class RaySession:
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
             if healing.here.place is not None:
-                folder = stack.enter_context(scratch.folder())
+                folder = stack.enter_context(scratch.folder(bytes_of(healing.here.place.files)))
                 write_files(healing.here.place.files, folder)
                 self._report_for(healing.here.place, checkpoint_files.read_state(folder).history)
                 yield folder
@@ -379,7 +380,8 @@ def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
 
 def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
     """The folder of a checkpoint on this machine, once it is checked."""
-    folder = stack.enter_context(saved.as_directory())
+    with scratch.named(tempfile.gettempdir()):  # of another storage it is copied there
+        folder = stack.enter_context(saved.as_directory())
     checkpoint_files.check(folder, contents, posixpath.basename(saved.path))
     return folder
 
@@ -454,7 +456,7 @@ class TrialSession:
             if self._keeper is not None:
                 stack.callback(self._keeper.close)
             if (place := healing.here.place) is not None:
-                self.folder = stack.enter_context(scratch.folder())
+                self.folder = stack.enter_context(scratch.folder(bytes_of(place.files)))
                 write_files(place.files, self.folder)
                 self._reports = place.agreed["reports"]
             if self.folder is not None:
@@ -542,9 +544,14 @@ def fetched(saved: ray.train.Checkpoint) -> dict[str, bytes]:
     Raises:
         DamagedCheckpointError: it is not whole.
     """
-    with saved.as_directory() as folder:
+    with scratch.named(tempfile.gettempdir()), saved.as_directory() as folder:
         checkpoint_files.check(folder, name=posixpath.basename(saved.path))
         return read_files(folder)
+
+
+def bytes_of(files: Mapping[str, bytes]) -> int:
+    """Bytes of what `read_files` gave."""
+    return sum(map(len, files.values()))
 
 
 def write_files(files: dict[str, bytes], folder: str) -> None:
