@@ -266,7 +266,7 @@ class SnapshotStore:
                 self._filesystem.delete_dir(path)
 
     def _begin(self, name: str) -> None:
-        """Notes what others have left half written before this process writes its first snapshot, and what it writes."""
+        """Notes what it writes; before the first snapshot also what others have left half written."""
         self._asked.add(name)
         if self._before is None:
             found = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
@@ -325,9 +325,9 @@ def _half_written(name: str) -> str | None:
     """The snapshot that a folder is to become, or of which it holds parts; None of other folders."""
     if name.startswith(_PARTS):
         return name.removeprefix(_PARTS)
-    return (
-        name.removeprefix(_PARTIAL).removesuffix("_before")[: -len("_12345678")] if name.startswith(_PARTIAL) else None
-    )
+    if not name.startswith(_PARTIAL):
+        return None
+    return name.removeprefix(_PARTIAL).removesuffix("_before")[: -len("_12345678")]
 
 
 class _Others:
