@@ -9,6 +9,7 @@ import re
 import warnings
 
 import numpy as np
+import pyarrow.fs
 import pytest
 
 from raytf.errors import ConfigError

@@ -15,11 +15,7 @@ from raytf.worker.choice import Choice, kept_in
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 # Clocks that were put back, or of another host: the first epoch has the latest time.
-NAMES = {
-    30: "checkpoint_2026-01-01_01-00-00",
-    20: "checkpoint_2026-01-01_02-00-00",
-    10: "checkpoint_2026-01-01_03-00-00",
-}
+NAMES = {step: f"checkpoint_2026-01-01_{hour}-00-00" for step, hour in ((30, "01"), (20, "02"), (10, "03"))}
 
 
 @pytest.fixture
