@@ -2,10 +2,10 @@
 
 python jobs/benchmarks/checkpoint_memory.py
 
-Each worker notes its memory after some steps, and then the most of it while checkpoints are kept every few steps: as the
-kernel tells it of the process, with shared memory (`Rss`), and of its own alone (`Private_*`). "writer" is the process
-that writes, without what it shares. "stall" is the time between a step's callbacks and the next step. The temporary
-folder of the workers is one of their own, whose most is noted.
+Each worker notes its memory after some steps, and then the most of it while checkpoints are kept every few steps: as
+the kernel tells it of the process, with shared memory (`Rss`), and of its own alone (`Private_*`). "writer" is the
+process that writes, without what it shares. "stall" is the time between a step's callbacks and the next step. The
+temporary folder of the workers is one of their own, whose most is noted.
 """
 
 from __future__ import annotations
@@ -147,8 +147,12 @@ def once(megabytes: str) -> None:
             progress=False,
         ).fit()
         (model,) = glob.glob(os.path.join(folder, "run", "checkpoint_*", "model.keras"))
-        found = [json.load(open(os.path.join(folder, f"memory_{rank}"))) for rank in range(WORKERS)]
-        common.give({"bytes": os.path.getsize(model), "workers": found})
+        common.give({"bytes": os.path.getsize(model), "workers": [_noted(folder, rank) for rank in range(WORKERS)]})
+
+
+def _noted(folder: str, rank: int) -> dict:
+    with open(os.path.join(folder, f"memory_{rank}")) as file:
+        return json.load(file)
 
 
 def main(arguments=None):
