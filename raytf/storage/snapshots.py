@@ -353,10 +353,9 @@ class SnapshotWriter:
         self._holds = self._holds or held
         with self._lock:
             buffer = self._free(name, plan.needs, held, pinned)
-        if buffer is None and pinned:
-            buffer = self._awaited(name, plan.needs)
-        with self._lock:
-            return 0 if buffer is None else self._write(name, plan, buffer, held, pinned)
+            if buffer is not None:
+                return self._write(name, plan, buffer, held, pinned)
+        return self._wait_and_write(name, plan) if pinned else 0
 
     def ready(self, size: int, held: bool = False) -> None:
         """Has memory ready for snapshots to come, in a thread of its own: the first one then takes as long as others.
@@ -537,14 +536,14 @@ class SnapshotWriter:
             return True
         return sum(one.size for one in self._buffers) - buffer.size + needs <= self._most(needs)
 
-    def _awaited(self, name: str, needs: int) -> _Buffer:
-        """A buffer for one that is pinned, once the other side is done with what lies there, or could not write it."""
+    def _wait_and_write(self, name: str, plan: _Plan) -> int:
+        """`_write` of one that is pinned, once the other side is done with what lies there, or could not write it."""
         began, asked = time.monotonic(), False
         with self.held_up():
             while True:
                 with self._lock:
-                    if (found := self._free(name, needs, held=False, pinned=True)) is not None:
-                        return found
+                    if (buffer := self._free(name, plan.needs, held=False, pinned=True)) is not None:
+                        return self._write(name, plan, buffer, held=False, pinned=True)
                     if not asked:
                         self._send({"yield": True})
                         asked = True

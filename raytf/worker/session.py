@@ -444,6 +444,7 @@ class TrialSession:
         self._keeper = Keeper(within.filesystem, within.folder) if within is not None and rank == 0 else None
         self._reports = 0 if within is None else within.reports
         self._write: Callable[[str], None] | None = None
+        self._taken: dict[str, bytes] | None = None  # the files that it has written
         self._mine = rank == 0  # whether this worker has files of its own
         self.waits = False
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
@@ -495,10 +496,9 @@ class TrialSession:
         if self._keeper is not None and isinstance(write, Moment) and ending.gate.why is not None:
             self._keep(step_folders.name_of(write.state.step), write.model, write.parts())
         if write is not None:
-            self._write, self._mine = write, everyone or self.rank == 0
+            self._write, self._mine, self._taken = write, everyone or self.rank == 0, None
             if keep and self.rank == 0:
-                files = self._files()
-                self._write = lambda folder: write_files(files, folder)
+                self._taken = self._files()
         self.events.put(("report", metrics))
         self.waits = True
         with activity.here.meeting(activity.REPORT):
@@ -520,6 +520,8 @@ class TrialSession:
         """The files of a checkpoint of this moment, by name; None where the loop wrote none here."""
         if self._write is None or not self._mine:
             return None
+        if self._taken is not None:
+            return self._taken
         if isinstance(self._write, Moment):
             return self._write.files()
         with scratch.folder() as folder:
