@@ -73,11 +73,11 @@ def folder(needs: int = 0) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def named(path: str, needs: int = 0) -> Iterator[None]:
+def named(path: str | None = None, needs: int = 0) -> Iterator[None]:
     """Errors of a file system that is full, or read-only, name the folder in the block.
 
     Args:
-        path: of the folder that is written to there.
+        path: of the folder that is written to there; None: Python's temporary folder, which Keras and Ray use.
         needs: bytes that are written, as far as known.
 
     Raises:
@@ -86,6 +86,7 @@ def named(path: str, needs: int = 0) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        path = tempfile.gettempdir() if path is None else path
         if not _is_of(error, path):
             raise
         raise _error(needs, f"{path} ({_what(path, error)})") from error

@@ -16,7 +16,6 @@ import numbers
 import os
 import posixpath
 import re
-import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -254,7 +253,8 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
         with checkpoint_files.whole(folder) as whole:
             file = os.path.join(whole, MODEL)
             checkpoint_files.check_archive(file, name)
-            model.load_weights(file)
+            with scratch.named():  # Keras unpacks vocabularies there
+                model.load_weights(file)
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
         seeds = keras_objects.seeds_of_layers(model)
@@ -621,7 +621,7 @@ def _load_whole(candidates, arguments):
     with contextlib.ExitStack() as stack:
 
         def opened(candidate):
-            with scratch.named(tempfile.gettempdir()):  # of another storage it is copied there
+            with scratch.named():  # of another storage it is copied there
                 folder = stack.enter_context(candidate.as_directory())
             if _is_bare(folder):
                 return folder
@@ -658,7 +658,10 @@ def _load_file(file: str, place: str, compile: bool, build_model, config, custom
 
         if build_model is None:
             try:
-                return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+                with scratch.named():  # Keras unpacks vocabularies there
+                    return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+            except scratch.ScratchError:
+                raise
             except Exception as error:
                 known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
                 if known is None:

@@ -16,7 +16,6 @@ import json
 import os
 import posixpath
 import queue
-import tempfile
 import threading
 import time
 import warnings
@@ -380,7 +379,7 @@ def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
 
 def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
     """The folder of a checkpoint on this machine, once it is checked."""
-    with scratch.named(tempfile.gettempdir()):  # of another storage it is copied there
+    with scratch.named():  # of another storage it is copied there
         folder = stack.enter_context(saved.as_directory())
     checkpoint_files.check(folder, contents, posixpath.basename(saved.path))
     return folder
@@ -546,7 +545,7 @@ def fetched(saved: ray.train.Checkpoint) -> dict[str, bytes]:
     Raises:
         DamagedCheckpointError: it is not whole.
     """
-    with scratch.named(tempfile.gettempdir()), saved.as_directory() as folder:
+    with scratch.named(), saved.as_directory() as folder:
         checkpoint_files.check(folder, name=posixpath.basename(saved.path))
         return read_files(folder)
 

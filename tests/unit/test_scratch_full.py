@@ -87,3 +87,27 @@ def test_a_model_in_parts_needs_room_for_the_whole(small, monkeypatch, tmp_path)
     SnapshotStore(pyarrow.fs.LocalFileSystem(), str(tmp_path)).put("step_000000000001", files, 2)
     with pytest.raises(ScratchError, match="13 MB"), contextlib.ExitStack() as stack:
         stack.enter_context(checkpoint_files.whole(str(tmp_path / "step_000000000001")))
+
+
+def test_a_checkpoint_with_a_vocabulary_is_not_called_damaged_where_there_is_no_room(small, tmp_path):
+    """Keras unpacks vocabularies into Python's temporary folder."""
+    import keras
+
+    from raytf.storage.checkpoint_files import State
+    from raytf.worker import checkpoint
+
+    words = keras.layers.TextVectorization(output_mode="multi_hot", split="whitespace")
+    words.adapt(["a b c"])
+    model = keras.Sequential([keras.Input((1,), dtype="string"), words, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    checkpoint.save(str(folder), model, State(0, 1, 0, False, []))
+    checkpoint.restore(str(folder), model)
+    with open(small / "full", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1 << 12)):
+            pass
+    for read in (lambda: checkpoint.restore(str(folder), model), lambda: checkpoint.load_model(folder)):
+        with pytest.raises(ScratchError, match=f"{small}.*TMPDIR"):
+            read()
