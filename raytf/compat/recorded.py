@@ -61,7 +61,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.random.seed_generator:SeedGenerator.next": ("(self, ordered=)",),
     "keras.src.random.seed_generator:global_seed_generator": ("()",),
     "keras.src.random.seed_generator:make_default_seed": ("()",),
+    "keras.src.saving.saving_lib:DiskIOStore": ("(root_path, archive=, mode=)",),
     "keras.src.saving.saving_lib:H5IOStore": ("(path_or_io, archive=, mode=)",),
+    "keras.src.saving.saving_lib:H5IOStore._create_h5_group": ("(self, path, metadata=)",),
     "keras.src.saving.saving_lib:_save_state": (
         "(saveable, weights_store, assets_store, inner_path, visited_saveables)",
     ),
@@ -87,6 +89,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray._private.authentication.authentication_token_setup:AuthenticationTokenLoader": ("()",),
     "ray._private.authentication.authentication_utils:is_token_auth_enabled": ("()",),
     "ray._private.grpc_utils:init_grpc_channel": ("(address, options=, asynchronous=, credentials=)",),
+    "ray._private.node:Node.get_session_dir_path": ("(self)",),
     "ray._private.node:Node.is_head": ("(self)",),
     "ray._private.ray_logging:WorkerStandardStreamDispatcher": ("()",),
     "ray._private.services:canonicalize_bootstrap_address": ("(addr, temp_dir=)",),

@@ -39,7 +39,7 @@ from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing, give_up, names
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
-from raytf.worker.session import TrialSession, TrialStopped, Within, write_files
+from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
@@ -587,11 +587,12 @@ class GroupWorker(Process):
 
     def begin(self, job: TrialRun) -> None:
         output.say_who(f"{job.name} worker {self._rank}")
-        self._folder = scratch.make()
+        self._folder = scratch.make(bytes_of(job.files or {}))
         checkpoint = None
         if job.files is not None:
             checkpoint = os.path.join(self._folder, "checkpoint")
-            write_files(job.files, checkpoint)
+            with scratch.named(checkpoint, bytes_of(job.files)):
+                write_files(job.files, checkpoint)
         ending.gate.reset()
         self._failed = None
         self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.within)

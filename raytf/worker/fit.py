@@ -107,6 +107,7 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
+            session.ready(model, task.memory_every is not None)
         survivable = replacement.survivable(
             heals,
             model,
