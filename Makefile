@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 train: venv
 	$(BIN)/python jobs/digits.py --num-workers 2
 
-# They start many others, which are not to compile raytf each anew where the environment asks for that.
+# Tests start many processes, which are not to compile raytf each anew where the environment asks for that.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 # The gate: what `.ci/run` asks for. It tests outcomes alone, nothing is run again, and one heavy thing runs at a time.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.fitting.calls import evaluate as evaluate
     from raytf.fitting.calls import fit as fit
     from raytf.fitting.calls import predict as predict
+    from raytf.fitting.predictor import Predictor as Predictor
     from raytf.parallel.chief_callbacks import on_chief as on_chief
     from raytf.runtime.settings import TensorflowConfig as TensorflowConfig
     from raytf.train.keras_trainer import KerasTrainer as KerasTrainer
@@ -65,6 +66,7 @@ _PLACES = {
     "load_model": "raytf.worker.checkpoint",
     "on_chief": "raytf.parallel.chief_callbacks",
     "Position": "raytf.worker.dataset",
+    "Predictor": "raytf.fitting.predictor",
     "plan": "raytf.train.plan",
     "prepare_dataset_shard": "ray.train.tensorflow",
     "show_result": "raytf.train.results",

@@ -58,6 +58,7 @@ class Activity:
         waited_input: gives the seconds for which steps have waited for their input in all.
         queued_writer: gives the seconds for which the process that writes checkpoints was ready to run and had no
             processor; set by who starts that one.
+        failing_storage: gives why the storage has not taken the last checkpoint, or ""; set likewise.
     """
 
     def __init__(self):
@@ -71,11 +72,12 @@ class Activity:
         self.step, self._executions = 0, 0
         self._usual, self._last = 0.0, 0.0
         self._usual_own, self._waited = 0.0, 0.0
-        self._spent = dict.fromkeys((STEP, CALLBACKS, SUM, COLLECTIVE, OWN), 0.0)
+        self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, OWN), 0.0)
         self._thread: threading.Thread | None = None
         self.pending_input: Callable[[], float | None] | None = None
         self.waited_input: Callable[[], float] | None = None
         self.queued_writer: Callable[[], float] | None = None
+        self.failing_storage: Callable[[], str] | None = None
 
     def train_here(self) -> None:
         """Says that the calling thread is the one that trains."""
@@ -86,7 +88,7 @@ class Activity:
         now = time.monotonic()
         before, since = self._now
         self._now = phase, now
-        if before in (CALLBACKS, STEP):
+        if before in (CALLBACKS, STEP, CHECKPOINT):
             self._spent[before] += now - since
 
     @contextlib.contextmanager
@@ -143,6 +145,10 @@ class Activity:
         finally:
             self.leave()
 
+    def spent(self) -> dict[str, float]:
+        """Returns the seconds of parts and meetings in all, see `told`; for the thread that trains."""
+        return dict(self._spent)
+
     def told(self) -> dict[str, Any]:
         """All of this as plain values; from any thread.
 
@@ -150,11 +156,13 @@ class Activity:
             phase, seconds: the part, and for how long. hook: the callback that it is in for longer, "Class.on_...".
             meeting: (kind, number, seconds) where it waits for others, else None. numbers: of meetings by kind.
             step, usual: steps that are made, and the seconds that one takes. spent: seconds in all of "step", which
-            hold "sum" and "input", of "callbacks", which hold "collective", and of "own", see `clipped`.
+            hold "sum" and "input", of "callbacks", which hold "collective", of "checkpoint", and of "own", see
+            `clipped`.
             processor: seconds of processors that the process has used. queued: seconds in which the thread that trains
             and those of TensorFlow, and at a checkpoint the process that writes it, were ready to run and had no
             processor; None in a part that has not lasted long, and where the kernel does not tell. switches: how often
-            the thread that trains has given its processor away, None where that is not known. clock: monotonic seconds.
+            the thread that trains has given its processor away, None where that is not known. failing: why the storage
+            has not taken the checkpoint that it waits for, or "". clock: monotonic seconds.
         """
         now = time.monotonic()
         (phase, since), met = self._now, self._meeting
@@ -176,6 +184,7 @@ class Activity:
             "processor": time.process_time(),
             "queued": self._queued(phase) if seconds > _LASTS_SECONDS and met is None else None,
             "switches": self._switches(),
+            "failing": self.failing_storage() if phase == CHECKPOINT and self.failing_storage is not None else "",
             "clock": now,
         }
 

@@ -3,157 +3,155 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import click
 
-from raytf import validation
-from raytf.errors import RaytfError, StoppedError
+from raytf import cli_runs, validation
+from raytf.cli_parts import (
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    Commands,
+    checked,
+    columns,
+    given,
+    option,
+    options,
+    path,
+    wrong_options,
+)
+from raytf.runtime.topology import STRATEGIES
 
 
-class _Commands(click.Group):
-    """Shows raytf's own errors as one sentence and exits with 1, or as a signal has it."""
-
-    def invoke(self, ctx):
-        try:
-            return super().invoke(ctx)
-        except StoppedError:
-            raise  # it has been said, and has an exit code of its own
-        except KeyboardInterrupt:  # to click it is an error as others
-            click.echo("raytf: SIGINT: ended", err=True)
-            ctx.exit(128 + signal.SIGINT)
-        except RaytfError as error:
-            raise click.ClickException(str(error)) from error
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="raytf")
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(None, "--version", "-V", package_name="raytf")
 def main():
     """Train Keras 3 and TensorFlow models on a Ray cluster.
 
     Run by hand, a command uses the cluster that RAY_ADDRESS names, or a local Ray that it starts. Under
     `ray job submit` it uses the cluster of the job.
+
+    \b
+    Example:
+      raytf train mymodels:build_model --data data --features a,b --labels y --epochs 3
+
+    Exit codes: 0 for a training that came to its end, 1 for an error, 2 for a wrong option or value, 130 after SIGINT
+    (Ctrl-C) and 143 after SIGTERM.
     """
 
 
-class _Option(click.Option):
-    """An option that says where its value goes: all that is known of it stands in one place.
+def _check_checkpoint_every(text: str) -> None:
+    from raytf.worker import checkpoint_every
 
-    Args:
-        to: what takes it, as an argument of the option's name: the "config" of the model function (unless it is not
-            given), the "datasets" by name, the "trainer", its "workers", its "run", or the "sweep".
-        least: the smallest integer that it may be.
-        words: what it may be, if it is given.
-    """
-
-    def __init__(self, *args, to: str, least: int | None = None, words: Sequence[str] = (), **settings):
-        super().__init__(*args, **settings)
-        self.to, self.least, self.words = to, least, words
+    checkpoint_every.parse(text)
 
 
-def _option(*names, to: str, **settings):
-    return click.option(*names, cls=_Option, to=to, **settings)
+def _check_memory_every(text: str) -> None:
+    from raytf.worker import checkpoint_every
+
+    checkpoint_every.steps(text)
 
 
-def _options(*options):
-    """One decorator of several."""
-
-    def decorate(command):
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def _given(ctx: click.Context) -> dict[str, dict[str, Any]]:
-    """Values of a command's options by what takes them, and by name."""
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
-    for option in ctx.command.params:
-        if isinstance(option, _Option):
-            found[option.to][option.name] = ctx.params[option.name]
-    return found
-
-
-def _columns(ctx, option, text: str | None) -> str | list[str] | None:
-    """A column, or several with commas between them."""
-    return text.split(",") if text and "," in text else text
-
-
-def _path(ctx, option, text: str | None) -> str | None:
-    """A path from the root, or a URI as it is."""
-    import os
-
-    return os.path.abspath(text) if text and "://" not in text else text
-
-
-_TRAINING = _options(
-    _option("--data", "train", to="datasets", required=True, help="Folder or URI of Parquet files to train on."),
-    _option("--validation", to="datasets", help="Folder or URI of Parquet files to validate on."),
-    _option(
+_TRAINING = options(
+    option("--data", "train", to="datasets", required=True, metavar="PATH", help="Folder or URI of Parquet files."),
+    option("--validation", to="datasets", metavar="PATH", help="Folder or URI of Parquet files to validate on."),
+    option(
         "--features",
         to="trainer",
-        callback=_columns,
+        callback=columns,
         required=True,
-        help="A column; several, with commas, are stacked into a float vector.",
+        metavar="COLUMN[,COLUMN...]",
+        help="A column; several are stacked into a float vector.",
     ),
-    _option("--labels", to="trainer", callback=_columns, help="The column of labels."),
-    _option("--sample-weights", to="trainer", callback=_columns, help="A column of weights for each row."),
-    _option("--num-workers", to="workers", default=1, least=1, show_default=True, help="Number of workers."),
-    _option("--gpus-per-worker", to="workers", default=0, least=0, show_default=True, help="GPUs of each worker."),
-    _option(
+    option("--labels", to="trainer", callback=columns, metavar="COLUMN", help="The column of labels."),
+    option(
+        "--sample-weights", to="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row."
+    ),
+    option("--num-workers", to="workers", default=1, type=COUNT, show_default=True, help="Number of workers."),
+    option("--gpus-per-worker", to="workers", default=0, type=NUMBER, show_default=True, help="GPUs of each worker."),
+    option(
         "--cpus-per-worker",
         to="workers",
         default=1.0,
+        type=POSITIVE,
         show_default=True,
         help="CPUs of each worker; may be below 1.",
     ),
-    _option(
-        "--batch-size", to="config", default=32, show_default=True, help="Rows of the global batch, over all workers."
+    option(
+        "--batch-size",
+        to="config",
+        default=32,
+        type=COUNT,
+        show_default=True,
+        help="Rows of the global batch, over all workers.",
     ),
-    _option("--epochs", to="config", default=1, show_default=True),
-    _option("--learning-rate", to="config", type=float, help="config['learning_rate'] for the model function."),
+    option("--epochs", to="config", default=1, type=COUNT, show_default=True, help="Passes over the data."),
+    option("--learning-rate", to="config", type=POSITIVE, help="config['learning_rate'] of the model function."),
     click.option(
         "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another entry of config; may be repeated."
     ),
-    _option("--strategy", to="trainer", default="auto", show_default=True, help="How replicas train together."),
-    _option(
+    option(
+        "--strategy",
+        to="trainer",
+        default="auto",
+        type=click.Choice(STRATEGIES),
+        show_default=True,
+        help="How replicas train together.",
+    ),
+    option(
         "--num-ps",
         to="trainer",
         default=0,
+        type=NUMBER,
         show_default=True,
         help="Parameter servers, for --strategy parameter_server.",
     ),
-    _option("--seed", to="trainer", default=0, show_default=True, help="Of weights, order of rows and masks."),
-    _option(
+    option(
+        "--seed",
+        to="trainer",
+        default=0,
+        type=click.IntRange(0, 2**63 - 1),
+        show_default="0",
+        metavar="INTEGER",
+        help="Of weights, order of rows and masks.",
+    ),
+    option(
         "--storage",
         "storage_path",
         to="run",
-        callback=_path,
-        help="Where results are kept.  [default: Ray's, ~/ray_results]",
+        callback=path,
+        metavar="PATH",
+        help="Folder or URI where runs are kept.  [default: Ray's, ~/ray_results]",
     ),
-    _option("--max-failures", to="run", default=0, least=-1, show_default=True, help="Restarts after a worker died."),
+    option(
+        "--max-failures",
+        to="run",
+        default=0,
+        type=click.IntRange(min=-1),
+        show_default=True,
+        help="Restarts after a worker died; -1 for no limit.",
+    ),
 )
 
 
-_CHECKPOINT_EVERY = _option(
+_CHECKPOINT_EVERY = option(
     "--checkpoint-every",
     to="trainer",
     default="auto",
+    callback=checked(_check_checkpoint_every),
     show_default=True,
     help='When to keep checkpoints within epochs: "100 steps", "10 min", or epoch for none.',
 )
 
 
-@main.command()
+@main.command(short_help="Train a model on Parquet files.")
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
-@_option("--name", to="run", help="Name of the run; one that exists goes on as --resume says.  [default: a new one]")
-@_option(
+@option("--name", to="run", help="Name of the run; one that exists goes on as --resume says.  [default: a new one]")
+@option(
     "--resume",
     to="trainer",
     type=click.Choice(["auto", "true", "false"]),
@@ -163,9 +161,10 @@ _CHECKPOINT_EVERY = _option(
     help="Where the run exists: auto goes on if it is the same run, true with what has changed, false starts anew.",
 )
 @_CHECKPOINT_EVERY
-@_option(
+@option(
     "--memory-every",
     to="trainer",
+    callback=checked(_check_memory_every),
     help='Hold a copy of the training in memory of two hosts, too, for when one is lost: "10 steps".',
 )
 @click.pass_context
@@ -174,14 +173,22 @@ def train(ctx, model, **_):
 
     MODULE is imported from the current folder. FUNCTION takes the config, a dict with batch_size, epochs,
     learning_rate and what --set gives, and returns a compiled keras.Model.
+
+    \b
+    Example:
+      raytf train mymodels:build_model --data data --features a,b --labels y \\
+          --num-workers 2 --epochs 3 --learning-rate 0.01 --storage runs --name first
     """
     trainer = _trainer(ctx)
-    from raytf.train.results import show_result
+    from raytf.train.results import events_of
 
-    show_result(trainer.fit())
+    result = trainer.fit()
+    if (events := events_of(result)) is not None:
+        click.echo(f"events  tensorboard --logdir {events}")
+    _end_ray()
 
 
-@main.command()
+@main.command(short_help="Say what `train` would do, without training.")
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
 @click.pass_context
@@ -189,6 +196,10 @@ def plan(ctx, model, **_):
     """Say what `train` with these options would do: strategy, batches, steps, traffic and memory.
 
     The model is built, and a few steps on the data's first rows are timed on one core; nothing is trained.
+
+    \b
+    Example:
+      raytf plan mymodels:build_model --data data --features a,b --labels y --num-workers 8
     """
     from raytf.train.plan import plan as make
 
@@ -198,25 +209,43 @@ def plan(ctx, model, **_):
         click.echo(f"{name:<{width}}  {value}")
 
 
-@main.command()
+def _check_num_samples(number: int) -> None:
+    if number != -1:
+        validation.check_whole("--num-samples", number, 1)
+
+
+@main.command(short_help="Train a model with many configs, and compare them.")
 @click.argument("model", metavar="MODULE:FUNCTION")
 @click.argument("domains", metavar="[NAME=DOMAIN]...", nargs=-1)
 @_TRAINING
 @_CHECKPOINT_EVERY
 @click.option("--space", type=click.Path(exists=True, dir_okay=False), help="YAML file of names and domains.")
-@_option("--num-samples", to="sweep", default=10, show_default=True, help="Trials, for each point of a grid.")
-@_option("--metric", to="sweep", default="loss", show_default=True, help="What trials are compared by.")
-@_option("--mode", to="sweep", default="min", words=validation.MODES, show_default=True, help="min or max.")
-@_option("--scheduler", to="sweep", words=validation.SCHEDULERS, help="fifo, asha, hyperband, median or pbt.")
-@_option("--search", "search_alg", to="sweep", words=validation.SEARCHES, help="random or optuna.")
-@_option(
+@option(
+    "--num-samples",
+    to="sweep",
+    default=10,
+    callback=checked(_check_num_samples),
+    show_default=True,
+    help="Trials, for each point of a grid; -1 for no limit.",
+)
+@option("--metric", to="sweep", default="loss", show_default=True, help="What trials are compared by.")
+@option(
+    "--mode",
+    to="sweep",
+    default="min",
+    type=click.Choice(validation.MODES),
+    show_default=True,
+    help="Whether the metric is to be small or large.",
+)
+@option("--scheduler", to="sweep", type=click.Choice(validation.SCHEDULERS), help="What ends or changes trials early.")
+@option("--search", "search_alg", to="sweep", type=click.Choice(validation.SEARCHES), help="How configs are chosen.")
+@option(
     "--max-concurrent-trials",
     to="sweep",
-    type=int,
-    least=1,
+    type=COUNT,
     help="At most; as many as the cluster holds unless given.",
 )
-@_option(
+@option(
     "--cold",
     "warm",
     to="sweep",
@@ -224,24 +253,60 @@ def plan(ctx, model, **_):
     callback=lambda ctx, option, cold: not cold,
     help="Give every trial processes of its own.",
 )
-@_option("--scale-learning-rate", to="sweep", help="linear or sqrt, with the batch size.")
-@_option("--base-batch-size", to="sweep", type=int, help="The batch size for which learning rates are meant.")
-@_option("--warmup-steps", to="sweep", default=0, show_default=True, help="In which the learning rate rises from 0.")
-@_option("--name", to="run", help="Name of the sweep.")
-@_option("--resume", to="sweep", metavar="PATH", help="Go on with the sweep of this folder, which was interrupted.")
+@option(
+    "--scale-learning-rate",
+    to="sweep",
+    type=click.Choice(["linear", "sqrt"]),
+    help="How the learning rate follows the batch size.",
+)
+@option("--base-batch-size", to="sweep", type=COUNT, help="The batch size for which learning rates are meant.")
+@option(
+    "--warmup-steps",
+    to="sweep",
+    default=0,
+    type=NUMBER,
+    show_default=True,
+    help="In which the learning rate rises from 0.",
+)
+@option("--name", to="run", help="Name of the sweep.")
+@option("--resume", to="sweep", metavar="PATH", help="Go on with the sweep of this folder, which was interrupted.")
 @click.pass_context
 def sweep(ctx, model, domains, space, **_):
     """Train the model of FUNCTION with many configs, and compare them.
 
     A DOMAIN is a call such as loguniform(1e-4,1e-1), choice([32,64]), grid_search([1,2]), uniform, randint, a list
-    (a choice) or a constant:
+    (a choice) or a constant.
 
-    raytf sweep mymodels:build_model 'learning_rate=loguniform(1e-4,1e-1)' 'batch_size=[64,128]' --data DIR ...
+    \b
+    Example:
+      raytf sweep mymodels:build_model 'learning_rate=loguniform(1e-4,1e-1)' \\
+          'batch_size=[64,128]' --data data --features a,b --labels y --scheduler asha
     """
     from raytf.cli_options import check_sweep
 
-    options = _given(ctx)["sweep"]
-    check_sweep(ctx.command.params, options, domains, space)
+    settings = given(ctx)["sweep"]
+    with wrong_options():
+        check_sweep(settings, domains, space)
+        written = _written(space, domains)
+
+    def largest():
+        from raytf.tune import space
+
+        known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
+        return max((n for n in known if isinstance(n, int)), default=1)
+
+    trainer = _trainer(ctx, largest, written)
+    from raytf.tune.space import parse
+    from raytf.tune.sweep import sweep as run
+
+    with wrong_options():
+        domains = parse(written) or None
+    run(trainer, domains, **settings)
+    _end_ray()
+
+
+def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
+    """Returns names and domains of a file and of arguments, as they are written."""
     written = {}
     if space:
         import yaml
@@ -255,21 +320,13 @@ def sweep(ctx, model, domains, space, **_):
     for domain in domains:
         name, _, value = domain.partition("=")
         written[name] = value
-
-    def largest():
-        from raytf.tune import space
-
-        known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
-        return max((n for n in known if isinstance(n, int)), default=1)
-
-    trainer = _trainer(ctx, largest)
-    from raytf.tune.space import parse
-    from raytf.tune.sweep import sweep as run
-
-    run(trainer, parse(written) or None, **options)
+    return written
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@main.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    short_help="Run any TensorFlow script on many workers, unmodified.",
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--num-workers", default=1, show_default=True, help="Processes that train.")
@@ -306,9 +363,11 @@ def sweep(ctx, model, domains, space, **_):
 def run(script, arguments, address, env, ports, **options):
     """Run any TensorFlow SCRIPT on many workers, unmodified: with TF_CONFIG set, a process for each task.
 
-    Options of raytf stand before SCRIPT, those of the script behind it:
+    Options of raytf stand before SCRIPT, those of the script after it.
 
-    raytf run --num-workers 4 train.py --epochs 3
+    \b
+    Example:
+      raytf run --num-workers 4 train.py --epochs 3
 
     The exit code is that of the process that failed first. Processes run in the current folder where their node sees
     it, else in a copy.
@@ -316,9 +375,10 @@ def run(script, arguments, address, env, ports, **options):
     from raytf.launch.spec import LaunchSpec
 
     _tell_of_options_behind(arguments)
-    made = LaunchSpec(
-        script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
-    )
+    with wrong_options():
+        made = LaunchSpec(
+            script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
+        )
     from raytf.launch.launcher import run as run_script
 
     raise SystemExit(run_script(made, address))
@@ -333,9 +393,9 @@ def _tell_of_options_behind(arguments) -> None:
         click.echo(text, err=True)
 
 
-@main.command()
+@main.command(short_help="Examine a running Ray cluster.")
 @click.option("--address", help="Of the Ray cluster; local starts one here.  [default: RAY_ADDRESS, or this machine's]")
-@click.option("--storage", callback=_path, metavar="PATH_OR_URI", help="Storage that all nodes are to share.")
+@click.option("--storage", callback=path, metavar="PATH_OR_URI", help="Storage that all nodes are to share.")
 @click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where nodes listen.")
 @click.option("--no-training", "training", flag_value=False, default=True, help="Make no steps of Keras.")
 @click.option("--seconds", default=55.0, show_default=True, help="Deadline for all of it.")
@@ -345,6 +405,10 @@ def doctor(address, ports, as_json, **options):
 
     Each finding is a line that ends with its fix. The exit code is 0 for a healthy cluster, 1 with findings, and 2 for
     wrong options or where no cluster answers.
+
+    \b
+    Example:
+      raytf doctor --address 10.0.0.1:6379 --storage /shared/runs
     """
     from raytf.errors import ConfigError
 
@@ -367,108 +431,80 @@ def doctor(address, ports, as_json, **options):
         raise SystemExit(1 if report.findings else 0)
 
 
-@main.command()
-@click.argument("path", metavar="SWEEP")
-@click.option("-o", "--output", default="report.html", show_default=True, help="The page to write.")
-def report(path, output):
-    """Write a page about the sweep of a folder: trials, learning curves, batch size against learning rate.
+for _command in cli_runs.COMMANDS:
+    main.add_command(_command)
 
-    The page needs no network.
+
+def _end_ray() -> None:
+    """Leaves the cluster, or ends the Ray that this command has started: that takes a few seconds."""
+    import ray
+
+    from raytf.console import phases
+
+    with phases.phases(phase="ending Ray", only_in_terminals=True):
+        ray.shutdown()
+
+
+def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ()):
+    """Returns a KerasTrainer from the options of a command; starts or finds Ray.
+
+    Args:
+        ctx: of the command.
+        largest: gives a number of workers for which a Ray that is started must have room.
+        space: keys of the config beside those of the options.
     """
-    from raytf.tune.report import write
-
-    write(path, output)
-    click.echo(output)
-
-
-@main.command()
-@click.argument("path", metavar="RUN")
-@click.option("-o", "--output", required=True, help="The folder or file to write; it must not exist.")
-@click.option("--format", default="saved_model", show_default=True, help="saved_model, keras or onnx.")
-@click.option("--which", default="last", show_default=True, help="Of its checkpoints last, best, or that of a step.")
-@click.option("--metric", help="By which one is the best.  [default: val_loss, or loss without validation]")
-@click.option("--mode", default="min", show_default=True, help="min or max of the metric.")
-@click.option("--average", default=1, show_default=True, help="The mean of the weights of so many last checkpoints.")
-@click.option("--model", metavar="MODULE:FUNCTION", help="What builds the model, where Keras cannot from its file.")
-def export(path, output, format, which, model, **options):
-    """Write the model of a run's folder, or of a checkpoint's, a path or a URI, for those who have no raytf.
-
-    What was written is read again, and must compute what the model does, to 1e-6 on generated rows.
-    """
-    from raytf.worker import export as exporting
-
-    options["which"] = int(which) if which.isdecimal() else which
-    exporting.check(path, output, format, **options)
-    build_model = None
-    if model is not None:
-        from raytf.cli_options import split_function
-
-        build_model = load_function(*split_function(model))
-    click.echo(exporting.export(path, output, format, build_model=build_model, **options))
-
-
-def _trainer(ctx: click.Context, largest=lambda: 1):
-    """A KerasTrainer from the options of a command; starts or finds Ray, with room for `largest()` workers, too."""
     from raytf import cli_options
 
-    module, function = cli_options.split_function(ctx.params["model"])
-    given = _given(ctx)
-    config = {name: value for name, value in given["config"].items() if value is not None}
-    config |= parse_settings(ctx.params["settings"])
-    paths = {name: path for name, path in given["datasets"].items() if path}
-    cli_options.check_training(ctx.command.params, given, config, paths)
-    build_model = load_function(module, function)
+    values = given(ctx)
+    with wrong_options():
+        module, function = cli_options.split_function(ctx.params["model"])
+        config = {name: value for name, value in values["config"].items() if value is not None}
+        config |= parse_settings(ctx.params["settings"])
+        paths = {name: path for name, path in values["datasets"].items() if path}
+        cli_options.check_training(values, config, paths)
+        build_model = cli_options.load_function(module, function)
+        cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
+        servers = values["trainer"]["num_ps"]
+        workers, cpus, gpus = (
+            values["workers"][name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker")
+        )
+        processes = max(largest(), workers + (servers + 1 if servers else 0))
 
-    import logging
-    import os
+    from raytf.console import phases
 
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    with phases.phases(phase=phases.starting(), only_in_terminals=ctx.command is plan) as shown:
+        import logging
+        import os
 
-    from raytf.runtime.connection import connect
-    from raytf.train.keras_trainer import KerasTrainer
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    # the workers import the model function from where the command runs
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    servers = given["trainer"]["num_ps"]
-    workers, cpus, gpus = (given["workers"][name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
-    processes = max(largest(), workers + (servers + 1 if servers else 0))
-    connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
-    failures = FailureConfig(max_failures=given["run"].pop("max_failures"))
-    return KerasTrainer(
-        build_model,
-        config=config,
-        datasets={name: read_parquet(path) for name, path in paths.items()},
-        scaling_config=ScalingConfig(
-            num_workers=workers,
-            use_gpu=gpus > 0,
-            resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
-        ),
-        run_config=RunConfig(**given["run"], failure_config=failures),
-        **given["trainer"],
-    )
+        from raytf.runtime.connection import connect
+        from raytf.storage import run_folder
+        from raytf.train import results
+        from raytf.train.keras_trainer import KerasTrainer
 
-
-def load_function(module: str, function: str):
-    """A function of a module that is imported from the current folder.
-
-    Raises:
-        ConfigError: no such module or function.
-    """
-    import importlib
-
-    from raytf.errors import ConfigError
-
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "MODULE must be a module that can be imported from the current folder",
-            f"{module!r} ({error})",
-            "Run the command where the module lies, and name it without .py",
-        ) from error
-    if not callable(getattr(found, function, None)):
-        raise ConfigError("FUNCTION must be a function of MODULE", f"{module}:{function}", "Check its name")
-    return getattr(found, function)
+        failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
+        run_config = RunConfig(**values["run"], failure_config=failures)
+        if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
+            has_ended = results.has_ended(run_folder.located(run_config), config["epochs"])
+            shown.begin(phases.starting(has_ended))
+        # the workers import the model function from where the command runs
+        environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
+        connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
+        datasets = {name: read_parquet(path) for name, path in paths.items()}
+    with wrong_options():
+        return KerasTrainer(
+            build_model,
+            config=config,
+            datasets=datasets,
+            scaling_config=ScalingConfig(
+                num_workers=workers,
+                use_gpu=gpus > 0,
+                resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
+            ),
+            run_config=run_config,
+            **values["trainer"],
+        )
 
 
 def parse_settings(settings) -> dict:

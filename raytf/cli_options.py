@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.data.columns import check_names, parse
 from raytf.errors import ConfigError
+from raytf.identity import config_reads
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.tune.learning_rate import Scaling
-from raytf.worker import checkpoint_every
 
 
 def split_function(name: str) -> tuple[str, str]:
@@ -42,8 +43,26 @@ def split_function(name: str) -> tuple[str, str]:
     return module, function
 
 
+def load_function(module: str, function: str):
+    """Returns a function of a module that is imported from the current folder.
+
+    Raises:
+        ConfigError: no such module or function.
+    """
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "MODULE must be a module that can be imported from the current folder",
+            f"{module!r} ({error})",
+            "Run the command where the module lies, and name it without .py",
+        ) from error
+    if not callable(getattr(found, function, None)):
+        raise ConfigError("FUNCTION must be a function of MODULE", f"{module}:{function}", "Check its name")
+    return getattr(found, function)
+
+
 def check_training(
-    params: Sequence[Any],
     given: Mapping[str, Mapping[str, Any]],
     config: Mapping[str, Any],
     paths: Mapping[str, str],
@@ -51,32 +70,45 @@ def check_training(
     """Raises ConfigError for what `raytf train`, `plan` and `sweep` can know to be wrong by their options alone.
 
     Args:
-        params: options of the command.
-        given: their values, by what takes them and by name.
+        given: values of the options, by what takes them and by name.
         config: what the model function will be given.
         paths: of the data, by name of the dataset.
     """
     legacy_keras.refuse(legacy_keras.asked(False))
     workers, trainer = given["workers"], given["trainer"]
-    check_values(params, {**workers, **given["run"]})
-    if not workers["cpus_per_worker"] > 0:
-        raise ConfigError("--cpus-per-worker must be more than 0", workers["cpus_per_worker"], "Raise it")
     validation.check_config(config)
-    validation.check_seed(trainer["seed"])
     validation.check_num_ps(trainer["strategy"], trainer["num_ps"])
-    checkpoint_every.parse(trainer.get("checkpoint_every", "auto"))
-    checkpoint_every.steps(trainer.get("memory_every"))
     count, devices = workers["num_workers"], workers["gpus_per_worker"]
     pick_strategy(trainer["strategy"], workers=count, devices=devices, tpu=False)
     per_replica_batch(config["batch_size"], 1 if trainer["num_ps"] else count * max(1, devices))
     for name, path in paths.items():
-        names = _columns(name, path)
+        names = check_parquet(name, path)
         for role in ("features", "labels", "sample_weights"):
             if names is not None:
                 check_names(parse(trainer[role], role), names, role)
 
 
-def check_sweep(params: Sequence[Any], options: Mapping[str, Any], domains: Sequence[str], space: str | None) -> None:
+def check_config_keys(build_model: Callable, known: Collection[str], params: Sequence[Any]) -> None:
+    """Raises ConfigError if the model function reads a key that no option gives, whatever else happens.
+
+    Args:
+        build_model: the function, which is not called.
+        known: keys that its config will have.
+        params: options of the command.
+    """
+    for key, line in config_reads.required(build_model).items():
+        if key in known:
+            continue
+        option = next((one.opts[0] for one in params if getattr(one, "to", None) == "config" and one.name == key), None)
+        name = getattr(build_model, "__name__", "the model function")
+        raise ConfigError(
+            "The model function finds in its config what the options give",
+            f"no {option or repr(key)}, and {name} reads config[{key!r}] in line {line}",
+            f"Give {option} VALUE" if option else f"Give --set {key}=VALUE",
+        )
+
+
+def check_sweep(options: Mapping[str, Any], domains: Sequence[str], space: str | None) -> None:
     """Raises ConfigError for what `raytf sweep` can know to be wrong by its own options and domains alone."""
     if not domains and not space and not options["resume"]:
         raise ConfigError(
@@ -88,34 +120,14 @@ def check_sweep(params: Sequence[Any], options: Mapping[str, Any], domains: Sequ
             raise ConfigError(
                 "A domain is written as NAME=DOMAIN", repr(domain), "For example 'learning_rate=loguniform(1e-4,1e-1)'"
             )
-    if options["num_samples"] != -1:
-        validation.check_whole("--num-samples", options["num_samples"], 1)
-    check_values(params, options)
     rule, base = options["scale_learning_rate"], options["base_batch_size"]
     Scaling(rule=rule, base_batch_size=base, warmup_steps=options["warmup_steps"])
     if options["resume"] and "://" not in options["resume"] and not os.path.exists(options["resume"]):
         raise ConfigError("A sweep is resumed from a path that exists", repr(options["resume"]), "Check the path")
 
 
-def check_values(params: Sequence[Any], values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a value that is less than an option says that it may be, or none of its words.
-
-    Args:
-        params: options of a command, as `cli.py` makes them.
-        values: of some of them, by name; None is right.
-    """
-    for option in params:
-        value = values.get(option.name)
-        if value is None:
-            continue
-        if option.least is not None:
-            validation.check_whole(option.opts[0], value, option.least)
-        if option.words:
-            validation.check_word(option.opts[0], value, option.words)
-
-
-def _columns(name: str, path: str) -> list[str] | None:
-    """Names of the columns of Parquet files of this machine; None where only Ray Data can tell.
+def check_parquet(name: str, path: str) -> list[str] | None:
+    """Returns the names of the columns of Parquet files of this machine; None where only Ray Data can tell.
 
     Raises:
         ConfigError: there are no such files.

@@ -55,7 +55,7 @@ class ConfigError(RaytfError, ValueError):
         self.rule, self.received, self.fix = rule, received, fix
 
     def __str__(self) -> str:
-        return f"{self.rule}; received: {self.received}. {self.fix}."
+        return f"{self.rule}; received: {self.received}. {self.fix}{'' if self.fix.endswith('?') else '.'}"
 
     def __reduce__(self):
         return type(self), (self.rule, str(self.received), self.fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from raytf.errors import ConfigError
 SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
 SEARCHES = ("random", "optuna")
 MODES = ("min", "max")
+# Words in names of metrics that are better when they are smaller, or larger.
+_SMALL = "(loss|mae|mse|rmse|msle|mape|error|crossentropy|hinge|divergence|perplexity|wer|cer)"
+_LARGE = "(acc|accuracy|auc|precision|recall|f1|f1_score|fbeta_score|iou|io_u|r2|r2_score|dice|ndcg|bleu)"
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
@@ -25,6 +29,16 @@ def check_word(name: str, value: Any, known: Sequence[str]) -> None:
     """Raises ConfigError unless `value` is one of the known words."""
     if value not in known:
         raise ConfigError(f"{name} must be one of {', '.join(known)}", repr(value), "Choose one of these")
+
+
+def doubt_of_mode(metric: str, mode: str) -> str | None:
+    """Returns a sentence where a metric is better the other way by its name, or None."""
+    small, large = (re.search(rf"(^|[_/]){words}(_?\d+)?($|[_/])", metric.lower()) for words in (_SMALL, _LARGE))
+    if mode == "min" and large and not small:
+        return f"{metric!r} is better when it is larger, and mode='min' looks for the smallest: is mode='max' meant?"
+    if mode == "max" and small:
+        return f"{metric!r} is better when it is smaller, and mode='max' looks for the largest: is mode='min' meant?"
+    return None
 
 
 def check_config(config: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ Four soaks, each on a Ray of its own:
 After each iteration every process below the driver is looked at. Growth is the slope of a line through the figures
 from iteration `SETTLED` on (Theil-Sen: the median of the slopes between all pairs, which single jumps do not move). A
 process counts if it has lived for at least half of those iterations. The exit code is 1 if one grows by more than
-`--most` MB an iteration, or gains more than one open file or thread in ten iterations.
+`--most` MB an iteration, or gains more than one open file or thread in ten iterations. What a model of a user's leaves
+behind all the same is limited by `TensorflowConfig(renew_worker_mb=...)`.
 """
 
 from __future__ import annotations

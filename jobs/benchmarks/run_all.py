@@ -30,6 +30,7 @@ ALL = (
     "sweep",
     "seek",
     "checkpoint",
+    "checkpoint_memory",
     "recovery",
     "resume",
     "traffic",

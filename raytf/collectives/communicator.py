@@ -5,7 +5,6 @@ Where workers have raytf's ring, all of them go over it.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.collectives import exchange
-from raytf.compat.tensorflow import in_multi_worker_mode
+from raytf.compat.tensorflow import in_multi_worker_mode, traced_apart
 from raytf.compat.tensorflow import is_chief as strategy_is_chief
 
 
@@ -114,8 +113,7 @@ def _sum_function(strategy):
     def total(*local):
         return [strategy.experimental_local_results(v)[0] for v in strategy.run(replica, args=local)]
 
-    # a partial has no code: TensorFlow counts traces by code, and would warn of what are different functions
-    return tf.function(functools.partial(total), autograph=False)
+    return traced_apart(total, autograph=False)
 
 
 def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -1,15 +1,17 @@
-"""One live line at the driver: epoch, step, loss, accuracy, examples/s, time left. No TensorFlow."""
+"""One live line at the driver: epoch, step, loss, examples/s, time left; before and after, see `phases.py`.
+
+No TensorFlow.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 import threading
 import time
 import uuid
 
 from raytf.compat import ray_core
+from raytf.console.phases import ENDING, WORKERS, Phases
 
 
 class Entries:
@@ -69,6 +71,15 @@ class Board:
             self._count += 1
         self._entries.put("last", update | {"count": self._count})
 
+    def begin(self, phase: str) -> None:
+        """Called by the chief at a phase before its first step; "" for one that is not worth a word."""
+        self._entries.put("phase", phase)
+
+    def phase(self) -> str:
+        """Returns what the chief does before its first step."""
+        phase = self._entries.get("phase")
+        return WORKERS if phase is None else phase
+
     def read(self, first: int = 0) -> tuple[list[dict], dict | None]:
         """(updates at the ends of epochs from the entry `first` on, the newest update or None before the first).
 
@@ -95,20 +106,25 @@ class Reader:
     def __init__(self, board):
         self._board, self._rate, self._read = board, Rate(), 0
 
-    def new(self) -> tuple[list[str], str | None]:
-        """(a line for each epoch that has ended since the last call, the line of the epoch that runs or None)."""
+    def new(self) -> tuple[list[str], str | None, str | None]:
+        """Returns what is new on the board.
+
+        Returns:
+            (a line for each epoch that has ended since the last call, the line of the epoch that runs or None, the
+            phase of the run where none does or None where one has ended).
+        """
         ended, last = self._board.read(self._read)
         self._read += len(ended)
         lines = [describe(update, *self._rate(update)) for update in ended]
-        return lines, describe(last, *self._rate(last)) if last and not last["ended"] else None
+        if last is not None and not last["ended"]:
+            return lines, describe(last, *self._rate(last)), None
+        if last is not None:
+            return lines, None, ENDING if last["epoch"] == last["epochs"] else None
+        return lines, None, self._board.phase() or None
 
 
-def console():
-    """A `rich.console.Console` of stdout; in a notebook one that writes lines, where rich would make a page of each."""
-    from rich.console import Console
-
-    made = Console()
-    return Console(force_jupyter=False, force_terminal=False) if made.is_jupyter else made
+# Between two looks at a board.
+_LOOKS_SECONDS = 0.2
 
 
 class Line:
@@ -117,39 +133,39 @@ class Line:
     Args:
         board: a `Board`.
         console: see `console`.
-        waiting: what a terminal shows before the first update.
     """
 
-    def __init__(self, board, console, waiting: str = "starting workers ..."):
-        self._reader, self._console, self._waiting = Reader(board), console, waiting
+    def __init__(self, board, console):
+        self._reader, self._console = Reader(board), console
+        self._phases = Phases(console, WORKERS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self):
+        self._phases.__enter__()
         self._thread.start()
         return self
 
     def __exit__(self, *exc):
         self._stop.set()
         self._thread.join()
+        self._phases.close()
 
     def _follow(self):
-        from rich.live import Live
-        from rich.text import Text
-
-        # what goes to another place than the terminal is not for the terminal
-        options = {"transient": True, "refresh_per_second": 4, "redirect_stderr": sys.stderr.isatty()}
-        live = Live(Text(self._waiting), console=self._console, **options)
-        with live if self._console.is_terminal else contextlib.nullcontext():
-            while True:
-                stopping = self._stop.wait(0.2)
-                lines, running = self._reader.new()
-                for line in lines:
-                    self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-                if running is not None:
-                    live.update(Text(running, overflow="ellipsis", no_wrap=True))
-                if stopping:
-                    return
+        while True:
+            stopping = self._stop.wait(_LOOKS_SECONDS)
+            lines, running, phase = self._reader.new()
+            for line in lines:
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            if running is not None:
+                self._phases.begin(None)
+                self._phases.show(running)
+            else:
+                if lines:
+                    self._phases.show("")
+                self._phases.begin(phase)
+            if stopping:
+                return
 
 
 class Rate:
@@ -181,6 +197,6 @@ def describe(update: dict, rate: float | None, left: float | None) -> str:
         parts.append(f"{rate:,.0f} examples/s")
     if update["waiting"] is not None:
         parts.append(f"{update['waiting']:.0%} waiting for input")
-    if left is not None:
+    if left is not None and not (update["ended"] and left < 1):
         parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
     return "  ".join(parts)

@@ -22,6 +22,7 @@ from ray.train import RunConfig, ScalingConfig
 
 from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
+from raytf.console import phases as phases_module
 from raytf.console import progress
 from raytf.console.output import Output
 from raytf.data import ingest, streamed
@@ -43,6 +44,7 @@ from raytf.worker import ending, fit
 _FIRST_ROWS = 1000
 # So many losses of workers are healed in a call: those of one that dies again and again have a cause to look for.
 _HEALS = 3
+_DOES = {"evaluate": "evaluating", "predict": "predicting"}
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
 
 
@@ -54,6 +56,7 @@ class Call:
         scaling_config, run_config: of the workers.
         parts: `arrays.Data` by name.
         keeping: of the checkpoints, or None where the call has no name.
+        phases: shows what the call does before its first step.
 
     Attributes:
         objects: of the model and the callbacks, by number.
@@ -66,7 +69,9 @@ class Call:
         run_config: RunConfig,
         parts: dict[str, arrays.Data],
         keeping: Keeping | None = None,
+        phases: phases_module.Phases | None = None,
     ):
+        self._phases = phases or phases_module.Phases(None)
         self._model, self._scaling, self._run = model, scaling_config, run_config
         self._parts, self._keeping = parts, keeping
         self._files: dict[str, bytes] | None = None
@@ -77,6 +82,7 @@ class Call:
         self._connected = False
 
     def __enter__(self) -> Call:
+        self._phases.__enter__()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -93,6 +99,7 @@ class Call:
         if not datasets:
             return
         self._connect()
+        self._phases.begin(phases_module.READING)
         self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
         for name, found in self._found.items():
             if not found.rows:
@@ -100,6 +107,8 @@ class Call:
             self._parts[name].batch.check(found.columns)
 
     def _connect(self) -> None:
+        if not self._connected:
+            self._phases.begin(phases_module.starting())
         self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
         if not self._connected:  # Ray, if it is started, takes SIGTERM for itself; SIGINT is Python's KeyboardInterrupt
             signals = (signal.SIGTERM,) if self._keeping is None else (signal.SIGTERM, signal.SIGINT)
@@ -130,6 +139,7 @@ class Call:
             Bytes of a row of its outputs, where that is known, else 0.
         """
         self._read()
+        self._phases.begin(phases_module.TRYING)
         model, example = self._model, self._example("train")
         spec = example.element_spec
         if model.jit_compile and self._scaling.num_workers > 1 and not self._scaling.use_gpu:
@@ -140,12 +150,12 @@ class Call:
             )
         try:
             if do != "predict":
-                fit.build_from_data(model, example)
+                fit.build_from_data(model, example, do)
             if do == "fit":
                 _build_rest(model, spec)
-            row_bytes = _check_shapes(model, spec, do != "predict")
+            row_bytes = _check_shapes(model, spec, do)
             if "validation" in self._parts:
-                _check_shapes(model, self._example("validation").element_spec, True)
+                _check_shapes(model, self._example("validation").element_spec, "evaluate")
             return row_bytes
         except ConfigError:
             raise
@@ -190,7 +200,9 @@ class Call:
         self._files, state = self._keeping.newest(told)
         return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": told}
 
-    def work(self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, **more) -> fit_worker.Work:
+    def work(
+        self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, drops: bool = False, **more
+    ) -> fit_worker.Work:
         """What the workers are told; the rows go into Ray's object store."""
         self._connect()
         rows = {}
@@ -199,7 +211,8 @@ class Call:
             order = shuffle if name == "train" else "none"
             if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
-            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order)
+            rest = drops and name == "train"
+            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order, drop_remainder=rest)
             rows[name] = fit_worker.Rows(dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure)
         settings = transport.settings()
         key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()
@@ -218,6 +231,7 @@ class Call:
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
         try:
+            self._phases.begin(phases_module.WORKERS)
             self._group = warm.take(self._scaling, self._run, setup)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
@@ -234,6 +248,7 @@ class Call:
                 return dataclasses.replace(run, config=config, files=None)
 
             group.worker_group.begin(run, anew)
+            self._phases.begin(_DOES.get(work["do"]))
             with self._ending.calls(self._heard) if within is not None else contextlib.nullcontext():
                 why = None if within is None else self._why_end
                 while (reports := group.worker_group.go_on_all(why)) is not None:
@@ -297,7 +312,8 @@ class Call:
         if board is None:
             yield from self.reports(work)
             return
-        with progress.Line(board, progress.console()):
+        self._phases.close()
+        with progress.Line(board, phases_module.console()):
             yield from self.reports(work, board)
 
     def _learn(self, told: dict, users: Sequence, history) -> None:
@@ -331,20 +347,22 @@ class Call:
                 self._end(well=False)
             streamed.close(self._found)
         finally:
+            self._phases.close()
             self._ends.__exit__(*sys.exc_info())
 
 
 def _build_rest(model, spec) -> None:
     """Layers that only a `train_step` of the user's uses are built by tracing it; nothing runs."""
     layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
-    if layers and not model.run_eagerly and type(model).train_step is not keras.Model.train_step:
+    own = type(model).train_step is not keras.Model.train_step and type(model).fit is keras.Model.fit
+    if layers and not model.run_eagerly and own:
         tf.function(model.train_step).get_concrete_function(spec)
 
 
-def _check_shapes(model, spec, with_loss: bool) -> float:
+def _check_shapes(model, spec, do: str) -> float:
     """Works out the shapes of outputs and loss; bytes of a row of the outputs, or 0 where the model says nothing."""
     flat = tf.nest.flatten(spec)
-    if type(model).train_step is not keras.Model.train_step and with_loss:
+    if model_optimizers.decides_itself(model, do):
         return 0.0  # what it makes of its data is its own
     if not all(isinstance(one, tf.TensorSpec) for one in flat) or not model_optimizers.has_call(model):
         return 0.0
@@ -357,7 +375,7 @@ def _check_shapes(model, spec, with_loss: bool) -> float:
     data = tf.nest.map_structure(example, spec)
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     outputs = compute_output_spec(model, x, training=False)
-    if with_loss and y is not None and keras_objects.compiled_parts(model)[0] is not None:
+    if do != "predict" and y is not None and keras_objects.compiled_parts(model)[0] is not None:
         loss = functools.partial(keras_objects.step_loss, model)
         compute_output_spec(loss, x, y, outputs, sample_weight=weights, training=False)
     return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))

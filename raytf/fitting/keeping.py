@@ -67,7 +67,7 @@ class Keeping:
             return None
         run_folder.check_name(name)
         where = {} if storage is None else {"storage_path": os.fspath(storage)}
-        return Keeping(RunFolder.of(RunConfig(name=name, **where)), every, resume)
+        return Keeping(RunFolder.of(run_folder.located(RunConfig(name=name, **where))), every, resume)
 
     @property
     def folder(self) -> str:

@@ -3,16 +3,13 @@ misspelt."""
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import gc
-import json
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-# In a process that tries a model: where a copy of it writes the keys that nothing read.
-_pipe: int | None = None
+from raytf.identity import config_reads
 
 
 class Noted(dict):
@@ -22,6 +19,7 @@ class Noted(dict):
         read: keys that were read.
         whole: whether all may have been.
         defaults: what was read in the place of keys that are not there.
+        missing: keys that are not there and were read without a default.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -29,6 +27,7 @@ class Noted(dict):
         self.read: set[str] = set()
         self.whole = False
         self.defaults: dict[str, Any] = {}
+        self.missing: set[str] = set()
 
     def _noted(self, key, default=None):
         self.read.add(key)
@@ -37,6 +36,8 @@ class Noted(dict):
 
     def __getitem__(self, key):
         self.read.add(key)
+        if not dict.__contains__(self, key):
+            self.missing.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key):
@@ -100,45 +101,40 @@ class Noted(dict):
         return dict, (self.copy(),)
 
 
-def unread(names: Collection[str], config: Mapping[str, Any], functions: Collection[Callable]) -> tuple[Any, list[str]]:
-    """Calls functions with a config; (what the first returned, those of `names` that none of them read).
+def unread(names: Collection[str], noted: Noted, functions: Collection[Callable], references: int) -> dict[str, str]:
+    """Returns those of `names` that nothing has read, with the key that each may be meant for, or "".
 
-    A function that keeps the config may read it later, so that all counts as read. The functions after the first are
-    called only while a key is unread.
+    A function that keeps the config may read it later, so that all counts as read. What the source of a function
+    mentions counts as read, too: it may do so at another time. `functions` are called only while a key is left.
+
+    Args:
+        names: keys that the user has given.
+        noted: the config, after a model was built with it.
+        functions: of the config: the one that has built the model, which is not called, and those of callbacks.
+        references: `sys.getrefcount(noted)` in the calling function, before anything had the config.
     """
-    noted = Noted(config)
-    first, *others = functions
-    result = first(noted)
-    kept = [result]
-    for function in others:
+    asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | {"batch_size", "epochs"}
+    for function in functions:
         if _unread(names, noted):
-            kept.append(function(noted))
+            noted.note(config_reads.mentioned(function))
+    kept = [_quiet(function)(noted) for function in list(functions)[1:] if _unread(names, noted)]
     if _unread(names, noted):
         gc.collect()
-        noted.whole = noted.whole or sys.getrefcount(noted) > 2
-    return result, _unread(names, noted)
+        noted.whole = noted.whole or sys.getrefcount(noted) > references + 1  # the one of this function
+    del kept
+    close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in _unread(names, noted)}
+    return {name: next(iter(found), "") for name, found in close.items()}
 
 
 def _unread(names: Collection[str], noted: Noted) -> list[str]:
     return [] if noted.whole else sorted(set(names) - noted.read)
 
 
-@dataclasses.dataclass(frozen=True)
-class Noting:
-    """A build_model that tells, where `ask` listens, which keys neither it nor callbacks read."""
-
-    build_model: Callable
-    callbacks: Callable | None
-    names: tuple[str, ...]
-
-    def __call__(self, config):
-        global _pipe
-        functions = [self.build_model, *([_quiet(self.callbacks)] if self.callbacks else [])]
-        model, missing = unread(self.names, config, functions)
-        if _pipe is not None:
-            os.write(_pipe, json.dumps(missing).encode())
-            _pipe = None  # of this fork, which may build the model once more
-        return model
+def warning(unread: Mapping[str, str]) -> str:
+    """Returns the sentence about keys that nothing read, see `unread`."""
+    hints = {name: f" (did you mean {close!r}?)" if close else "" for name, close in unread.items()}
+    keys = ", ".join(f"config[{name!r}]{hint}" for name, hint in hints.items())
+    return f"Nothing read {keys} when the model was tried. Is a key misspelt?"
 
 
 def _quiet(callbacks: Callable) -> Callable:
@@ -151,36 +147,3 @@ def _quiet(callbacks: Callable) -> Callable:
             return [config, dict(config)]
 
     return call
-
-
-def ask(function: Callable, *arguments) -> tuple[Any, list[str]]:
-    """(What `function(*arguments)` returns, what a `Noting` tells that it calls in a fork of this process)."""
-    global _pipe
-    reader, _pipe = os.pipe()
-    try:
-        answer = function(*arguments)
-    finally:
-        os.close(_pipe)
-        _pipe = None
-        with os.fdopen(reader, "rb") as file:
-            told = file.read()
-    return answer, json.loads(told) if told else []
-
-
-class Asker:
-    """Stands for `processes.WarmPool` where a model is tried.
-
-    Args:
-        processes: that are asked.
-
-    Attributes:
-        unread: keys that a `Noting` told.
-    """
-
-    def __init__(self, processes):
-        self._processes = processes
-        self.unread: list[str] = []
-
-    def ask(self, function: Callable, *arguments):
-        answer, self.unread = self._processes.ask(ask, function, *arguments)
-        return answer

@@ -18,6 +18,7 @@ from raytf.collectives.communicator import all_sum, local_replicas, many_replica
 from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core, backend_trainer
 from raytf.compat.patching import patch
+from raytf.compat.tensorflow import traced_apart
 from raytf.errors import RaytfError
 from raytf.parallel import assigned, local_sgd
 from raytf.parallel import step as step_module
@@ -198,7 +199,7 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
             variable.assign(tf.where(first, total, before) if summed else total)
 
     if each:
-        tf.function(lambda: strategy.run(replica), autograph=False)()
+        traced_apart(lambda: strategy.run(replica), autograph=False)()
 
 
 def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
@@ -294,11 +295,10 @@ def _synchronize_function(strategy, metrics, averaged, assign):
             for v, t in zip(metrics, totals, strict=True)
         ], means
 
-    @tf.function(autograph=False)
     def synchronize():
         return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], strategy.run(replica))
 
-    return synchronize
+    return traced_apart(synchronize, autograph=False)
 
 
 def global_logs(model, logs, rows):

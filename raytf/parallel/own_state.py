@@ -16,6 +16,7 @@ import tensorflow as tf
 from raytf.collectives import communicator, gradient_ring, healing
 from raytf.collectives.exchange import NO_NUMBERS
 from raytf.compat import keras_objects
+from raytf.compat.tensorflow import traced_apart
 from raytf.errors import RaytfError
 from raytf.parallel import model_optimizers
 from raytf.parallel import step as step_module
@@ -93,7 +94,7 @@ def content_of(model) -> bytes:
     if known != key:
         strategy = model.distribute_strategy
         read = lambda: [tf.identity(v.value) for v in variables]
-        function = tf.function(
+        function = traced_apart(
             lambda: [strategy.experimental_local_results(v)[0] for v in strategy.run(read)], autograph=False
         )
         model.__dict__["_raytf_own_state"] = key, function
@@ -175,4 +176,4 @@ def _assign(strategy, variables: Sequence[keras.Variable], values: Sequence[np.n
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
-    tf.function(lambda: strategy.run(replica), autograph=False)()
+    traced_apart(lambda: strategy.run(replica), autograph=False)()

@@ -32,7 +32,7 @@ from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects, patching, selfcheck, versions
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
-from raytf.compat.tensorflow import DistributedVariable
+from raytf.compat.tensorflow import DistributedVariable, traced_apart
 from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
@@ -79,7 +79,7 @@ def _make_function(original, self, step_function):
 
     one_step = keras_objects.autoconverted(self, one_step)
     if not self.run_eagerly:
-        one_step = tf.function(one_step, reduce_retracing=True)
+        one_step = traced_apart(one_step, reduce_retracing=True)
 
     @tf.autograph.experimental.do_not_convert
     def steps(iterator):
@@ -101,7 +101,7 @@ def _make_function(original, self, step_function):
         )
         return result
 
-    compiled = None if self.run_eagerly else tf.function(steps, reduce_retracing=True)
+    compiled = None if self.run_eagerly else traced_apart(steps, reduce_retracing=True)
 
     def eager_steps(iterator):
         for done in range(self.steps_per_execution):

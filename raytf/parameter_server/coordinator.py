@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.compat.keras import pythonify_logs
+from raytf.compat.tensorflow import traced_apart
 from raytf.console import output
 from raytf.data.feed import SUPERBATCH, Feed
 from raytf.parallel import callbacks as callbacks_module
@@ -114,7 +115,7 @@ class EpochRunner:
             _, *totals = tf.while_loop(lambda done, *_: done < count, one, start, parallel_iterations=1)
             return totals
 
-        return tf.function(span)
+        return traced_apart(span)
 
     def train(self, number: int, position: Position, kept: StepCheckpointCallback | None, progress) -> dict[str, float]:
         """The steps of an epoch that are left.

@@ -211,6 +211,8 @@ class Judge:
 def describe(its: Mapping[str, Any]) -> str:
     """What a worker does, as a clause that follows "it"."""
     step = its["step"]
+    if its["phase"] == activity.CHECKPOINT and its["failing"]:
+        return f"has a checkpoint of step {step} that its storage does not take ({its['failing']})"
     return {
         activity.BEGIN: "does not come to the exchange that others are in",
         activity.INPUT: f"waits for rows of its input in step {step + 1}",

@@ -183,12 +183,44 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
     return dataclasses.replace(scaling_config, resources_per_worker=each)
 
 
-def less(cpus: float) -> str:
-    """How processes that want so many CPUs in all come to share cores of a Ray that is there already, in a clause."""
-    sharing = "ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))"
-    if ray_core.started_here():
-        sharing += f", start Ray with ray.init(num_cpus={math.ceil(cpus)}) before the data is named"
-    return sharing
+def remedy(each: dict[str, float], count: int) -> str:
+    """Returns what its user may do about a cluster that cannot hold so many processes, for what it lacks.
+
+    Args:
+        each: resources of a process, each more than 0.
+        count: processes.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return advice(nodes, each, count, started_here=ray_core.started_here())
+
+
+def advice(nodes: list[dict[str, float]], each: dict[str, float], count: int, started_here: bool = False) -> str:
+    """See `remedy`; pure.
+
+    Args:
+        nodes: total resources of each node.
+        each, count: of the processes.
+        started_here: the driver has started Ray on this machine.
+    """
+    short = [name for name, amount in each.items() if count_fitting(nodes, {name: amount}) < count] or list(each)
+    ways = ["Use fewer workers"] if count_fitting(nodes, each) else []
+    if "GPU" in short:
+        some = any(node.get("GPU") for node in nodes)
+        fewer, none = (
+            "ask for fewer GPUs of each",
+            "train on CPUs (--gpus-per-worker 0, or ScalingConfig without use_gpu)",
+        )
+        ways.append(fewer if some else none)
+    if "CPU" in short:
+        ways.append("ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))")
+        if started_here:
+            total = math.ceil(each["CPU"] * count)
+            ways.append(f"start Ray with ray.init(num_cpus={total}) before the data is named")
+    ways += [f"ask for less {name}" for name in short if name not in ("CPU", "GPU")]
+    lacking = [name for name in short if not any(node.get(name) for node in nodes)]
+    ways.append("add nodes" + (f" with {' and '.join(lacking)}" if lacking else ""))
+    text = ", ".join(ways[:-1]) + (" or " if len(ways) == 2 else ", or " if ways[:-1] else "") + ways[-1]
+    return text[0].upper() + text[1:]
 
 
 def _job(binary: bytes, mine: str) -> str:
@@ -210,7 +242,7 @@ def check_cluster(scaling_config) -> None:
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            f"Use fewer workers, {less(each.get('CPU', 0) * wanted)}, or add nodes",
+            remedy(each, wanted),
         )
 
 
@@ -239,6 +271,12 @@ def total(bundles: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
 
 
+def _mean(bundles: list[dict[str, float]]) -> dict[str, float]:
+    """Returns of each resource what a bundle that asks for it has, on average."""
+    asks = {name: [bundle[name] for bundle in bundles if bundle.get(name)] for name in total(bundles)}
+    return {name: sum(amounts) / len(amounts) for name, amounts in asks.items() if amounts}
+
+
 def check_bundles(bundles: list[dict[str, float]]) -> None:
     """Raises ResourceError if the cluster can never hold tasks that need these resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -248,5 +286,5 @@ def check_bundles(bundles: list[dict[str, float]]) -> None:
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({format_resources(wanted)})",
         f"{len(nodes)} node(s) with {format_resources({name: there.get(name, 0) for name in wanted})}",
-        f"Ask for fewer tasks, {less(wanted.get('CPU', 0))}, or add nodes",
+        remedy(_mean(bundles), len(bundles)),
     )

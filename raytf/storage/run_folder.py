@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import math
+import os
 import posixpath
 import re
 import secrets
@@ -52,6 +53,21 @@ def is_unnamed(run_config) -> bool:
 def named(run_config, kind: str):
     """The RunConfig with a name; one without gets a new one each time, and is itself left as it is."""
     return dataclasses.replace(run_config, name=new_name(kind)) if is_unnamed(run_config) else run_config
+
+
+def located(run_config):
+    """Returns the RunConfig with its storage path from the root, as Ray wants it; a URI stays as it is."""
+    path = run_config.storage_path
+    if path is None or run_config.storage_filesystem is not None or "://" in os.fspath(path):
+        return run_config
+    absolute = os.path.abspath(os.path.expanduser(path))
+    return run_config if path == absolute else dataclasses.replace(run_config, storage_path=absolute)
+
+
+def where(run_config) -> str:
+    """Returns the folder of a RunConfig that has a name, as its user would write it: a path or a URI."""
+    storage = os.fspath(run_config.storage_path)
+    return f"{storage.rstrip('/')}/{run_config.name}" if "://" in storage else RunFolder.of(run_config).path
 
 
 def check_name(name: str | None) -> None:
@@ -119,7 +135,7 @@ class RunFolder:
             filesystem, path = get_fs_and_path(run_config.storage_path, run_config.storage_filesystem)
         except (ValueError, OSError) as error:
             raise ConfigError(
-                "storage_path must be a path from the root, or the URI of a storage that pyarrow knows",
+                "storage_path must be a path, or the URI of a storage that pyarrow knows",
                 f"{run_config.storage_path!r}, for which there is {in_a_line(error)}",
                 "Correct RunConfig(storage_path=...)",
             ) from error
@@ -303,10 +319,17 @@ class RunFolder:
         return [name for step, name in steps if step > last]
 
     def _stored(self) -> list[str]:
-        """The checkpoints that lie in the folder, newest first, by the time in their names, which Ray gives them."""
+        """The checkpoints that lie in the folder, newest first."""
         found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
         folders = [info.base_name for info in found if info.type == FileType.Directory]
-        return sorted((name for name in folders if name.startswith(AT_ENDS)), reverse=True)
+        return checkpoint_files.by_step((n for n in folders if n.startswith(AT_ENDS)), str, self._step)
+
+    def _step(self, name: str) -> int | None:
+        """The steps that were made before a checkpoint; None where it does not tell."""
+        try:
+            return checkpoint_files.look(self.filesystem, f"{self.path}/{name}").step
+        except DamagedCheckpointError:
+            return None
 
     def _look(self, name: str, finished: Callable[[Last], bool]) -> Last:
         """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""

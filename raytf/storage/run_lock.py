@@ -217,6 +217,16 @@ class RunLock:
                 os.rmdir(self._folder)
 
 
+def holder(filesystem: pyarrow.fs.FileSystem, folder: str) -> str | None:
+    """Returns who holds the lock of a run's folder, as a clause; None where nobody does, or who did is dead."""
+    local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+    file = (MountedFile if local else StoredFile)(filesystem, f"{folder}/{LOCK}", "")
+    seen, owner = look(file)
+    if seen is None or _is_dead(owner, None if _same_machine(owner) else file.age()):
+        return None
+    return _shown(owner)
+
+
 def _shown(owner: dict) -> str:
     if not owner:
         return "an unknown driver"

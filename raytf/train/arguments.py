@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -36,6 +37,47 @@ def check_pickles(function, name: str, of: str = "config") -> None:
             f"{name} must be a function that pickles, as it is sent to the workers",
             f"{getattr(function, '__name__', function)!r}: {error}",
             "Create what does not pickle (models, locks, files, connections) inside the function",
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """A `callbacks` function of a list of callbacks: gives each worker copies of them."""
+
+    pickled: bytes
+
+    def __call__(self, config):
+        return cloudpickle.loads(self.pickled)
+
+
+def callbacks_function(given) -> Callable | None:
+    """Returns what the workers call for their callbacks.
+
+    Args:
+        given: a function of config, a list of callbacks, or None.
+
+    Raises:
+        ConfigError: it is none of these, or does not pickle.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, (list, tuple)):
+        check_pickles(given, "callbacks", "config, or a list of callbacks")
+        return given
+    for one in given:
+        if not hasattr(one, "on_epoch_end") or isinstance(one, type):
+            raise ConfigError(
+                "callbacks must be Keras callbacks, or a function of config that returns them",
+                repr(one),
+                "Pass objects such as keras.callbacks.EarlyStopping()",
+            )
+    try:
+        return Copies(cloudpickle.dumps(list(given)))
+    except Exception as error:
+        raise ConfigError(
+            "callbacks in a list must pickle, as each worker gets copies of them",
+            f"{', '.join(type(one).__name__ for one in given)}: {error}",
+            "Pass a function that makes them on the workers: callbacks=lambda config: [...]",
         ) from error
 
 

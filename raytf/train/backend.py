@@ -122,6 +122,8 @@ def context_here(setup: WorkerSetup):
 
 def spoken(chief: bool, board):
     """`verbosity.of` on a worker of Keras 3; one of Keras 2 prints what Keras 2 does."""
+    if chief and board is not None:
+        board.begin("")  # the loop is the user's, and may make no steps of Keras
     if legacy_keras.is_on():
         return contextlib.nullcontext()
     from raytf.parallel import verbosity

@@ -40,7 +40,8 @@ def inspect(
     Versions of Ray, Keras and TensorFlow that raytf is not tested with are looked at before.
 
     Args:
-        pickled: (build_model, config, the `batch_spec.BatchSpec`), by cloudpickle.
+        pickled: (build_model, config, the `batch_spec.BatchSpec`, keys of the config that are to be read, callbacks or
+            None), by cloudpickle.
         block: a block of the training data.
         rows: of the steps that are measured, or None for no figures.
     """
@@ -52,14 +53,18 @@ def inspect(
     def answer() -> ConfigError | Tried:
         # no Ray from here on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
-        build_model, config, batch = cloudpickle.loads(pickled)
+        build_model, config, batch, names, callbacks = cloudpickle.loads(pickled)
+        noted = Noted(config)
+        references = sys.getrefcount(noted)
         try:
-            noted = Noted(config)
             model = check(build_model, noted, block, batch)
         except ConfigError as error:
             return error
         identity = _identity(model, noted, config, block, build_model, batch)
-        return Tried(None if rows is None else _facts(model, _feed(block, batch, rows)), identity, warning)
+        functions = [build_model] if callbacks is None else [build_model, callbacks]
+        unread = config_keys.unread(names, noted, functions, references)
+        facts = None if rows is None else _facts(model, _feed(block, batch, rows))
+        return Tried(facts, identity, warning, unread, _logs(model))
 
     return _in_a_copy(answer)
 
@@ -82,6 +87,16 @@ def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_mod
     return found | {"config": fingerprint.described(read), "types": types}
 
 
+def _logs(model) -> tuple[str, ...] | None:
+    import keras
+
+    own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in own):
+        return None
+    names = tuple(model.get_metrics_result())
+    return (*names, *(f"val_{name}" for name in names))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tried:
     """What was found out about a model and columns that fit each other.
@@ -90,11 +105,16 @@ class Tried:
         facts: figures, where they were asked for.
         identity: what the model and the columns' types are, see `fingerprint.of_model`.
         warning: a line of versions that raytf is not tested with and fits all the same, or None.
+        unread: keys of the config that nothing read, see `config_keys.unread`.
+        logs: names of the metrics of an epoch, with those of a validation, but for what callbacks add; None where a
+            step of the model's own decides.
     """
 
     facts: ModelFacts | None
     identity: dict
     warning: str | None = None
+    unread: dict[str, str] = dataclasses.field(default_factory=dict)
+    logs: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,13 +235,18 @@ def _in_a_copy(answer):
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
-        readable, _, _ = select.select([file], [], [], _DEADLINE_SECONDS)
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        readable = poll.poll(1e3 * _DEADLINE_SECONDS)
         if not readable:
             os.kill(child, signal.SIGKILL)
         said = file.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, used = os.wait4(child, 0)
+    status = os.waitstatus_to_exitcode(status)
     if not readable:
         answer = _unexpected(f"no end after {_DEADLINE_SECONDS:g} s")
+    elif status < 0:  # what it had said may be a part
+        answer = _ended_by(-status, used.ru_maxrss << 10)
     else:
         answer = cloudpickle.loads(said) if said else _unexpected(f"the end of its process, with status {status}")
     with os.fdopen(printed, "rb") as file:
@@ -229,6 +254,30 @@ def _in_a_copy(answer):
             file.seek(0)
             sys.stderr.write(file.read().decode(errors="replace"))
     return answer
+
+
+def _ended_by(number: int, most: int) -> ConfigError:
+    """What is to be said of a process that a signal has ended.
+
+    Args:
+        number: of the signal.
+        most: bytes of memory that it had.
+    """
+    name, had = signal.Signals(number).name, f"{most >> 20} MB of memory at most"
+    if number != signal.SIGKILL:
+        return ConfigError(
+            "The model is built, and tried, in a process of its own before the run starts",
+            f"its end by {name}, with {had}",
+            "Call build_model(config) in a process of your own to see why",
+        )
+    with open("/proc/meminfo") as file:
+        free = next((int(line.split()[1]) >> 10 for line in file if line.startswith("MemAvailable:")), None)
+    return ConfigError(
+        "The model is built, and tried, in a process of its own before the run starts, and needs memory there",
+        f"its end by {name}, with {had}: so the kernel ends what takes more memory than there is"
+        + ("" if free is None else f" ({free} MB are free now)"),
+        "Start the driver where more memory is free, or give its container more; look into the kernel's log (dmesg)",
+    )
 
 
 def _unexpected(received: str) -> ConfigError:
@@ -256,6 +305,8 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     try:
         model = build_model(config)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args[0] in getattr(config, "missing", ()):
+            raise _missing(error.args[0], config, _where(error)) from error
         raise ConfigError(
             "build_model(config) must return a compiled keras.Model",
             _where(error),
@@ -303,6 +354,15 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     return model
 
 
+def _missing(key: str, config: Noted, where: str) -> ConfigError:
+    option = "--learning-rate NUMBER" if key == "learning_rate" else f"--set {key}=VALUE"
+    return ConfigError(
+        "config must hold each key that build_model reads",
+        f"a config without {key!r} ({where}); it holds {', '.join(map(str, config))}",
+        f"Add it, config={{{key!r}: ...}}, or on the command line {option}",
+    )
+
+
 def _check_numeric(model, dataset) -> None:
     import tensorflow as tf
 
@@ -310,7 +370,7 @@ def _check_numeric(model, dataset) -> None:
     strings = any(spec.dtype == tf.string for spec in tf.nest.flatten(features))
     takes = any(t.dtype == "string" for t in tf.nest.flatten(getattr(model, "inputs", None) or []))
     takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in keras_objects.layers_of(model))
-    if strings and not takes:
+    if strings and not takes and not model_optimizers.decides_itself(model):
         raise ConfigError(
             "Features must be numbers unless the model takes strings",
             f"{_shape(features)}",
@@ -325,8 +385,9 @@ def _shape(spec) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    useful = [line for line in lines if not line.startswith(("Exception encountered", "Arguments received"))]
+    text = str(error).split("Arguments received by")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith("Exception encountered")]
     if useful and useful[0] == "in user code:":  # of AutoGraph; what the code raised is the last line, with its type
         return useful[-1].rstrip(".")
     return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
+from raytf.console import phases as phases_module
 from raytf.console import progress, quiet
 from raytf.data import ingest, sampling
 from raytf.data import streamed as streamed_module
@@ -24,7 +26,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
 from raytf.errors import ConfigError
-from raytf.identity import fingerprint, same_run
+from raytf.identity import config_keys, fingerprint, same_run
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
@@ -32,7 +34,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, evaluator, ray_config
+from raytf.train import arguments, ends, evaluator, ray_config, results
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
@@ -61,6 +63,7 @@ class KerasTrainer:
             batches of training rows after the shuffle, in TensorFlow operations; seeds are int32, (rows, 2), a function
             of seed, epoch and row, for `tf.random.stateless_...`: a resumed or resized run augments the same.
         callbacks: callbacks(config) -> list of Keras callbacks, built on every worker; files are written by the chief.
+            Or a list of them, of which each worker trains with copies: those of the caller stay as they are.
         strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
             "tpu". With parameter servers each step is made by one worker, on a whole batch, and the others do not wait
             for it.
@@ -134,7 +137,7 @@ class KerasTrainer:
         labels: ColumnSpecs | None = None,
         sample_weights: ColumnSpecs | None = None,
         map: Callable | None = None,
-        callbacks: Callable | None = None,
+        callbacks: Callable | Sequence | None = None,
         strategy: str = "auto",
         evaluator: bool = False,
         num_ps: int = 0,
@@ -155,11 +158,11 @@ class KerasTrainer:
         elastic_batch: Literal["keep", "scale"] = "keep",
         resume: str | bool = "auto",
     ):
-        self.build_model, self.callbacks = build_model, callbacks
+        self.build_model, self.callbacks = build_model, arguments.callbacks_function(callbacks)
         self.config = DEFAULTS | dict(config or {})
         self.datasets = dict(datasets)
         self.scaling_config = scaling_config or ScalingConfig()
-        self.run_config = run_config or RunConfig()
+        self.run_config = run_folder.located(run_config or RunConfig())
         self.tensorflow_config = tensorflow_config or TensorflowConfig()
         self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
         self.batch = BatchSpec.parsed(features, labels, sample_weights, map)
@@ -174,8 +177,6 @@ class KerasTrainer:
     def _check_arguments(self) -> None:
         legacy_keras.refuse(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
         arguments.check_pickles(self.build_model, "build_model")
-        if self.callbacks is not None:
-            arguments.check_pickles(self.callbacks, "callbacks")
         if self.batch.map is not None:
             arguments.check_pickles(self.batch.map, "map", "batches")
         if self.variable_partitioner is not None:
@@ -244,17 +245,27 @@ class KerasTrainer:
                 the driver's, or that of the coordinator of parameter servers. Says which step is kept, and is a
                 `SystemExit`.
         """
-        inner = place(self)  # may start Ray, which takes SIGTERM for itself
-        with ends.Ending() as ending:
-            return self._fit_placed(inner, ending)
+        with phases_module.phases(self.progress, phases_module.starting(self._finished())) as phases:
+            inner = place(self)  # may start Ray, which takes SIGTERM for itself
+            with ends.Ending() as ending:
+                return self._fit_placed(inner, ending, phases)
 
-    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending) -> ray.train.Result:
+    def _finished(self) -> str | None:
+        """Says that the run has nothing left to do, as a clause, if its checkpoints tell before anything starts."""
+        if self.resume is False or run_folder.is_unnamed(self.run_config):
+            return None
+        return results.has_ended(self.run_config, self.config["epochs"])
+
+    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: phases_module.Phases) -> ray.train.Result:
         """Trains as the only driver that has the run's folder."""
         run_config = self.run_config
         if self.resume is not True:  # then the name is that of a run, whoever gave it
             run_config = run_folder.named(run_config, "keras")
         folder = RunFolder.of(run_config)
         with RunLock(folder.filesystem, folder.path) as lock, snapshots.settled(folder.filesystem, folder.path):
+            where = run_folder.where(run_config)
+            if self.progress:
+                print(f"run     {where}", flush=True)
             last = self._last(folder)
             if last is not None and ended(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
@@ -265,16 +276,24 @@ class KerasTrainer:
             lock.on_lost, launch.ending = launch.cancel, ending
             with Prepared(launch) as training:
                 try:
-                    result = self._fit_prepared(training, lock, folder, last)
+                    result = self._fit_prepared(training, lock, folder, last, phases)
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
                     raise
             ending.check(result, folder)
-            return result
+        if self.progress:
+            for line in results.lines(result, where):
+                print(line, flush=True)
+        return result
 
-    def _fit_prepared(self, training: Prepared, lock: RunLock, folder: RunFolder, last) -> ray.train.Result:
+    def _fit_prepared(
+        self, training: Prepared, lock: RunLock, folder: RunFolder, last, phases: phases_module.Phases
+    ) -> ray.train.Result:
         """Trains, unless what is `last` in the run's folder is of another run, or the run has ended."""
+        has_ended = last is not None and ended(last, self)
+        phases.begin(phases_module.READING)
         launch, found = training.processes, training.read(self)
+        phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
         with ThreadPoolExecutor(1) as beside_model:
             data = beside_model.submit(self._data_identity, found)
             model = self.try_model(launch, found, self.config).identity
@@ -282,10 +301,11 @@ class KerasTrainer:
                 arguments.check_scalable(model)
             told = self._identity(found, model, data.result())
         lock.confirm()
+        phases.close()
         if last is not None:
             same_run.check(last.identity, told, self.resume, folder.name)
             folder.relist(last, self.run_config.checkpoint_config)
-            if ended(last, self):
+            if has_ended:
                 return self._ended(folder, last)
             if last.epoch_step:
                 print(f"{folder.name}: {_goes_on(last, self._order(last, found))}")
@@ -460,13 +480,21 @@ class KerasTrainer:
         with failures.first_cause():
             if task.board is None:
                 return inner.fit()
-            with progress.Line(task.board, progress.console()):
+            with progress.Line(task.board, phases_module.console()):
                 return inner.fit()
 
-    def try_model(self, processes: WarmPool, blocks: dict, config: Mapping[str, Any], rows: int | None = None) -> Tried:
+    def try_model(
+        self,
+        processes: WarmPool,
+        blocks: dict,
+        config: Mapping[str, Any],
+        rows: int | None = None,
+        own: Collection[str] = tuple(DEFAULTS),
+    ) -> Tried:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
         Also UnsupportedVersionError if raytf does not fit the versions of Ray, Keras or TensorFlow that are installed.
+        Warns of keys of the config that nothing reads, but for raytf's own.
 
         Returns:
             What the model is, and figures of it in steps of so many rows, where they are asked for.
@@ -477,12 +505,15 @@ class KerasTrainer:
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
             self.batch.check(found.columns)
-        pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch))
+        names = sorted(set(config) - set(own))
+        pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
         if isinstance(found, Exception):
             raise found
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
+        if found.unread:
+            warnings.warn(config_keys.warning(found.unread), stacklevel=5)
         return found
 
 

@@ -8,6 +8,7 @@ import math
 
 import ray
 
+from raytf.console import phases as phases_module
 from raytf.data import ingest, partitions, stored, streamed
 from raytf.errors import ResourceError
 from raytf.runtime import resources
@@ -136,7 +137,13 @@ def plan(trainer: KerasTrainer) -> Plan:
         ResourceError: the workers do not fit the cluster, or the model a worker's memory.
     """
     trainer = copy.copy(trainer)
+    with phases_module.phases(trainer.progress, phases_module.starting(), only_in_terminals=True) as phases:
+        return _plan(trainer, phases)
+
+
+def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
     inner = place(trainer)
+    phases.begin(phases_module.TRYING)
     scaling = trainer.scaling_config
     with Prepared(WarmPool(Process, inner, trainer.run_config, 1, import_raytf)) as training:
         found = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}

@@ -8,6 +8,42 @@ from ray.train import Result
 from rich.console import Console
 from rich.table import Table
 
+from raytf.storage.run_folder import RunFolder
+from raytf.train import run_list
+
+
+def has_ended(run_config, epochs: int) -> str | None:
+    """Returns that the run of a name has nothing left to do, as a clause, if its checkpoints say so; else None.
+
+    Args:
+        run_config: with a name.
+        epochs: that are asked for.
+    """
+    folder = RunFolder.of(run_config)
+    state = run_list.newest(folder.filesystem, folder.path)
+    if state is None or not (state.stopped or state.epoch >= epochs):
+        return None
+    return f"{folder.name} has trained {state.epoch} of {epochs} epochs, and is finished"
+
+
+def lines(result: Result, where: str) -> list[str]:
+    """Returns what a training shows at its end: the last epoch's values, the best epoch, how to load the model.
+
+    Args:
+        result: of a `KerasTrainer`.
+        where: the run's folder, a path or a URI.
+    """
+    values = {name: value for name, value in (result.metrics or {}).items() if isinstance(value, float)}
+    shown = [f"epoch {result.metrics['epoch']}"] if "epoch" in (result.metrics or {}) else []
+    shown += [f"{name} {value:.4f}" for name, value in values.items()]
+    frame = result.metrics_dataframe
+    rows = [] if frame is None else frame.to_dict("records")
+    best = run_list.best_of(rows)
+    if best is not None and len(rows) > 1 and best[2] != rows[-1].get("epoch"):
+        shown.append(f"(best {best[0]} {best[1]:.4f} in epoch {best[2]})")
+    found = [f"result  {'  '.join(shown)}"] if shown else []
+    return found + ([f'model   raytf.load_model("{where}")'] if result.checkpoint else [])
+
 
 def show_result(result: Result, console: Console | None = None) -> None:
     """Prints the last epoch's values, where checkpoint and logs lie, and how to load the model.
@@ -17,14 +53,20 @@ def show_result(result: Result, console: Console | None = None) -> None:
         console: where to print; the terminal by default.
     """
     console = console or Console()
-    table = Table("metric", "value", title="result of the last epoch", title_justify="left")
+    console.print("result of the last epoch")  # not as a title, which a narrow table would break
+    table = Table("metric", "value")
     for name, value in (result.metrics or {}).items():
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     console.print(table)
     where = result.checkpoint.path if result.checkpoint else "none"
     console.print(f"checkpoint   {where}", soft_wrap=True, highlight=False)
-    events = os.path.join(result.path, "tensorboard")
-    if os.path.isdir(events):
+    if (events := events_of(result)) is not None:
         console.print(f"TensorBoard  tensorboard --logdir {events}", soft_wrap=True, highlight=False)
     if result.checkpoint:
         console.print(f'model        raytf.load_model("{where}")', soft_wrap=True, highlight=False, markup=False)
+
+
+def events_of(result: Result) -> str | None:
+    """Returns the folder of TensorBoard's events of a run, where there is one on this machine."""
+    events = os.path.join(result.path, "tensorboard")
+    return events if os.path.isdir(events) else None

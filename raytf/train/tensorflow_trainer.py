@@ -13,6 +13,7 @@ import ray.train
 from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 from raytf.compat import legacy_keras
+from raytf.console import phases as phases_module
 from raytf.console import progress
 from raytf.errors import ConfigError
 from raytf.runtime import failures, resources
@@ -67,6 +68,7 @@ class TensorflowTrainer(EarlyStartTrainer):
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
         run_folder.check_name(None if run_config is None else run_config.name)
+        run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
         environment = worker_environment(run_config or RunConfig(), scaling_config)
         scaling_config, self._servers = arguments.servers(num_ps, scaling_config, environment)
@@ -112,7 +114,10 @@ class TensorflowTrainer(EarlyStartTrainer):
                 `ray.train.TrainingFailedError` too.
             StoppedError: SIGTERM or SIGINT came (to the main thread), and ended it at once. It is a `SystemExit`.
         """
-        connect(resources.bundles(self.scaling_config, self._servers))  # may start Ray, which takes SIGTERM for itself
+        with phases_module.phases(phase=phases_module.starting()):
+            connect(
+                resources.bundles(self.scaling_config, self._servers)
+            )  # may start Ray, which takes SIGTERM for itself
         with ends.Ending(after_step=False) as self._ending:
             return self._fit_placed()
 
@@ -153,4 +158,4 @@ class TensorflowTrainer(EarlyStartTrainer):
         """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
         if self.running_in_local_mode:
             return contextlib.nullcontext()
-        return progress.Line(board, progress.console(), waiting="")
+        return progress.Line(board, phases_module.console())

@@ -1,10 +1,8 @@
-"""A page about a sweep: its trials, their learning curves, batch size against learning rate, parallel coordinates.
-
-The pictures are plotly's, with plotly.js within the page, so that it opens without a network.
-"""
+"""A page about a sweep: its trials, their learning curves, batch size against learning rate, parallel coordinates."""
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 import html
 import math
@@ -14,18 +12,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from pyarrow import fs
+
 from raytf.errors import ConfigError, first_line, in_a_line
 from raytf.storage import stored_json
+from raytf.train import run_list
+from raytf.tune import charts, pages, run_report
 
-SETTINGS = "sweep.json"
+SETTINGS = run_list.SWEEP
 # Tune's line before each failure of a trial.
 _FAILURE = re.compile(r"^Failure # \d+ \(occurred at .*\)$", re.MULTILINE)
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #222; }
-table { border-collapse: collapse; } td, th { padding: .2rem .8rem; text-align: right; }
-th { border-bottom: 1px solid #888; } .trials td:last-child { text-align: left; }
-.best-first tbody tr:first-child { background: #e7f2e4; }
-"""
 # An axis with no more values than these has them as its ticks.
 _TICKS = 8
 _AXES = ("batch_size", "learning_rate")
@@ -41,6 +37,9 @@ class Entry:
         value: the metric at its last report, or None.
         curve: the metric at each report.
         error: the first line of what went wrong, or "".
+        seconds: that it took, or None.
+        throughput: of its steps, in words, or "".
+        end: why it ended, in words.
     """
 
     name: str
@@ -48,6 +47,9 @@ class Entry:
     value: float | None
     curve: list[float]
     error: str
+    seconds: float | None = None
+    throughput: str = ""
+    end: str = ""
 
 
 def located(folder: str | os.PathLike) -> str:
@@ -68,8 +70,6 @@ def settings(folder: str | os.PathLike) -> dict[str, Any]:
     path = located(folder)
     if "://" not in path and not os.path.isdir(path):
         raise ConfigError("A sweep is named by its folder", f"{os.fspath(folder)!r} (no such folder)", "Check the path")
-    from pyarrow import fs
-
     filesystem, where = fs.FileSystem.from_uri(path)
     path = f"{where}/{SETTINGS}"
     if filesystem.get_file_info(path).type != fs.FileType.File:
@@ -96,8 +96,6 @@ def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
     Raises:
         ConfigError: the folder is not that of a sweep, or its files are not what was written.
     """
-    from pyarrow import fs
-
     filesystem, where = fs.FileSystem.from_uri(located(folder))
     files = filesystem.get_file_info(fs.FileSelector(where))
     states = sorted(f.path for f in files if fnmatch.fnmatch(f.base_name, "experiment_state-*.json"))
@@ -135,13 +133,48 @@ def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
         if isinstance(error, ConfigError):
             raise
         raise _damaged(f"{place}/result.json", f"holds a report that {error}") from error
+    failure = first_line(_FAILURE.split(read("error.txt").decode(errors="replace"))[-1])
     return Entry(
+        seconds=_seconds(reports),
+        throughput=_throughput(reports, trial["config"]),
+        end=_end(trial.get("status"), reports, failure),
         name=trial["trial_id"],
         config={k: "..." if _is_pickled(v) else v for k, v in trial["config"].items()},
         value=curve[-1] if curve else None,
         curve=curve,
-        error=first_line(_FAILURE.split(read("error.txt").decode(errors="replace"))[-1]),
+        error=failure,
     )
+
+
+def _seconds(reports: list[dict[str, Any]]) -> float | None:
+    found = [report["time_total_s"] for report in reports if charts.finite(report.get("time_total_s"))]
+    return max(found, default=None)
+
+
+def _throughput(reports: list[dict[str, Any]], config: dict[str, Any]) -> str:
+    """Of the epochs after the first, which compiles; of that one where there is no other."""
+    known = [r for r in reports if charts.finite(r.get("epoch")) and charts.finite(r.get("time_total_s"))]
+    if not known or not charts.finite(known[-1].get("steps_per_epoch")):
+        return ""
+    first = known[0] if known[-1]["epoch"] > known[0]["epoch"] else {"epoch": 0, "time_total_s": 0.0}
+    seconds = known[-1]["time_total_s"] - first["time_total_s"]
+    steps = (known[-1]["epoch"] - first["epoch"]) * known[-1]["steps_per_epoch"]
+    if seconds <= 0 or steps <= 0:
+        return ""
+    batch = config.get("batch_size")
+    if charts.finite(batch):
+        return f"{steps * batch / seconds:,.0f} examples/s"
+    return f"{steps / seconds:,.3g} steps/s"
+
+
+def _end(status: Any, reports: list[dict[str, Any]], failure: str) -> str:
+    """Why a trial ended; Tune marks the last report of one that it stops, and has one more of one that ends itself."""
+    if status == "TERMINATED":
+        return "stopped by the scheduler" if reports and reports[-1].get("done") else "came to its end"
+    if status == "ERROR" or (status is None and failure):
+        return "failed"
+    known = {"RUNNING": "was running", "PAUSED": "was paused", "PENDING": "has not begun"}
+    return known.get(status, "")
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -156,19 +189,23 @@ def _is_pickled(value) -> bool:
 
 
 def write(folder: str, output: str) -> None:
-    """Writes the page.
+    """Writes the page about a sweep, or about a single run.
 
     Args:
-        folder: of a sweep, a path or URI.
+        folder: of either, a path or URI.
         output: file to write.
 
     Raises:
-        ConfigError: the folder is not that of a sweep, or what is in it was not written by one.
+        ConfigError: the folder is of neither, or what is in it was not written by one.
     """
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise ConfigError("The page is written into a folder that exists", repr(output), "Make the folder")
-    known = settings(folder)
-    made = page(str(folder), known["metric"], known["mode"], entries(folder, known["metric"]))
+    filesystem, path = run_list.located(folder)
+    if run_list.SWEEP in {info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))}:
+        known = settings(folder)
+        made = page(str(folder), known["metric"], known["mode"], entries(folder, known["metric"]))
+    else:
+        made = run_report.page(filesystem, path, str(folder))
     with open(output, "w", encoding="utf-8") as file:
         file.write(made)
 
@@ -181,53 +218,47 @@ def page(folder: str, metric: str, mode: str, trials: list[Entry]) -> str:
         metric, mode: that trials are compared by.
         trials: in any order, with or without reports.
     """
-    from plotly.offline import get_plotlyjs
-
     sign = 1 if mode == "min" else -1
-    good = sorted((t for t in trials if _finite(t.value)), key=lambda t: sign * t.value)
-    rest = [t for t in trials if not _finite(t.value)]
-    figures = {title: draw(good, rest, metric, mode) for title, draw in _PICTURES.items()}
-    shown = "".join(_section(title, figure) for title, figure in figures.items() if figure is not None)
-    script = f"<script>{get_plotlyjs()}</script>" if shown else ""
-    head = f"<meta charset='utf-8'><title>Sweep</title><style>{_STYLE}</style>{script}"
-    body = f"{_summary(folder, metric, good, rest)}{shown}<h2>Trials</h2>{_table(good, rest, metric)}"
-    return f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n"
+    good = sorted((t for t in trials if charts.finite(t.value)), key=lambda t: sign * t.value)
+    rest = [t for t in trials if not charts.finite(t.value)]
+    drawn = [_curves(good, rest, metric), _batch_and_rate(good, metric)]
+    body = pages.headline("Sweep", posixpath.basename(folder.rstrip("/")), folder)
+    body += _summary(metric, mode, good, rest) + pages.section("Learning curves", pages.charts(drawn))
+    body += pages.section("Parallel coordinates", _parallel(good, metric))
+    body += pages.section("Trials", _table(good, rest, metric))
+    return pages.page(f"Sweep {folder}", body)
 
 
-def _finite(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _summary(folder: str, metric: str, good, rest) -> str:
-    text = f"<h1>Sweep</h1><p>{html.escape(folder)}: {len(good) + len(rest)} trials</p>"
+def _summary(metric: str, mode: str, good: list[Entry], rest: list[Entry]) -> str:
+    trials = good + rest
+    ends = collections.Counter(t.end for t in trials if t.end)
+    pairs = [("trials", str(len(trials))), *((end, str(count)) for end, count in ends.most_common())]
+    spent = [t.seconds for t in trials if t.seconds is not None]
+    pairs += [("time of all trials", pages.duration(sum(spent)))] if spent else []
     if good:
+        pairs.insert(0, (f"best {metric} ({mode})", f"{good[0].value:.6g}"))
         config = ", ".join(f"{k} = {_shown(v)}" for k, v in good[0].config.items())
-        text += f"<p><b>Best {html.escape(metric)}: {good[0].value:.6g}</b> with {html.escape(config)}</p>"
-    return text
+        return pages.facts(pairs) + f"<p>Best: <b>{html.escape(good[0].name)}</b> with {html.escape(config)}</p>"
+    return pages.facts(pairs)
 
 
-def _section(title: str, figure) -> str:
-    figure.update_layout(template="plotly_white", height=460, margin={"t": 45, "r": 40, "b": 60, "l": 80})
-    name = title.lower().replace(" ", "-")
-    drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config={"displaylogo": False})
-    return f"<h2>{title}</h2>{drawn}"
-
-
-def _table(good, rest, metric: str) -> str:
-    import pandas as pd
-
-    names = _names(good + rest)
+def _table(good: list[Entry], rest: list[Entry], metric: str) -> str:
+    trials = good + rest
+    names = list(map(str, dict.fromkeys(name for t in trials for name in t.config)))
     rows = [
-        [t.name, *(_shown(t.config.get(n, "")) for n in names), _shown(t.value), str(len(t.curve)), t.error]
-        for t in good + rest
+        [
+            t.name,
+            *(_shown(t.config.get(n, "")) for n in names),
+            _shown(t.value),
+            str(len(t.curve)),
+            pages.duration(t.seconds),
+            t.throughput,
+            ": ".join(part for part in (t.end, t.error) if part),
+        ]
+        for t in trials
     ]
-    table = pd.DataFrame(rows, columns=["trial", *map(str, names), metric, "reports", ""])
-    with pd.option_context("display.max_colwidth", None):
-        return table.to_html(index=False, border=0, classes="trials best-first" if good else "trials")
-
-
-def _names(trials) -> list[str]:
-    return list(dict.fromkeys(name for t in trials for name in t.config))
+    columns = ["trial", *names, metric, "reports", "time", "throughput", "end"]
+    return pages.table(columns, rows, texts=(0, len(columns) - 1), best=bool(good))
 
 
 def _shown(value) -> str:
@@ -236,106 +267,82 @@ def _shown(value) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _short(value, length: int = 24) -> str:
-    text = _shown(value)
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _label(value, length: int = 60) -> str:
-    """A text for a picture: plotly would take a few tags and entities of HTML for what they say."""
-    return html.escape(_short(value, length), quote=False)
-
-
 def _hover(trial: Entry) -> str:
-    return "<br>".join([_label(trial.name), *(f"{_label(k)} = {_label(v)}" for k, v in trial.config.items())])
+    return "\n".join(f"{k} = {_shown(v)}" for k, v in trial.config.items())
 
 
-def _batch_and_rate(good, rest, metric, mode):
-    import plotly.express as px
-
-    points = [t for t in good if all(_finite(v) and v > 0 for v in map(t.config.get, _AXES))]
-    if not points:
-        return None
-    batch, rate = ([t.config[name] for t in points] for name in _AXES)
-    figure = px.scatter(
-        {"x": batch, "y": rate, "color": [t.value for t in points], "trial": [_hover(t) for t in points]},
-        x="x",
-        y="y",
-        color="color",
-        hover_name="trial",
-        log_x=True,
-        log_y=True,
-        labels={"x": "batch size (global)", "y": "learning rate", "color": _label(metric)},
-        color_continuous_scale=_colors(mode),
+def _label(trial: Entry) -> str:
+    """Name of a trial in a legend, with what it tried."""
+    return (
+        f"{trial.name}: {', '.join(f'{k}={_shown(v)}' for k, v in trial.config.items())}"
+        if trial.config
+        else trial.name
     )
-    figure.update_traces(marker={"size": 12, "line": {"width": 0.5, "color": "#333"}})
-    if len(set(batch)) <= _TICKS:
-        figure.update_xaxes(tickvals=sorted(set(batch)))
-    return figure
 
 
-def _curves(good, rest, metric, mode):
-    import plotly.graph_objects as go
-
-    longest = max((len(t.curve) for t in good + rest), default=0)
-    reports = {"title": "report", "tick0": 1, "dtick": max(1, round(longest / 10))}
-    figure = go.Figure(layout={"xaxis": reports, "yaxis_title": _label(metric), "showlegend": False})
-    for trial in reversed(good + rest):
-        if not any(map(_finite, trial.curve)):
-            continue
-        best = bool(good) and trial is good[0]
-        line = {"color": "#2a7f2a" if best else "#9aa5b1", "width": 2.5 if best else 1}
-        figure.add_scatter(
-            x=list(range(1, len(trial.curve) + 1)),
-            y=trial.curve,
-            mode="lines" if len(trial.curve) > 1 and all(map(_finite, trial.curve)) else "lines+markers",
-            line=line | {"dash": "solid" if _finite(trial.value) else "dot"},
-            name=_label(trial.name),
-            hovertext=_hover(trial),
-            hoverinfo="y+text",
+def _curves(good: list[Entry], rest: list[Entry], metric: str) -> str | None:
+    """The best trials have colours and names; others are grey, and tell theirs under the pointer."""
+    series = []
+    for n, trial in enumerate(good + rest):
+        named = n < len(charts.COLORS)
+        series.append(
+            charts.Series(
+                name=_label(trial) if named else trial.name,
+                x=range(1, len(trial.curve) + 1),
+                y=trial.curve,
+                width=3.0 if n == 0 and good else 1.8 if named else 1.0,
+                dotted=not charts.finite(trial.value),
+                detail=_hover(trial),
+                named=named,
+            )
         )
-    return figure if figure.data else None
+    return charts.lines(series, "report", metric)
 
 
-def _parallel(good, rest, metric, mode):
-    import plotly.graph_objects as go
+def _ranks(good: list[Entry]) -> list[float]:
+    """Colours of trials, which are in order: by rank, as one that is far off would leave no difference to others."""
+    return [1.0 if len(good) == 1 else 1 - i / (len(good) - 1) for i in range(len(good))]
 
-    names = [name for name in _names(good) if len({_shown(t.config.get(name)) for t in good}) > 1]
+
+def _batch_and_rate(good: list[Entry], metric: str) -> str | None:
+    points = []
+    for trial, value in zip(good, _ranks(good), strict=True):
+        batch, rate = map(trial.config.get, _AXES)
+        if all(charts.finite(v) and v > 0 for v in (batch, rate)):
+            detail = f"{trial.name}\n{metric} = {_shown(trial.value)}\n{_hover(trial)}"
+            points.append(charts.Point(x=batch, y=rate, value=value, detail=detail))
+    return charts.scatter(points, "batch size (global)", "learning rate", metric)
+
+
+def _parallel(good: list[Entry], metric: str) -> str:
+    names = list(dict.fromkeys(name for t in good for name in t.config))
+    names = [name for name in names if len({_shown(t.config.get(name)) for t in good}) > 1]
     if not names:
-        return None
-    values = [t.value for t in good]
-    axes = [_axis(name, [t.config.get(name) for t in good]) for name in names] + [_axis(metric, values)]
-    line = {"color": values, "colorscale": _colors(mode), "showscale": True, "colorbar": {"title": _label(metric)}}
-    width = 125 * len(axes) if len(axes) > _TICKS else None
-    return go.Figure(go.Parcoords(dimensions=axes, line=line), layout={"width": width})
+        return ""
+    axes = [_axis(str(name), [t.config.get(name) for t in good]) for name in names]
+    axes.append(_axis(metric, [t.value for t in good]))
+    details = [f"{t.name}\n{metric} = {_shown(t.value)}\n{_hover(t)}" for t in good]
+    return charts.parallel(axes, _ranks(good), details)
 
 
-def _axis(name: str, values: list) -> dict[str, Any]:
+def _axis(name: str, values: list) -> charts.Axis:
     """An axis of parallel coordinates: by logarithm over more than a power of ten, by order for what is no number."""
-    label = _label(name, 24)
-    if not all(map(_finite, values)):
+    if not all(map(charts.finite, values)):
         order = sorted({_shown(v) for v in values})
-        texts = [_short(text) for text in order]  # plain text here, unlike labels
-        places = [order.index(_shown(v)) for v in values]
-        return {"label": label, "values": places, "tickvals": list(range(len(order))), "ticktext": texts}
-    low, high = min(values), max(values)
-    marks = sorted(set(values))
-    if low > 0 and high / low > 10:
-        marks = marks if len(marks) <= _TICKS else [low * (high / low) ** (i / 4) for i in range(5)]
-        values, places = [math.log10(v) for v in values], [math.log10(v) for v in marks]
-    elif len(marks) <= _TICKS:
-        places = marks
-    else:
-        return {"label": label, "values": values}
-    return {"label": label, "values": values, "tickvals": places, "ticktext": [f"{v:.3g}" for v in marks]}
+        place = {text: 0.5 if len(order) == 1 else i / (len(order) - 1) for i, text in enumerate(order)}
+        ticks = [(place[text], text) for text in order]
+        return charts.Axis(label=name, places=[place[_shown(v)] for v in values], ticks=_few(ticks))
+    log = min(values) > 0 and max(values) / min(values) > 10
+    scaled = [math.log10(v) for v in values] if log else [float(v) for v in values]
+    low, high = min(scaled), max(scaled)
+    at = lambda v: 0.5 if high == low else (v - low) / (high - low)
+    marks = sorted(set(scaled))
+    marks = marks if len(marks) <= _TICKS else [low + (high - low) * i / 4 for i in range(5)]
+    ticks = [(at(mark), charts.number(10**mark if log else mark)) for mark in marks]
+    return charts.Axis(label=name, places=[at(v) for v in scaled], ticks=ticks)
 
 
-def _colors(mode: str) -> str:
-    return "Viridis_r" if mode == "min" else "Viridis"
-
-
-_PICTURES = {
-    "Batch size and learning rate": _batch_and_rate,
-    "Learning curves": _curves,
-    "Parallel coordinates": _parallel,
-}
+def _few(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """As many ticks as an axis has room for."""
+    every = math.ceil(len(ticks) / (2 * _TICKS))
+    return ticks[::every]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import difflib
 import inspect
 import json
 import logging
@@ -19,7 +20,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,12 @@ from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytf import validation
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
+from raytf.console.phases import READING, TRYING, phases, starting
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
-from raytf.identity import config_keys, fingerprint, same_run
+from raytf.identity import fingerprint, same_run
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -134,7 +137,10 @@ def sweep(
         report_every_steps=report_every_steps,
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
+    if doubt := validation.doubt_of_mode(metric, mode):
+        warnings.warn(doubt, stacklevel=2)
     ray_config.check_sweep(trainer, param_space, run_config is not None)
+    run_config = None if run_config is None else run_folder.located(run_config)
     named = None
     if resume is None:
         options = dataclasses.replace(options, space=space.described(param_space))
@@ -159,7 +165,8 @@ def sweep(
     searched = space.search(search_alg)
     bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
     trainer = copy.copy(trainer)
-    trainer.scaling_config = placed(trainer.scaling_config, bundles)
+    with phases(progress, starting()):
+        trainer.scaling_config = placed(trainer.scaling_config, bundles)
     largest, room = _check_room(trainer.scaling_config, given)
     trials = space.count(given, num_samples)
     groups = min(room / largest, trials or math.inf, max_concurrent_trials or math.inf)
@@ -171,11 +178,15 @@ def sweep(
         ending = ends.enter_context(Ending())
         ends.callback(scratch.clean)
         lock = ends.enter_context(_lock(settled, resume))
+        if progress:
+            print(f"sweep   {resume or run_folder.where(settled)}", flush=True)
+        shown = ends.enter_context(phases(progress, READING))
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
-        plan, identity = _plan(trainer, given, config, options, training, math.inf if failures == -1 else failures)
+        plan, identity = _plan(trainer, config, options, training, math.inf if failures == -1 else failures, shown)
         processes.settle()
+        shown.close()
         if named is not None:
             _check_same(options.identity, identity, named)
             print(f"{named}: the sweep of this name goes on")
@@ -241,12 +252,12 @@ def _existing(run_config) -> str | None:
     """The sweep of a RunConfig's name, as `resume` takes it; None where there is none that has begun."""
     if run_folder.is_unnamed(run_config) or run_config.storage_filesystem is not None:
         return None
-    folder, storage = RunFolder.of(run_config), os.fspath(run_config.storage_path)
+    folder = RunFolder.of(run_config)
     files = folder.filesystem.get_file_info(FileSelector(folder.path, allow_not_found=True))
     names = [file.base_name for file in files]
     if report.SETTINGS not in names or not any(name.startswith(_TUNES_STATE) for name in names):
         return None
-    return f"{storage.rstrip('/')}/{folder.name}" if "://" in storage else folder.path
+    return run_folder.where(run_config)
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
@@ -371,8 +382,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            f"Use fewer workers, {resources.less(resources.per_worker(scaling_config).get('CPU', 0) * largest)}, "
-            "or add nodes",
+            resources.remedy(resources.per_worker(scaling_config), largest),
         )
     return largest, holds
 
@@ -387,11 +397,12 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return int(max(counts))
 
 
-def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float):
-    """Reads the data, and tries the model with one config of the space `given`, laid over the trainer's.
+def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float, shown):
+    """Reads the data, and tries the model with one config of the space, laid over the trainer's.
 
     Args:
         failures: see `SweepSpec`.
+        shown: the `Phases` of the sweep.
 
     Returns:
         (a `SweepSpec`, what tells the trainer from another).
@@ -430,7 +441,10 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
         data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
         return spec, {key: fingerprint.described(value) for key, value in told.items()} | {"datasets": data}
     found, every = training.read(trainer), options.report_every_steps
-    tried = _try_model(trainer, processes, found, {**config, **options.sample}, given)
+    shown.begin(TRYING)
+    tried = trainer.try_model(processes, found, {**config, **options.sample}, own=_OWN_KEYS)
+    if tried.logs is not None:
+        check_metric(options.metric, tried.logs, "validation" in found, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
     heals = trainer.tensorflow_config.heal and failures != 0
     task = dataclasses.replace(
@@ -449,23 +463,25 @@ def _plan(trainer, given, config: Mapping[str, Any], options: SweepOptions, trai
     return spec, trainer.identity(found, tried.identity)
 
 
-def _try_model(trainer, processes: WarmPool, found: dict, config: dict, given: Mapping[str, Any]):
-    """Tries the model of one point of the space, and warns of keys that nothing reads: one may be misspelt.
+def check_metric(metric: str, logs: Collection[str], validates: bool, has_callbacks: bool) -> None:
+    """Raises ConfigError if no trial can report a metric; warns where only a callback could add it.
 
-    Returns:
-        What `KerasTrainer.try_model` does.
+    Args:
+        metric: that trials are compared by.
+        logs: names that the model reports, see `dry_run.Tried`.
+        validates: whether there are rows to validate on.
+        has_callbacks: whether the trials have callbacks, which may add others.
     """
-    names = tuple(sorted(set(given) - set(_OWN_KEYS)))
-    asker, tried = config_keys.Asker(processes), copy.copy(trainer)
-    tried.build_model = config_keys.Noting(trainer.build_model, trainer.callbacks, names)
-    outcome = tried.try_model(asker, found, config)
-    if asker.unread:
-        warnings.warn(
-            f"Nothing read {', '.join(f'config[{name!r}]' for name in asker.unread)} of param_space when the model was "
-            f"tried with {', '.join(f'{name}={config[name]!r}' for name in names)}: is a key misspelt?",
-            stacklevel=4,
-        )
-    return outcome
+    known = [name for name in logs if validates or not name.startswith("val_")]
+    if metric in known or metric in ("epoch", "step"):
+        return
+    close = difflib.get_close_matches(metric, known, 1)
+    fix = f"Did you mean {close[0]!r}?" if close else f"The model reports {', '.join(known)}"
+    if metric in logs:
+        fix = "Pass datasets['validation'], or --validation"
+    if not has_callbacks:
+        raise ConfigError("metric must be one that the trials report", f"{metric!r} of {', '.join(known)}", fix)
+    warnings.warn(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
 
 
 @dataclasses.dataclass(frozen=True)

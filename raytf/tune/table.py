@@ -14,7 +14,7 @@ from ray import tune
 from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
-from raytf.console import progress
+from raytf.console import phases
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
 from raytf.tune.sweep_end import Asking
@@ -59,7 +59,7 @@ class Table(tune.Callback):
         if self._show:
             from rich.live import Live
 
-            self._console = progress.console()
+            self._console = phases.console()
             if self._console.is_terminal:
                 self._live = Live(
                     console=self._console,
@@ -135,7 +135,9 @@ class Table(tune.Callback):
         return (min if self._mode == "min" else max)(found, key=lambda pair: pair[0]) if found else None
 
     def _table(self):
+        from rich.console import Group
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         best = self.best()
         running = sum(t.status == "RUNNING" for t in self._trials)
@@ -145,7 +147,7 @@ class Table(tune.Callback):
         left = self.seconds_left(running)
         if left is not None:
             title += f", {int(left) // 60}:{int(left) % 60:02d} left"
-        table = RichTable(title=title, title_justify="left")
+        table = RichTable()
         for name in ("trial", "state", "config", "report", self._metric):
             table.add_column(name)
         shown = [t for t in self._trials if t.status == "RUNNING"]
@@ -159,7 +161,7 @@ class Table(tune.Callback):
             value = _shown(_value(trial, self._metric)) + mark
             reports = str(result.get("training_iteration", 0))
             table.add_row(trial.trial_id[-5:], trial.status.lower(), _config(trial), reports, value)
-        return table
+        return Group(Text(title), table)  # a title of the table's own breaks where that is narrow
 
     def seconds_left(self, running: int) -> float | None:
         """Of the sweep, if the other trials last as long as those that have ended; None before there are any."""
@@ -229,7 +231,9 @@ def _rank(value: float | None, mode: str) -> float:
 def _config(trial) -> str:
     result = trial.last_result or {}
     config = " ".join(f"{k}={_shown(v)}" for k, v in trial.config.items())
-    follows = ", ".join(f"{_shown(result[name])} {what}" for name, what in _DERIVED.items() if name in result)
+    same = _shown(result.get("scaled_learning_rate")) == _shown(trial.config.get("learning_rate"))
+    names = [name for name in _DERIVED if name in result and not (same and name == "scaled_learning_rate")]
+    follows = ", ".join(f"{_shown(result[name])} {_DERIVED[name]}" for name in names)
     return f"{config} ({follows})" if follows else config
 
 

@@ -18,7 +18,9 @@ import tensorflow as tf
 
 from raytf import activity
 from raytf.collectives import communicator
+from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects, legacy_keras
+from raytf.console import phases
 from raytf.errors import ConfigError, first_line
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import model_optimizers
@@ -162,7 +164,7 @@ class ReportCallback(keras.callbacks.Callback):
         return bool(told)
 
     def _fingerprint(self):
-        return [float(np.sum(np.asarray(v, np.float64))) for v in self.model.trainable_variables]
+        return [float(np.sum(compat_keras.as_array(v), dtype=np.float64)) for v in self.model.trainable_variables]
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
@@ -369,6 +371,9 @@ class ProgressCallback(keras.callbacks.Callback):
         super().__init__()
         self._board, self._batch, self._waited, self._every = board, global_batch, waited, every
         self._sent = 0.0
+
+    def on_train_begin(self, logs=None):
+        self._board.begin(phases.FIRST_STEP)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch

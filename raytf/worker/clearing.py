@@ -20,7 +20,7 @@ def clear() -> None:
     """Leaves nothing of a training behind, and gives Keras the settings that were noted."""
     import tensorflow as tf
 
-    from raytf.compat.tensorflow import forget_custom_gradients
+    from raytf.compat.tensorflow import forget_custom_gradients, forget_traces
 
     if legacy_keras.is_on():
         from tf_keras import backend, mixed_precision
@@ -36,6 +36,7 @@ def clear() -> None:
         getattr(place, f"set_{name}")(value)
     tf.config.run_functions_eagerly(False)
     forget_custom_gradients()
+    forget_traces()
     gc.collect()
 
 

@@ -15,6 +15,7 @@ from pyarrow.fs import FileType, LocalFileSystem
 from raytf import validation
 from raytf.console import quiet
 from raytf.errors import ConfigError, first_line
+from raytf.storage import scratch
 from raytf.worker import checkpoint
 from raytf.worker.choice import Choice, kept_in
 
@@ -68,7 +69,11 @@ def export(
     model = checkpoint.load_model(source, compile=False, **choice, **how)
     output = os.path.abspath(os.path.expanduser(os.fspath(output)))
     # beside it, so that what is whole gets its name at once
-    with tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=os.path.dirname(output)) as folder:
+    beside = os.path.dirname(output)
+    with (
+        scratch.named(beside),
+        tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=beside) as folder,
+    ):
         written = os.path.join(folder, os.path.basename(output))
         with quiet.native():
             _write(model, written, format, custom_objects)
@@ -97,7 +102,7 @@ def check(source, output: str | os.PathLike, format: str, **choice) -> None:
     _check_output(os.fspath(output), format)
     chosen = Choice(**choice)
     if not hasattr(source, "checkpoint") and not hasattr(source, "as_directory"):
-        _check_source(source, chosen)
+        check_source(source, chosen)
 
 
 def _check_output(output: str, format: str) -> None:
@@ -114,7 +119,7 @@ def _check_output(output: str, format: str) -> None:
         raise ConfigError("The name of a file of Keras ends in .keras", repr(output), f"Call it {output + '.keras'!r}")
 
 
-def _check_source(source, choice: Choice) -> None:
+def check_source(source, choice: Choice) -> None:
     """Looks for the checkpoint as far as files say where it is; metrics that Ray lists are looked at with Ray."""
     if checkpoint.is_uri(source):
         stored = checkpoint.Stored.at(source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -25,6 +25,7 @@ from raytf.worker import (
     callbacks,
     checkpoint,
     context,
+    figures,
     input_wait,
     job,
     replacement,
@@ -89,6 +90,8 @@ def train(task: TrainJob, session) -> dict | None:
         around += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
+        if session.storage is not None:
+            around.append(_figures(task, session, position, users, waited))
         to = session.report
         if task.report_steps is not None:
             to = functools.partial(session.report, keep=True)
@@ -104,6 +107,7 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
+            session.ready(model, task.memory_every is not None)
         survivable = replacement.survivable(
             heals,
             model,
@@ -260,13 +264,18 @@ def built(task: TrainJob, distribution):
     return model
 
 
-def build_from_data(model, dataset) -> None:
+def build_from_data(model, dataset, method: str = "fit") -> None:
     """Builds a compiled model and its optimizer from the data's shapes, as Keras does before its first step.
 
     A checkpoint can then be restored into them.
 
+    Args:
+        model: a compiled `keras.Model`.
+        dataset: a `tf.data.Dataset` of batches.
+        method: "fit" or "evaluate": what is to be done with the dataset.
+
     Raises:
-        ConfigError: a layer of the model is stateful.
+        ConfigError: a layer of the model is stateful, or only its own code can call it, and it is not built.
     """
 
     _refuse_state_of_rows(model)
@@ -276,7 +285,7 @@ def build_from_data(model, dataset) -> None:
             return tf.RaggedTensor.from_row_lengths(tf.zeros([2], spec.dtype), [1, 1])
         return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
-    model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec))
+    model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec), method)
 
 
 def _refuse_state_of_rows(model) -> None:
@@ -289,6 +298,15 @@ def _refuse_state_of_rows(model) -> None:
                 f"the layer {layer.name!r}, {type(layer).__name__}(stateful=True)",
                 "Use stateful=False, with longer sequences",
             )
+
+
+def _figures(task: TrainJob, session, position, users: Sequence, waited: Callable[[], float]):
+    """The callback that notes figures of this worker; the chief's go to TensorBoard, too."""
+    storage = session.storage
+    write: list = [figures.Lines(storage.storage_filesystem, storage.experiment_fs_path, session.rank)]
+    events = figures.events_writer(users) if session.rank == 0 else None
+    write += [] if events is None else [events]
+    return figures.FiguresCallback(position, task.config["batch_size"], session.rank, session.size, waited, write)
 
 
 def users_callbacks(task: TrainJob, session) -> list:

@@ -82,7 +82,7 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     command = [sys.executable, "-m", "raytf.cli", "report", grid.experiment_path, "-o", str(page)]
     subprocess.run(command, check=True, timeout=120)
     text = page.read_text()
-    assert text.count('class="plotly-graph-div"') == 2 and "Learning curves" in text and "Best val_loss" in text
+    assert text.count("<svg") >= 1 and "Learning curves" in text and "Best val_loss" in text
 
 
 def test_failures_stay_with_their_trial(tmp_path):
@@ -146,9 +146,7 @@ def test_population_based_training_hands_weights_and_optimizer_on(tmp_path):
 def test_trials_that_do_badly_are_stopped(tmp_path):
     from ray.tune.schedulers import ASHAScheduler
 
-    with pytest.warns(
-        UserWarning, match=r"^Nothing read config\['drop_out'\] of param_space when .* is a key misspelt"
-    ):
+    with pytest.warns(UserWarning, match=r"^Nothing read config\['drop_out'\].* Is a key misspelt"):
         grid = sweep(
             trainer(tmp_path, config={"epochs": 6}),
             {"learning_rate": tune.grid_search([0.05, 1e-7, 1e-8]), "drop_out": 0.1, "dropout": 0.0},

@@ -22,7 +22,7 @@ ORDER = (
         "parallel",
     ),
     *("identity", "worker", "parameter_server", "train", "fitting", "launch", "doctor", "tune", "testing"),
-    *("cli_options", "cli"),
+    *("cli_options", "cli_parts", "cli_runs", "cli"),
 )
 # Left of each other, and strangers all the same.
 STRANGERS = [
@@ -53,6 +53,7 @@ WITHOUT = {
     "raytf.parallel.model_optimizers",
     "raytf.parameter_server.servers",
     "raytf.fitting.fit_worker",
+    "raytf.fitting.predictor",
     "raytf.fitting.warm",
     "raytf.worker.callback_state",
     "raytf.worker.checkpoint",
@@ -163,7 +164,7 @@ def test_imports_inside_functions_are_those_that_bring_tensorflow():
 
     The command line and the face of the package import anything late.
     """
-    late = {"raytf", "raytf.cli"}
+    late = {"raytf", "raytf.cli", "raytf.cli_runs"}
     # what differs between Keras 2 and 3 is imported where it is known which of them this process has
     late |= {"raytf.worker.context", "raytf.worker.strategy", "raytf.worker.callbacks", "raytf.train.backend"}
     for name in MODULES.keys() - late:

@@ -9,6 +9,7 @@ import re
 import warnings
 
 import numpy as np
+import pyarrow.fs
 import pytest
 
 from raytf.errors import ConfigError
@@ -316,6 +317,8 @@ def test_a_newer_format_is_refused_and_no_older_checkpoint_taken_in_its_place(tm
 
 class Stored:
     """A checkpoint by its path."""
+
+    filesystem = pyarrow.fs.LocalFileSystem()
 
     def __init__(self, path):
         self.path = str(path)

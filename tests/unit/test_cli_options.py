@@ -7,17 +7,19 @@ import inspect
 
 import click
 import pytest
+import ray
+from click.testing import CliRunner
 from ray.train import RunConfig
 
 import raytf
-from raytf import cli
+from raytf import cli, cli_parts
 
 
 def given(command: str, *arguments: str) -> dict:
     """What a command's options come to, by what takes them."""
     made = cli.main.commands[command]
     with made.make_context(command, ["m:f", "--data", "d", "--features", "a,b", *arguments]) as ctx:
-        return cli._given(ctx)
+        return cli_parts.given(ctx)
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "sweep"])
@@ -31,7 +33,7 @@ def test_every_option_is_an_argument_of_what_takes_it(command):
         "config": ("batch_size", "epochs", "learning_rate"),
     }
     for option in cli.main.commands[command].params:
-        if isinstance(option, cli._Option):
+        if isinstance(option, cli_parts.Option):
             assert option.name in known[option.to], option.opts
         else:
             assert isinstance(option, click.Argument) or option.opts in (["--set"], ["--space"])
@@ -48,3 +50,13 @@ def test_values_as_they_are_taken(tmp_path, monkeypatch):
     assert found["datasets"] == {"train": "d", "validation": None}
     assert given("sweep")["sweep"]["warm"] is True and given("sweep", "--cold")["sweep"]["warm"] is False
     assert given("sweep", "--search", "optuna")["sweep"]["search_alg"] == "optuna"
+
+
+def test_a_key_of_the_config_that_no_option_gives(tmp_path, monkeypatch):
+    """Said before Ray is started: the model function is imported, and not called."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "readers.py").write_text("def build(config):\n    return config['learning_rate'], config['units']\n")
+    arguments = ["train", "readers:build", "--data", "s3://a/b", "--features", "a"]
+    for more, missing in ([], "--learning-rate"), (["--learning-rate", "0.1"], "--set units="):
+        outcome = CliRunner().invoke(cli.main, [*arguments, *more])
+        assert outcome.exit_code == 2 and missing in outcome.output and not ray.is_initialized(), outcome.output

@@ -2,15 +2,17 @@
 
 import collections
 import copy
+import functools
+import inspect
 import json
 import operator
-import os
 import pickle
+import sys
 import types
 
 import pytest
 
-from raytf.identity import config_keys
+from raytf.identity import config_keys, config_reads
 
 CONFIG = {"units": 8, "rate": 0.1}
 
@@ -25,8 +27,14 @@ class Keeps:
         self.config = config
 
 
-def of(*functions):
-    return config_keys.unread(["units", "rate"], CONFIG, functions)[1]
+def of(*functions, config=CONFIG):
+    """Keys that nothing reads where the first function builds a model and the others make callbacks."""
+    noted = config_keys.Noted(config)
+    references = sys.getrefcount(noted)
+    model = functions[0](noted)
+    found = config_keys.unread(config, noted, [lambda config: None, *functions[1:]], references)
+    del model
+    return list(found)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +92,83 @@ def test_values_are_those_of_the_config():
 
 
 def test_callbacks_are_asked_for_what_the_model_does_not_read():
-    called = []
-    both = (lambda config: config["units"], lambda config: called.append(config["rate"]))
+    called, key = [], "ra" + "te"
+    both = (lambda config: config["units"], lambda config: called.append(config[key]))
     assert of(*both) == [] and called == [0.1]
     assert of(lambda config: (config["units"], config["rate"]), lambda config: called.append(1)) == []
     assert called == [0.1], "nothing was left to ask for"
+    assert of(lambda config: config["units"], lambda config: called.append(config["rate"])) == []
+    assert called == [0.1], "what its source mentions need not be called: it may begin a run of a tracker"
 
 
-def test_what_a_fork_tells():
-    def fork(build):
-        child = os.fork()
-        if child == 0:
-            build(CONFIG)
-            os._exit(0)
-        return os.waitpid(child, 0)[1]
+def test_the_key_that_may_be_meant():
+    config = {"epoch": 3, "units": 8, "larning_rate": 0.1, "zzz": 1}
+    noted = config_keys.Noted(config)
+    references = sys.getrefcount(noted)
+    noted.get("learning_rate", 0.01), noted["units"]
+    found = config_keys.unread(config, noted, [len], references)
+    assert found == {"epoch": "epochs", "larning_rate": "learning_rate", "zzz": ""}
+    text = config_keys.warning(found)
+    assert "config['epoch'] (did you mean 'epochs'?)" in text and "config['zzz'] when" in text
 
-    names = ("units", "rate", "unit")
-    assert config_keys.ask(fork, config_keys.Noting(lambda c: c["units"], None, names)) == (0, ["rate", "unit"])
-    assert config_keys.ask(fork, config_keys.Noting(lambda c: c["units"], lambda c: c["nothing"], names)) == (0, [])
-    assert config_keys.ask(fork, lambda config: None) == (0, [])
+
+def read_elsewhere(config):
+    return config["rate"]
+
+
+class Reader:
+    def read(self, config):
+        return config["units"]
+
+
+def test_what_is_read_at_another_time_is_mentioned():
+    def build(config, reader=Reader):
+        return read_elsewhere(config) if config.get("deep") else reader
+
+    assert {"rate", "deep", "units"} <= config_reads.mentioned(build)
+    assert {"rate", "deep"} <= config_reads.mentioned(functools.partial(build, reader=None))
+    assert config_reads.mentioned(len) == set()
+
+
+def plain(config):
+    import math
+
+    size = config["size"] * math.pi
+    return [config["units"], config.get("a"), size, config["b"] if size else 1, lambda: config["c"]]
+
+
+def guarded(config):
+    if "size" in config:
+        return config["size"]
+    return config["other"]
+
+
+def defaults(config):
+    config = {"units": 3, **config}
+    return config["units"]
+
+
+def helped(config):
+    rate = config["rate"]
+    read_elsewhere(config)
+    return rate, config["units"]
+
+
+def tried(config):
+    try:
+        found = config["units"]
+    except KeyError:
+        found = 3
+    return found, config["rate"]
+
+
+@pytest.mark.parametrize(
+    "function, keys",
+    [(plain, ["size", "units"]), (guarded, []), (defaults, []), (helped, ["rate"]), (tried, ["rate"])],
+)
+def test_keys_that_are_read_whatever_happens(function, keys):
+    assert config_reads.required(len) == {}
+    found = config_reads.required(function)
+    assert list(found) == keys
+    lines = inspect.getsource(inspect.getmodule(function)).splitlines()
+    assert all(f'["{key}"]' in lines[line - 1] for key, line in found.items())

@@ -74,7 +74,8 @@ table = pa.table({"x": np.arange(4.0), "y": np.arange(4.0)})
 batch = BatchSpec.parsed(["x"], "y")
 told = {}
 for build in (by_key, later, in_step, whole, spread, default, unread):
-    tried = dry_run.inspect(cloudpickle.dumps((build, config, batch)), StoredDataset([table], [4], ["x", "y"]))
+    pickled = cloudpickle.dumps((build, config, batch, [], None))
+    tried = dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"]))
     told[build.__name__] = tried.identity["config"] if isinstance(tried, dry_run.Tried) else str(tried)
 print(json.dumps(told))
 """

@@ -1,7 +1,21 @@
+import io
+import threading
+import time
+
+import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytf.console import phases as phases_module
+from raytf.console.phases import Phases
 from raytf.console.progress import Board, Rate, Reader, describe
+
+
+def wait_for(holds, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert holds()
 
 
 def update(epoch, step, ended=False, at=0.0, writer="a", **logs):
@@ -67,3 +81,75 @@ def test_each_end_of_an_epoch_has_one_line_through_restarts_and_slow_reads(attem
                 entries.pop("dies", None)
     shown += reader.new()[0]
     assert [line.partition("  3%")[0].split("  ")[:3] for line in shown] == [e.split("  ") for e in expected]
+
+
+class Said(list):
+    """A console without a terminal, or with one."""
+
+    is_terminal, encoding = False, "utf-8"
+
+    def print(self, text, **how):
+        self.append(text)
+
+
+def test_a_phase_that_lasts_has_one_line_where_lines_stay(monkeypatch):
+    monkeypatch.setattr(phases_module, "_WORTH_A_LINE_SECONDS", 0.05)
+    said = Said()
+    with Phases(said, "first") as phases:
+        wait_for(lambda: said == ["first ..."])
+        phases.begin("second")
+        wait_for(lambda: said == ["first ...", "second ..."])
+        phases.begin(None)
+        phases.begin("second")
+        phases.begin("third")
+        wait_for(lambda: said[-1] == "third ...")
+    assert said == ["first ...", "second ...", "third ..."]
+    assert not [thread for thread in threading.enumerate() if thread.name == "raytf_phases"]
+
+
+def test_a_short_phase_has_none_and_nothing_is_shown_without_a_console():
+    said = Said()
+    for console in (said, None):
+        with Phases(console, "first") as phases:
+            phases.begin("second")
+            phases.close()
+            phases.close()
+    assert said == []
+
+
+def test_a_phase_in_a_terminal_moves_and_goes():
+    out = io.StringIO()
+    console = rich.console.Console(file=out, force_terminal=True, width=80)
+    phases = Phases(console, "starting Ray")
+    frames = set()
+    for seconds in (0.0, 0.25, 3.0):
+        phases._since = time.monotonic() - seconds
+        frames.add(phases.__rich__().plain)
+    assert len(frames) == 3 and all("starting Ray ..." in frame for frame in frames)
+    assert any(frame.endswith("... 3 s") for frame in frames)
+    with phases:
+        phases.show("epoch 1/2")
+        assert phases.__rich__().plain == "epoch 1/2"
+    assert "starting Ray" not in console.render_str(out.getvalue().rpartition("\x1b[2K")[2]).plain, "it is transient"
+
+
+def test_phases_of_a_board():
+    entries = Memory()
+    board, chief = Board(entries), Board(entries)
+    reader = Reader(board)
+    assert reader.new() == ([], None, phases_module.WORKERS)
+    chief.begin("")
+    assert reader.new() == ([], None, None), "a loop of the user's"
+    chief.begin(phases_module.FIRST_STEP)
+    assert reader.new() == ([], None, phases_module.FIRST_STEP)
+    chief.write(update(1, 3))
+    assert reader.new()[2] is None and reader.new()[1].startswith("epoch 1/4")
+    chief.write(update(3, 10, ended=True))
+    assert reader.new()[1:] == (None, None)
+    chief.write(update(4, 10, ended=True))
+    assert reader.new()[2] == phases_module.ENDING
+
+
+def test_no_time_is_left_when_the_last_epoch_has_ended():
+    assert "left" not in describe(update(4, 10, ended=True), 10.0, 0.0)
+    assert describe(update(2, 10, ended=True), 10.0, 20.0).endswith("0:20 left")

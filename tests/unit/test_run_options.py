@@ -29,8 +29,8 @@ WRONG = {
     "run --module look.py": "received: 'look.py'. Leave out --module for a file",
     "run --module nowhere": "the script is a module that can be imported from the current folder; received: 'nowhere'",
     "run --module package.nothere": "can be imported from the current folder; received: 'package.nothere'",
-    "report nothere": "A sweep is named by its folder; received: 'nothere' (no such folder)",
-    "report folder": "The folder of a sweep holds sweep.json; received: 'folder'",
+    "report nothere": "Runs are in a folder that exists; received: 'nothere'",
+    "report folder": "A report is about the folder of a run or of a sweep; received: 'folder'",
     "report folder -o nothere/page.html": "The page is written into a folder that exists",
 }
 
@@ -61,8 +61,9 @@ def test_told_before_ray_is_imported(folder, command):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1 and done.stderr.startswith("Error: ") and WRONG[command] in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    *usage, said = done.stderr.splitlines()
+    assert done.returncode == 2 and said.startswith("Error: ") and WRONG[command] in said, done.stderr
+    assert usage[0].startswith(f"Usage: python -m raytf.cli {command.split()[0]} ")
 
 
 def test_what_is_right_is_taken(folder, monkeypatch):

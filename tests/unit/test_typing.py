@@ -47,6 +47,7 @@ grid = raytf.sweep(trainer, {"learning_rate": tune.loguniform(1e-4, 1e-1)}, num_
 assert_type(grid, tune.ResultGrid)
 raytf.sweep(raytf.TensorflowTrainer(lambda config: None, train_loop_config={}), resume="/shared/sweep")
 raytf.load_model(result), raytf.load_model("/shared/run", compile=False)
+raytf.Predictor(result, which="best", keep=["id"]), raytf.Predictor(build_model({}), features={"a": ["b", "c"]})
 raytf.show_result(result)
 raytf.fit(build_model({}), [1], [2], batch_size=1, validation_freq=[1, 3], num_workers=2).history["loss"]
 try:
@@ -75,6 +76,7 @@ raytf.fit(None, [1], [2], num_workers="2")  # arg-type
 raytf.fit(None, [1], [2], epoch=2)  # call-arg
 raytf.get_dataset("train", features="a")  # call-arg
 raytf.load_model(3)  # arg-type
+raytf.Predictor("/shared/run", features=3)  # arg-type
 raytf.plan("trainer")  # arg-type
 raytf.KearsTrainer  # attr-defined
 trainer.fit().metric  # attr-defined

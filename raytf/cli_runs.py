@@ -1,0 +1,257 @@
+"""Commands of `raytf` that take what is there already: runs, their models, reports; and the shell's completion."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import click
+
+from raytf import validation
+from raytf.cli_parts import COUNT, NUMBER, POSITIVE, Which, columns, wrong_options
+
+_RUN = click.argument("run", metavar="RUN")
+_WHICH = click.option(
+    "--which", default="last", type=Which(), show_default=True, help="Of its checkpoints last, best, or that of a step."
+)
+_METRIC = click.option("--metric", help="By which one is the best.  [default: val_loss, or loss without validation]")
+_MODE = click.option(
+    "--mode", default="min", type=click.Choice(validation.MODES), show_default=True, help="Of the metric, for the best."
+)
+_MODEL = click.option(
+    "--model", metavar="MODULE:FUNCTION", help="What builds the model, where Keras cannot from its file."
+)
+_DATA = click.option("--data", required=True, metavar="PATH", help="Folder or URI of Parquet files.")
+_FEATURES = click.option(
+    "--features",
+    callback=columns,
+    required=True,
+    metavar="COLUMN[,COLUMN...]",
+    help="A column; several are stacked into a float vector.",
+)
+_BATCH = click.option("--batch-size", default=256, type=COUNT, show_default=True, help="Rows of a global batch.")
+_WORKERS = click.option("--num-workers", default=1, type=COUNT, show_default=True, help="Number of workers.")
+_CPUS = click.option("--cpus-per-worker", default=1.0, type=POSITIVE, show_default=True, help="May be below 1.")
+_GPUS = click.option("--gpus-per-worker", default=0, type=NUMBER, show_default=True, help="GPUs of each worker.")
+
+
+@click.command(short_help="List the runs of a folder.")
+@click.argument("folder", metavar="DIR")
+@_METRIC
+@_MODE
+def runs(folder, metric, mode):
+    """List the runs and sweeps of a folder: name, state, epochs, best epoch, and when they were kept last.
+
+    In a terminal it is a table; in a pipe a line for each, with tabs. DIR is what --storage was, a path or a URI.
+
+    \b
+    Example:
+      raytf runs runs
+      raytf runs ~/ray_results --metric val_accuracy --mode max
+    """
+    with wrong_options():
+        from raytf.train import run_list
+
+        found = run_list.listed(folder, metric, mode)
+    names = ("name", "state", "epochs", "best", "when")
+    if not sys.stdout.isatty():
+        for cells in (names, *(run.cells() for run in found)):
+            click.echo("\t".join(cells))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    if not found:
+        click.echo(f"no runs in {folder}")
+        return
+    table = Table(*names, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for run in found:
+        table.add_row(*run.cells())
+    Console(highlight=False).print(table)
+
+
+@click.command(short_help="Predict with the model of a run.")
+@_RUN
+@_DATA
+@_FEATURES
+@click.option("-o", "--output", required=True, metavar="PATH", help="Folder or URI for Parquet files of predictions.")
+@_WHICH
+@_METRIC
+@_MODE
+@_BATCH
+@_WORKERS
+@_CPUS
+@_GPUS
+@_MODEL
+def predict(run, data, features, output, batch_size, **options):
+    """Predict with the model of a run's folder, or of a checkpoint's, on Parquet files: a row for each row.
+
+    \b
+    Example:
+      raytf predict runs/first --data new --features a,b -o predictions --which best
+    """
+    with _model_of(run, data, options) as (model, source, workers):
+        import raytf
+
+        made = raytf.predict(model, source, batch_size, features=features, scaling_config=workers)
+        made.write_parquet(output)
+    click.echo(output)
+
+
+@click.command(short_help="Evaluate the model of a run.")
+@_RUN
+@_DATA
+@_FEATURES
+@click.option("--labels", callback=columns, metavar="COLUMN", help="The column of labels.")
+@click.option("--sample-weights", callback=columns, metavar="COLUMN", help="A column of weights for each row.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@_WHICH
+@_METRIC
+@_MODE
+@_BATCH
+@_WORKERS
+@_CPUS
+@_GPUS
+@_MODEL
+def evaluate(run, data, features, labels, sample_weights, as_json, batch_size, **options):
+    """Evaluate the model of a run's folder, or of a checkpoint's, on Parquet files: its loss and metrics, of all rows.
+
+    \b
+    Example:
+      raytf evaluate runs/first --data test --features a,b --labels y --which best
+    """
+    with _model_of(run, data, options) as (model, source, workers):
+        import raytf
+
+        columns_of = {"features": features, "labels": labels}
+        if sample_weights is not None:
+            columns_of["sample_weight"] = sample_weights
+        found = raytf.evaluate(
+            model, source, batch_size=batch_size, return_dict=True, scaling_config=workers, **columns_of
+        )
+    if as_json:
+        import json
+
+        click.echo(json.dumps({name: float(value) for name, value in found.items()}))
+        return
+    width = max(map(len, found))
+    for name, value in found.items():
+        click.echo(f"{name:<{width}}  {float(value):.6g}")
+
+
+@click.command(short_help="Write a page about a run or a sweep.")
+@click.argument("folder", metavar="RUN_OR_SWEEP")
+@click.option("-o", "--output", default="report.html", show_default=True, help="The page to write.")
+def report(folder, output):
+    """Write a page about the folder of a run or of a sweep; it needs no network.
+
+    Of a run: learning curves, rate, throughput, waits for input and communication, restarts, checkpoints, memory. Of a
+    sweep: trials, learning curves, batch size against learning rate.
+
+    \b
+    Example:
+      raytf report runs/first -o first.html
+    """
+    with wrong_options():
+        from raytf.tune.report import write
+
+        write(folder, output)
+    click.echo(output)
+
+
+@click.command(short_help="Write the model of a run in another format.")
+@_RUN
+@click.option("-o", "--output", required=True, metavar="PATH", help="The folder or file to write; it must not exist.")
+@click.option(
+    "--format",
+    default="saved_model",
+    type=click.Choice(["saved_model", "keras", "onnx"]),
+    show_default=True,
+    help="Of what is written.",
+)
+@_WHICH
+@_METRIC
+@_MODE
+@click.option(
+    "--average", default=1, type=COUNT, show_default=True, help="The mean of the weights of so many last checkpoints."
+)
+@_MODEL
+def export(run, output, format, model, **options):
+    """Write the model of a run's folder, or of a checkpoint's, a path or a URI, for those who have no raytf.
+
+    What was written is read again, and must compute what the model does, to 1e-6 on generated rows.
+
+    \b
+    Example:
+      raytf export runs/first -o served --format saved_model --which best
+    """
+    with wrong_options():
+        from raytf.worker import export as exporting
+
+        exporting.check(run, output, format, **options)
+        build_model = _build_model(model)
+    click.echo(exporting.export(run, output, format, build_model=build_model, **options))
+
+
+@click.command(short_help="Print what completes `raytf` in a shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx, shell):
+    """Print what completes the commands, options and choices of `raytf` in a shell.
+
+    \b
+    Example:
+      eval "$(raytf completion bash)"           # in ~/.bashrc
+      eval "$(raytf completion zsh)"            # in ~/.zshrc
+      raytf completion fish | source            # in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    made = get_completion_class(shell)(ctx.find_root().command, {}, "raytf", "_RAYTF_COMPLETE")
+    click.echo(made.source())
+
+
+@contextlib.contextmanager
+def _model_of(run: str, data: str, options: dict):
+    """Gives the model of a run, what its rows are read from, and the workers' `ScalingConfig`; connects to Ray.
+
+    Args:
+        run, data: paths or URIs.
+        options: which, metric, mode, model and those of the workers.
+    """
+    workers, cpus, gpus = (options.pop(name) for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
+    with wrong_options():
+        from raytf.cli_options import check_parquet
+        from raytf.worker.choice import Choice
+        from raytf.worker.export import check_source
+
+        build_model = _build_model(options.pop("model"))
+        check_source(run, Choice(**options))
+        check_parquet("given", data)
+
+    import logging
+    import os
+
+    from ray.train import ScalingConfig
+
+    import raytf
+    from raytf.runtime.connection import connect
+
+    model = raytf.load_model(run, build_model=build_model, **options)
+    each = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
+    connect([each] * workers, logging_level=logging.ERROR, runtime_env=environment)
+    source = data if "://" in data else os.path.abspath(data)
+    yield model, source, ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=each)
+
+
+def _build_model(name: str | None):
+    """Returns the function of MODULE:FUNCTION, or None."""
+    if name is None:
+        return None
+    from raytf.cli_options import load_function, split_function
+
+    return load_function(*split_function(name))
+
+
+COMMANDS = (report, export, runs, predict, evaluate, completion)

@@ -1,0 +1,138 @@
+"""What a run does before its first step and after its last epoch, as a line that moves, or a line for each.
+
+It imports no Ray, whose import is a part of the first phase.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+# A phase that is shorter has no line where lines stay.
+_WORTH_A_LINE_SECONDS = 1.0
+_FRAMES, _PLAIN_FRAMES, _FRAMES_A_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\", 5
+# The phases before a run's first step, and after its last epoch.
+STARTING_RAY, READING, TRYING, WORKERS = "starting Ray", "reading data", "trying the model", "starting workers"
+FIRST_STEP, ENDING = "compiling and making the first step", "keeping the last checkpoint and ending workers"
+
+
+COMPARING = "comparing the run, which has ended, with what is asked for"
+
+
+def starting(finished: str | None = None) -> str:
+    """Returns the first phase of a run.
+
+    Args:
+        finished: says that there is nothing left to do, as a clause, or None.
+    """
+    is_there = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    phase = "looking at the cluster" if is_there else STARTING_RAY
+    return phase if finished is None else f"{finished}; {phase} to see that it is this run"
+
+
+def console():
+    """A `rich.console.Console` of stdout; in a notebook one that writes lines, where rich would make a page of each."""
+    from rich.console import Console
+
+    made = Console()
+    return Console(force_jupyter=False, force_terminal=False) if made.is_jupyter else made
+
+
+class Phases:
+    """Shows which phase a run is in while a `with` block runs, and since when.
+
+    In a terminal it is a line that moves and goes; elsewhere a line for each phase that lasts for a second. Another
+    thread may begin a phase.
+
+    Args:
+        console: see `console`; None shows nothing.
+        phase: the first, or None.
+    """
+
+    def __init__(self, console, phase: str | None = None):
+        self._console, self._phase, self._said = console, phase, None
+        self._since, self._text = time.monotonic(), None
+        self._changed, self._ended = threading.Event(), False
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_phases")
+        self._closing = threading.Lock()
+        self._live = None
+
+    def __enter__(self):
+        if self._console is None:
+            return self
+        if self._console.is_terminal:
+            self._live = _live(self._console, self)
+            self._live.start()
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def begin(self, phase: str | None) -> None:
+        """Goes on to a phase; None for one that is not worth a word."""
+        if phase != self._phase:
+            self._phase, self._since, self._text = phase, time.monotonic(), None
+            self._changed.set()
+
+    def show(self, text: str) -> None:
+        """Shows a line instead of a phase, in a terminal."""
+        self._phase, self._text = None, text
+
+    def close(self) -> None:
+        """Shows nothing any more; may be called again."""
+        with self._closing:
+            if self._live is not None:
+                self._live.stop()
+            self._live, self._ended = None, True
+            self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _follow(self) -> None:
+        """Writes lines, where there is no terminal."""
+        while not self._ended:
+            phase, since = self._phase, self._since
+            left = since + _WORTH_A_LINE_SECONDS - time.monotonic()
+            waits = phase is not None and phase != self._said
+            if self._changed.wait(max(0.0, left) if waits else None):
+                self._changed.clear()
+            elif phase == self._phase:
+                self._said = phase
+                self._console.print(f"{phase} ...", highlight=False, markup=False)
+
+    def __rich__(self):
+        """What a terminal shows now."""
+        from rich.text import Text
+
+        if self._text is not None:
+            return Text(self._text, overflow="ellipsis", no_wrap=True)
+        if self._phase is None:
+            return Text("")
+        seconds = time.monotonic() - self._since
+        frames = _FRAMES if self._console.encoding.startswith("utf") else _PLAIN_FRAMES
+        frame = frames[int(seconds * _FRAMES_A_SECOND) % len(frames)]
+        shown = f" {self._phase} ... {seconds:.0f} s" if seconds >= 1 else f" {self._phase} ..."
+        return Text.assemble(frame, shown, overflow="ellipsis", no_wrap=True)
+
+
+def phases(shown: bool = True, phase: str | None = None, only_in_terminals: bool = False) -> Phases:
+    """Returns the `Phases` of stdout.
+
+    Args:
+        shown: show them; else nothing is.
+        phase: the first, or None.
+        only_in_terminals: write no lines elsewhere.
+    """
+    made = console() if shown else None
+    return Phases(None if made is not None and only_in_terminals and not made.is_terminal else made, phase)
+
+
+def _live(console, renderable):
+    from rich.live import Live
+
+    # what goes to another place than the terminal is not for the terminal
+    redirect = {"redirect_stdout": sys.stdout.isatty(), "redirect_stderr": sys.stderr.isatty()}
+    return Live(renderable, console=console, transient=True, refresh_per_second=5, **redirect)

@@ -1,0 +1,208 @@
+"""The runs of a storage folder: which there are, how far they are, and their best epoch. Driver side, without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import os
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyarrow.fs import FileSelector, FileSystem, FileType
+
+from raytf import validation
+from raytf.errors import ConfigError, in_a_line
+from raytf.storage import run_lock, stored_json
+from raytf.storage.checkpoint_files import State
+from raytf.worker.choice import Kept, kept_in
+
+SWEEP = "sweep.json"
+_BUILD = "build.json"
+# Below a folder of runs, names of runs may have so many slashes.
+_DEPTH = 3
+_METRICS = ("val_loss", "loss")
+_ENDED, _FAILED = "TERMINATED", "ERROR"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, or a sweep, in a folder.
+
+    Args:
+        name: path below the folder that was listed.
+        state: "running", "finished", "stopped" (by a callback), "interrupted" or "empty"; of a sweep, how many of its
+            trials have ended.
+        epochs: that are complete, "of" how many where that is known.
+        best: (metric, value, epoch) or None.
+        when: seconds since 1970 of the last checkpoint, or None.
+    """
+
+    name: str
+    state: str
+    epochs: str
+    best: tuple[str, float, int] | None
+    when: float | None
+
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Returns name, state, epochs, best and when as texts."""
+        best = "" if self.best is None else f"{self.best[0]} {self.best[1]:.4g}"
+        if self.best is not None and self.best[2]:
+            best += f" (epoch {self.best[2]})"
+        when = "" if self.when is None else f"{datetime.datetime.fromtimestamp(self.when):%Y-%m-%d %H:%M}"
+        return self.name, self.state, self.epochs, best, when
+
+
+def located(folder: str | os.PathLike) -> tuple[FileSystem, str]:
+    """Returns the file system and path of a folder, a path or URI.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    given = os.fspath(folder)
+    try:
+        filesystem, path = FileSystem.from_uri(given if "://" in given else os.path.abspath(os.path.expanduser(given)))
+        found = filesystem.get_file_info(path).type
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            "Runs are in a folder, or a URI that pyarrow knows", f"{given!r} ({in_a_line(error)})", "Check it"
+        ) from error
+    if found != FileType.Directory:
+        raise ConfigError("Runs are in a folder that exists", repr(given), "Check the path")
+    return filesystem, path.rstrip("/")
+
+
+def listed(folder: str | os.PathLike, metric: str | None = None, mode: str = "min") -> list[Run]:
+    """Returns the runs and sweeps below a folder, the one that was changed last first.
+
+    Args:
+        folder: a path or URI, as of `RunConfig(storage_path=...)`; or a run's own.
+        metric: that says which epoch is the best; val_loss, or loss without a validation, unless it is given.
+        mode: "min" or "max" of it.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    validation.check_word("mode", mode, validation.MODES)
+    filesystem, path = located(folder)
+    found = _below(filesystem, path, "", metric, mode, _DEPTH)
+    return sorted(found, key=lambda run: (-(run.when or 0.0), run.name))
+
+
+def _below(filesystem, path: str, name: str, metric: str | None, mode: str, depth: int) -> list[Run]:
+    infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
+    names = {info.base_name for info in infos}
+    if SWEEP in names:
+        return [_sweep(filesystem, path, name or posixpath.basename(path), metric)]
+    kept = kept_in(filesystem, path)
+    if kept or run_lock.LOCK in names:
+        return [_run(filesystem, path, name or posixpath.basename(path), kept, metric, mode)]
+    folders = [info for info in infos if info.type == FileType.Directory] if depth else []
+    inner = [(info.path, posixpath.join(name, info.base_name)) for info in folders]
+    return [run for where, named in inner for run in _below(filesystem, where, named, metric, mode, depth - 1)]
+
+
+def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None, mode: str) -> Run:
+    states = [(state, one) for one in kept if (state := one.state()) is not None]
+    newest = max(states, key=lambda pair: pair[0].step, default=None)
+    holder = run_lock.holder(filesystem, path)
+    if newest is None:
+        return Run(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
+    state, checkpoint = newest
+    wanted = _epochs(checkpoint)
+    finished = wanted is not None and state.epoch >= wanted
+    ended = "stopped" if state.stopped else "finished" if finished else "interrupted" if wanted else "ended"
+    return Run(
+        name=name,
+        state="running" if holder else ended,
+        epochs=f"{state.epoch}" + (f"/{wanted}" if wanted else ""),
+        best=best_of(state.history, metric, mode),
+        when=_when(filesystem, checkpoint.path),
+    )
+
+
+def best_of(
+    rows: Sequence[Mapping[str, Any]], metric: str | None = None, mode: str = "min"
+) -> tuple[str, float, int] | None:
+    """Returns (metric, value, epoch) of the best epoch; None where none has the metric.
+
+    Args:
+        rows: metrics of each epoch, with its number as "epoch".
+        metric: val_loss, or loss where that is not there, unless it is given.
+        mode: "min" or "max" of it.
+    """
+    name = metric or next((one for one in _METRICS if any(one in row for row in rows)), None)
+    values = [(row[name], int(row["epoch"])) for row in rows if _is_finite(row.get(name))] if name else []
+    if not values:
+        return None
+    value, epoch = (min if mode == "min" else max)(values)
+    return name, value, epoch
+
+
+def newest(filesystem, path: str) -> State | None:
+    """Returns how far the run of a folder is by its checkpoints, whether they are whole or not; None without one."""
+    states = [state for one in kept_in(filesystem, path) if (state := one.state()) is not None]
+    return max(states, key=lambda state: state.step, default=None)
+
+
+def _sweep(filesystem, path: str, name: str, metric: str | None) -> Run:
+    """A sweep, by what Tune wrote last of its trials."""
+    files = filesystem.get_file_info(FileSelector(path))
+    states = sorted(
+        f.path for f in files if f.base_name.startswith("experiment_state-") and f.base_name.endswith(".json")
+    )
+    trials: list[Mapping[str, Any]] = []
+    settings: Mapping[str, Any] = {}
+    try:
+        settings = stored_json.fetched(filesystem, f"{path}/{SWEEP}")
+        if states:
+            trials = [stored_json.parsed(one) for one, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
+    except (stored_json.UnreadableError, KeyError, TypeError, ValueError):
+        return Run(name=name, state="damaged", epochs="", best=None, when=None)
+    ended = sum(trial.get("status") == _ENDED for trial in trials)
+    failed = sum(trial.get("status") == _FAILED for trial in trials)
+    state = f"sweep, {ended} of {len(trials)} trials ended" + (f", {failed} failed" if failed else "")
+    if run_lock.holder(filesystem, path):
+        state = f"running {state}"
+    when = _when(filesystem, states[-1]) if states else None
+    return Run(
+        name=name, state=state, epochs="", best=_best_trial(filesystem, path, trials, settings, metric), when=when
+    )
+
+
+def _best_trial(filesystem, path: str, trials, settings: Mapping[str, Any], metric: str | None):
+    """(metric, value, 0) of the trial whose last report is the best, or None."""
+    name = metric or settings.get("metric", "loss")
+    values = []
+    for trial in trials:
+        folder = posixpath.join(path, posixpath.basename(trial.get("relative_logdir") or "-"))
+        try:
+            lines = stored_json.content(filesystem, f"{folder}/result.json").splitlines()
+            last = stored_json.parsed(lines[-1]) if lines else {}
+        except stored_json.UnreadableError:
+            continue
+        if _is_finite(last.get(name)):
+            values.append(last[name])
+    return (name, (min if settings.get("mode", "min") == "min" else max)(values), 0) if values else None
+
+
+def _epochs(checkpoint: Kept) -> int | None:
+    """Epochs that were asked for, where the config that is kept with the model says so."""
+    try:
+        build = stored_json.fetched(checkpoint.filesystem, f"{checkpoint.path}/{_BUILD}")
+    except stored_json.UnreadableError:
+        return None
+    config = build.get("config")
+    found = config.get("epochs") if isinstance(config, dict) else None
+    return found if type(found) is int and found > 0 else None
+
+
+def _when(filesystem, path: str) -> float | None:
+    names = [f"{path}/manifest.json", f"{path}/state.json", path]
+    times = [info.mtime_ns for info in filesystem.get_file_info(names) if info.mtime_ns]
+    return times[0] / 1e9 if times else None
+
+
+def _is_finite(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

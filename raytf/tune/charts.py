@@ -1,0 +1,291 @@
+"""Charts as SVG within a page: lines, points and parallel coordinates, for a laptop's width and a phone's. Pure.
+
+No script draws them: a page of a few kilobytes opens anywhere. What a pointer rests on tells its name and values.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+# Of the picture that is scaled to a column of the page, in its own units.
+_WIDTH, _HEIGHT = 460, 270
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 26, 42
+# Values of which the largest is so many times the smallest have a logarithmic axis.
+_DECADES = 20.0
+_TICKS = 8
+_AXIS_WIDTH = 120
+COLORS = ("#2a78d6", "#d1652a", "#1b9e77", "#8e5bd0", "#c2427f", "#7a7f16", "#0f8fa3", "#96602d")
+GREY = "#9aa5b1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve.
+
+    Args:
+        name: of it, in the legend and under the pointer.
+        x, y: its points; what is not finite is a gap.
+        color: of CSS; that of its place in `COLORS` unless it is given.
+        width: of the line.
+        dotted: whether it is drawn with gaps.
+        detail: more under the pointer, by lines.
+        named: whether it is in the legend.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    color: str = ""
+    width: float = 1.8
+    dotted: bool = False
+    detail: str = ""
+    named: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A point of a scatter; `value`, from 0 to 1, is its colour, of which 1 is the best."""
+
+    x: float
+    y: float
+    value: float
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis of parallel coordinates: the place of each line on it, from 0 to 1, and its ticks."""
+
+    label: str
+    places: Sequence[float]
+    ticks: Sequence[tuple[float, str]] = field(default=())
+
+
+def number(value: float) -> str:
+    """Returns a number in few letters: 12.3k, 4.5M, 0.00012."""
+    if value == 0:
+        return "0"
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size or (unit != "k" and abs(value) >= size):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"
+
+
+def finite(value) -> bool:
+    """Whether a value is a number that a chart can show."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether values are shown on a logarithmic axis."""
+    return bool(values) and min(values) > 0 and max(values) / min(values) >= _DECADES
+
+
+def lines(
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    *,
+    zero: bool = False,
+    show: Callable[[float], str] = number,
+) -> str | None:
+    """Returns a chart of curves, with a logarithmic axis where the values span decades; None where there is no value.
+
+    Args:
+        series: the most important first; at most as many with names as there are `COLORS`.
+        x_label, y_label: of the axes.
+        zero: whether the axis of values begins at 0; it is linear then.
+        show: a value as a tick.
+    """
+    points = [(x, y) for one in series for x, y in zip(one.x, one.y, strict=True) if finite(x) and finite(y)]
+    if not points:
+        return None
+    ys = [y for _, y in points]
+    across = _Scale([x for x, _ in points], (_LEFT, _WIDTH - _RIGHT), whole=True)
+    up = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=not zero and spans_decades(ys))
+    body = [_frame(across, up, x_label, y_label, show)]
+    named = [one for one in series if one.named]
+    colors = [one.color or COLORS[i % len(COLORS)] for i, one in enumerate(named)]
+    others = [(one, one.color or GREY) for one in series if not one.named]
+    for one, color in [*others, *reversed(list(zip(named, colors, strict=True)))]:  # the first one over all others
+        body.append(_curve(one, color, across, up, show))
+    legend = [(color, one.name, one.dotted) for one, color in zip(named, colors, strict=True)]
+    return _figure("".join(body), _legend(legend) if len(legend) > 1 else "", f"{y_label} by {x_label}")
+
+
+def scatter(points: Sequence[Point], x_label: str, y_label: str, value_label: str) -> str | None:
+    """Returns a chart of points with logarithmic axes where values span decades; None without points."""
+    if not points:
+        return None
+    xs, ys = [p.x for p in points], [p.y for p in points]
+    across = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), only=True)
+    up = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
+    body = [_frame(across, up, x_label, y_label, number)]
+    for p in sorted(points, key=lambda p: p.value):
+        place = f'cx="{across(p.x):.1f}" cy="{up(p.y):.1f}" r="6.5"'
+        body.append(f'<circle {place} fill="{_shade(p.value)}" stroke="#fff">{_title(p.detail)}</circle>')
+    legend = [(_shade(1.0), f"best {value_label}", False), (_shade(0.0), "worst", False)]
+    return _figure("".join(body), _legend(legend), f"{y_label} by {x_label}")
+
+
+def parallel(axes: Sequence[Axis], values: Sequence[float], details: Sequence[str]) -> str:
+    """Returns a chart in which each line crosses an axis for each name, at its value there.
+
+    Args:
+        axes: at least two.
+        values: from 0 to 1, the colour of each line, of which 1 is the best.
+        details: of each line, under the pointer.
+    """
+    width = max(_WIDTH, _AXIS_WIDTH * len(axes))
+    step = (width - 130) / (len(axes) - 1)
+    top, bottom = _TOP + 16, _HEIGHT - 16
+    at = lambda i, place: (65 + i * step, bottom - place * (bottom - top))
+    body = []
+    for line in sorted(range(len(values)), key=lambda n: values[n]):
+        places = [at(i, axis.places[line]) for i, axis in enumerate(axes)]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        color = _shade(values[line])
+        body.append(f'<path class="c" d="{path}" stroke="{color}" stroke-width="1.8">{_title(details[line])}</path>')
+    for i, axis in enumerate(axes):
+        x, _ = at(i, 0)
+        body.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" class="a"/>')
+        body.append(_text(x, 16, _cut(axis.label, 18), "middle", "l", axis.label))
+        for place, text in axis.ticks:
+            body.append(_text(x + 5, at(i, place)[1] + 4, _cut(text, 16), "start", "t", text))
+    wide = f' style="min-width:{width if width > _WIDTH else 0}px;max-width:{1.5 * width:.0f}px"'
+    return _figure("".join(body), "", "parallel coordinates", width, wide)
+
+
+class _Scale:
+    """Places of values on an axis.
+
+    Args:
+        values: at least one, all finite.
+        ends: of the axis, in the picture.
+        log: whether it is logarithmic.
+        whole: its ticks are whole numbers.
+        only: its ticks are the values, where these are few.
+    """
+
+    def __init__(self, values, ends: tuple[float, float], log: bool = False, whole: bool = False, only: bool = False):
+        low, high = min(values), max(values)
+        self._log, (self._begin, self._end) = log, ends
+        few = sorted(set(values)) if only and len(set(values)) <= _TICKS else None
+        if log:
+            self.ticks = few or _log_ticks(low, high)
+        elif few:
+            self.ticks = few
+        else:
+            if low == high:
+                low, high = (
+                    (low - 0.5, high + 0.5) if whole or not low else (low - abs(low) / 10, high + abs(high) / 10)
+                )
+            if high - low < 1e-290:  # nothing that a number has digits for
+                low, high = low - 1, high + 1
+            self.ticks = [t for t in _linear_ticks(low, high) if not whole or float(t).is_integer()]
+        if low == high:
+            low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
+        self._low, self._high = (math.log10(low), math.log10(high)) if log else (low, high)
+        if not whole:
+            margin = (self._high - self._low) * 0.04
+            self._low, self._high = self._low - margin, self._high + margin
+
+    def __call__(self, value: float) -> float:
+        value = math.log10(value) if self._log else value
+        return self._begin + (value - self._low) / (self._high - self._low) * (self._end - self._begin)
+
+
+def _linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    rough = (high - low) / most
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, round((last - first) / 6))
+    found = [10.0**i for i in range(first, last + 1) if (i - first) % every == 0 and low <= 10.0**i <= high]
+    if len(found) >= 2:
+        return found
+    return [m * 10.0**i for i in range(first, last + 1) for m in (1, 2, 5) if low <= m * 10.0**i <= high] or [low, high]
+
+
+def _frame(across: _Scale, up: _Scale, x_label: str, y_label: str, show: Callable[[float], str]) -> str:
+    parts = []
+    for tick in up.ticks:
+        y = up(tick)
+        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="g"/>')
+        parts.append(_text(_LEFT - 6, y + 4, show(tick), "end", "t"))
+    for tick in across.ticks:
+        parts.append(_text(across(tick), _HEIGHT - _BOTTOM + 16, number(tick), "middle", "t"))
+    parts.append(
+        f'<line x1="{_LEFT}" y1="{_HEIGHT - _BOTTOM}" x2="{_WIDTH - _RIGHT}" y2="{_HEIGHT - _BOTTOM}" class="a"/>'
+    )
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, x_label, "middle", "l"))
+    parts.append(_text(8, 14, _cut(y_label, 48), "start", "l", y_label))
+    return "".join(parts)
+
+
+def _curve(one: Series, color: str, across: _Scale, up: _Scale, show: Callable[[float], str]) -> str:
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(one.x, one.y, strict=True):
+        if finite(x) and finite(y):
+            runs[-1].append((across(x), up(y)))
+        elif runs[-1]:
+            runs.append([])
+    last = next((y for y in reversed(one.y) if finite(y)), None)
+    about = "\n".join(part for part in (one.name, one.detail, "" if last is None else f"last: {show(last)}") if part)
+    parts = []
+    for run in runs:
+        if len(run) > 1:
+            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
+            dots = ' stroke-dasharray="4 3"' if one.dotted else ""
+            parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{one.width}"{dots}/>')
+        elif run:
+            ((x, y),) = run
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
+    return f'<g class="c">{_title(about)}{"".join(parts)}</g>'
+
+
+def _figure(body: str, legend: str, about: str, width: int = _WIDTH, style: str = "") -> str:
+    label = html.escape(about)
+    svg = f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{label}"{style}>{body}</svg>'
+    return f'<div class="chart">{svg}{legend}</div>'
+
+
+def _legend(entries: Sequence[tuple[str, str, bool]]) -> str:
+    shown = ""
+    for color, name, dotted in entries:
+        style = f"border-top:3px {'dotted' if dotted else 'solid'} {color}"
+        shown += f'<span><i style="{style}"></i>{html.escape(_cut(name, 60))}</span>'
+    return f'<p class="legend">{shown}</p>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str, full: str = "") -> str:
+    more = _title(full) if full and full != text else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{html.escape(text)}{more}</text>'
+
+
+def _title(text: str) -> str:
+    return f"<title>{html.escape(text)}</title>"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _shade(value: float) -> str:
+    """A colour from pale yellow (0) over green to dark blue (1), as viridis turned round."""
+    stops = ((0.0, (238, 221, 110)), (0.35, (107, 190, 120)), (0.7, (43, 125, 142)), (1.0, (68, 20, 90)))
+    value = min(1.0, max(0.0, value))
+    for (low, first), (high, second) in zip(stops, stops[1:], strict=False):
+        if value <= high:
+            part = (value - low) / (high - low)
+            return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(first, second, strict=True))
+    return "#44145a"

@@ -1,0 +1,259 @@
+"""A page about a single run: curves, and what its workers did over time. Reads JSON alone; needs no Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import posixpath
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pyarrow.fs import FileSelector, FileType
+
+from raytf.errors import ConfigError
+from raytf.storage import stored_json
+from raytf.storage.checkpoint_files import State
+from raytf.train import run_list
+from raytf.tune import charts, pages
+from raytf.worker.choice import Kept, kept_in
+
+# In a run's folder, see `worker/figures.py`.
+_FIGURES = "figures"
+# What a line of figures must hold, by kind.
+_NUMBERS = (
+    *("rank", "workers", "pid", "epoch", "step", "time", "seconds", "steps"),
+    *("examples_per_second", "step_seconds", "input_wait", "communication", "checkpoint_seconds"),
+)
+_SHARES = ("input_wait", "communication")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a run's folder tells.
+
+    Args:
+        run: its state, as in a list of runs.
+        state: of its newest checkpoint, or None.
+        checkpoints: that are kept, newest first, with the bytes of each.
+        figures: lines of each worker, in the order of time.
+    """
+
+    run: run_list.Run
+    state: State | None
+    checkpoints: Sequence[tuple[Kept, int]]
+    figures: Sequence[Mapping[str, Any]]
+
+
+def page(filesystem, path: str, folder: str) -> str:
+    """Returns the page in HTML.
+
+    Args:
+        filesystem, path: of the run's folder.
+        folder: as its user named it.
+
+    Raises:
+        ConfigError: the folder is not that of a run.
+    """
+    return drawn(found_in(filesystem, path, folder), folder)
+
+
+def found_in(filesystem, path: str, folder: str) -> Found:
+    """Reads a run's folder; see `page`."""
+    kept = kept_in(filesystem, path)
+    figures = figures_of(filesystem, path)
+    runs = run_list.listed(folder)
+    if len(runs) != 1 or not (kept or figures):
+        inside = f"; it holds {len(runs)} runs" if len(runs) > 1 else ""
+        raise ConfigError(
+            "A report is about the folder of a run or of a sweep",
+            f"{folder!r}{inside}",
+            "Name the folder that it printed at its start; `raytf runs DIR` lists those below a folder",
+        )
+    sizes = [(one, _bytes_of(filesystem, one.path)) for one in kept]
+    return Found(run=runs[0], state=run_list.newest(filesystem, path), checkpoints=sizes, figures=figures)
+
+
+def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
+    """Returns the lines of all workers in the order of time; what is cut off or crafted is left out."""
+    folder = posixpath.join(path, _FIGURES)
+    infos = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
+    found = []
+    for info in infos:
+        if info.type != FileType.File or not info.base_name.endswith(".jsonl"):
+            continue
+        try:
+            texts = stored_json.content(filesystem, info.path).splitlines()
+        except stored_json.UnreadableError:
+            continue
+        for text in texts:
+            try:
+                line = stored_json.parsed(text)
+            except stored_json.UnreadableError:  # the last one, of a worker that was killed
+                continue
+            if all(charts.finite(line.get(name)) for name in _NUMBERS):
+                found.append(line)
+    return sorted(found, key=lambda line: (line["time"], line["rank"]))
+
+
+def drawn(found: Found, folder: str) -> str:
+    """Returns the page about what was found."""
+    history = found.state.history if found.state is not None else []
+    curves = [_of_metric(history, name) for name in _metrics(history)]
+    body = pages.headline("Run", found.run.name, folder) + _summary(found)
+    body += pages.section("Learning curves", pages.charts(curves))
+    body += pages.section("Workers over time", pages.charts(_of_workers(found.figures)))
+    body += pages.section("Restarts, replacements and other numbers of workers", _events(found.figures))
+    body += pages.section("Checkpoints", _checkpoints(found.checkpoints))
+    body += pages.section("Epochs", _epochs(history))
+    return pages.page(f"Run {found.run.name}", body)
+
+
+def _summary(found: Found) -> str:
+    chief = [line for line in found.figures if line["rank"] == 0]
+    rates = [line["examples_per_second"] for line in chief[1:] or chief]
+    _, state, epochs, best, when = found.run.cells()
+    pairs = [("state", state), ("epochs", epochs), ("best", best), ("last checkpoint", when)]
+    if chief:
+        pairs += [
+            ("time of the epochs", pages.duration(sum(line["seconds"] for line in _last_of_epochs(chief)))),
+            ("examples/s, median", f"{statistics.median(rates):,.0f}"),
+            ("workers", str(int(chief[-1]["workers"]))),
+            ("restarts and replacements", str(len(changes(found.figures)))),
+        ]
+    pairs.append(("checkpoints kept", f"{len(found.checkpoints)}, {pages.size(sum(n for _, n in found.checkpoints))}"))
+    return pages.facts(pairs)
+
+
+def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for row in history for name, value in row.items() if charts.finite(value))
+    return [name for name in names if name not in ("epoch", "learning_rate") and not name.startswith("val_")]
+
+
+def _of_metric(history: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    x = [row["epoch"] for row in history]
+    both = [("training", name), ("validation", f"val_{name}")]
+    series = [
+        charts.Series(name=kind, x=x, y=[row.get(key) for row in history])
+        for kind, key in both
+        if any(key in row for row in history)
+    ]
+    return charts.lines(series, "epoch", name)
+
+
+def _of_workers(figures: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    percent = lambda value: f"{value:.0%}"
+    per_worker = lambda name, label, **how: _by_worker(figures, name, label, **how)
+    chief = [line for line in figures if line["rank"] == 0]
+    return [
+        _by_worker(chief, "learning_rate", "learning rate"),
+        _by_worker(chief, "examples_per_second", "examples/s, all workers", zero=True),
+        per_worker("step_seconds", "time of a step", zero=True, show=pages.duration_of_step),
+        per_worker("input_wait", "waiting for input, share of the time", zero=True, show=percent),
+        per_worker("communication", "communication, share of the time", zero=True, show=percent),
+        per_worker("memory_bytes", "memory of the process", zero=True, show=lambda value: f"{charts.number(value)}B"),
+        per_worker("checkpoint_seconds", "standing still for checkpoints", zero=True, show=pages.duration_of_step),
+    ]
+
+
+def _by_worker(
+    figures: Sequence[Mapping[str, Any]], name: str, label: str, zero: bool = False, show: Callable = charts.number
+) -> str | None:
+    """A curve for each worker; of many workers the extreme ones have names."""
+    ranks: dict[int, list[Mapping[str, Any]]] = {}
+    for line in figures:
+        ranks.setdefault(int(line["rank"]), []).append(line)
+    rows = {rank: _last_of_epochs(of_rank) for rank, of_rank in sorted(ranks.items())}
+    mean = {
+        rank: statistics.fmean(values)
+        for rank, lines in rows.items()
+        if (values := [line[name] for line in lines if charts.finite(line.get(name))])
+    }
+    order = sorted(mean, key=lambda rank: mean[rank])
+    most = len(charts.COLORS)
+    named = set(order) if len(order) <= most else {*order[: most // 2], *order[-(most // 2) :]}
+    series = [
+        charts.Series(
+            name=f"worker {rank}",
+            x=[line["epoch"] for line in rows[rank]],
+            y=[line.get(name) for line in rows[rank]],
+            detail=str(rows[rank][-1].get("host", "")),
+            named=rank in named,
+        )
+        for rank in sorted(mean)
+    ]
+    return charts.lines(series, "epoch", label, zero=zero, show=show)
+
+
+def _last_of_epochs(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of each epoch the last line: an epoch that was made again has several."""
+    return sorted({line["epoch"]: line for line in lines}.values(), key=lambda line: line["epoch"])
+
+
+def changes(figures: Sequence[Mapping[str, Any]]) -> list[tuple[float, int, str]]:
+    """Returns (time, epoch, what) of each start of other processes that figures tell, after the first.
+
+    A line with another process of a rank is that of one which has taken its place; where all have changed, the run has
+    been started again.
+    """
+    found: list[tuple[float, int, str]] = []
+    last: dict[int, tuple] = {}
+    before: set[int] | None = None
+    rounds: list[list[Mapping[str, Any]]] = []
+    for line in figures:  # a round is a line of each rank
+        if not rounds or any(one["rank"] == line["rank"] for one in rounds[-1]):
+            rounds.append([])
+        rounds[-1].append(line)
+    for of_round in rounds:
+        new = [line for line in of_round if int(line["rank"]) in last and last[line["rank"]] != _process(line)]
+        count = {int(line["workers"]) for line in of_round}
+        when, epoch = of_round[0]["time"], int(of_round[0]["epoch"])
+        if before is not None and len(count) == 1 and before != count:
+            found.append((when, epoch, f"from {min(before)} to {min(count)} workers"))
+        elif new and len(new) == len(of_round):
+            found.append((when, epoch, "all workers are other processes: the run was started again"))
+        else:
+            found += [
+                (when, epoch, f"worker {int(line['rank'])} is another process, on {line.get('host')}") for line in new
+            ]
+        last |= {int(line["rank"]): _process(line) for line in of_round}
+        before = count
+    return found
+
+
+def _process(line: Mapping[str, Any]) -> tuple:
+    return line.get("host"), line["pid"]
+
+
+def _events(figures: Sequence[Mapping[str, Any]]) -> str:
+    rows = [[_moment(when), str(epoch), what] for when, epoch, what in changes(figures)]
+    return pages.table(["by", "epoch", "what"], rows, texts=(0, 2)) if rows else ""
+
+
+def _checkpoints(kept: Sequence[tuple[Kept, int]]) -> str:
+    rows = []
+    for one, count in kept:
+        state = one.state()
+        at = "" if state is None else f"{state.epoch}" + (f" + {state.epoch_step} steps" if state.epoch_step else "")
+        rows.append([one.name, at, "" if state is None else f"{state.step:,}", pages.size(count)])
+    return pages.table(["checkpoint", "epoch", "step", "size"], rows) if rows else ""
+
+
+def _epochs(history: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in history for name in row))
+    rows = [[_shown(row.get(name)) for name in names] for row in history]
+    made = pages.table(names, rows, texts=()) if rows else ""
+    return f"<details><summary>metrics of {len(rows)} epochs</summary>{made}</details>" if made else ""
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _moment(seconds: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def _bytes_of(filesystem, path: str) -> int:
+    infos = filesystem.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
+    return sum(info.size or 0 for info in infos if info.type == FileType.File)

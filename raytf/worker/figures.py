@@ -1,0 +1,218 @@
+"""Figures of a training, epoch by epoch: throughput, waits, communication, memory; for TensorBoard and for reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import pyarrow.fs
+import tensorflow as tf
+
+from raytf import activity
+from raytf.errors import first_line
+
+# In a run's folder, with a file of JSON lines for each rank.
+FOLDER = "figures"
+# The run of TensorBoard beside "train" and "validation".
+_SYSTEM = "system"
+# An object store has no appending: there the whole file is written again, at most so often.
+_AGAIN_SECONDS = 30.0
+_SHOWN = (
+    "learning_rate",
+    "examples_per_second",
+    "step_seconds",
+    "input_wait",
+    "communication",
+    "checkpoint_seconds",
+    "memory_bytes",
+)
+
+
+class FiguresCallback(keras.callbacks.Callback):
+    """Notes figures of this worker at the end of each epoch; it does nothing in steps.
+
+    Args:
+        position: a `callbacks.FeedCallback`, which counts steps.
+        global_batch: rows of a step, over all workers.
+        rank, size: of this worker, and how many there are.
+        waited: gives the seconds that steps have waited for rows in all, or None where that is not known.
+        write: write(figures) takes them, and None at the end; see `Lines` and `events_writer`.
+    """
+
+    raytf_local_batches = True
+
+    def __init__(
+        self,
+        position,
+        global_batch: int,
+        rank: int,
+        size: int,
+        waited: Callable[[], float] | None,
+        write: Sequence[Callable[[Mapping[str, Any] | None], object]],
+    ):
+        super().__init__()
+        self._position, self._batch, self._waited, self._write = position, global_batch, waited, list(write)
+        self._worker = {"rank": rank, "workers": size, "host": socket.gethostname(), "pid": os.getpid()}
+
+    def on_train_begin(self, logs=None):
+        self._last = self._began = self._now()
+        self._trained: dict[str, float] | None = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._began, self._trained = self._now(), None
+
+    def on_test_begin(self, logs=None):
+        self._trained = self._trained or self._now()  # the epoch's validation is no training
+
+    def on_epoch_end(self, epoch, logs=None):
+        now = self._now()
+        figures = self._worker | {"epoch": epoch + 1, "step": self._position.step, "time": time.time()}
+        figures |= of_epoch(self._began, self._trained or now, self._batch)
+        figures["checkpoint_seconds"] = now["checkpoint"] - self._last["checkpoint"]
+        figures |= {"learning_rate": _rate(self.model), "memory_bytes": memory_bytes()}
+        self._last = now
+        for write in self._write:
+            write(figures)
+
+    def on_train_end(self, logs=None):
+        for write in self._write:
+            write(None)
+
+    def _now(self) -> dict[str, float]:
+        spent = activity.here.spent()
+        return {
+            "clock": time.monotonic(),
+            "step": self._position.step,
+            "input": self._waited() if self._waited is not None else 0.0,
+            "communication": spent[activity.SUM] + spent[activity.COLLECTIVE],
+            "checkpoint": spent[activity.CHECKPOINT],
+        }
+
+
+def of_epoch(began: Mapping[str, float], ended: Mapping[str, float], batch: int) -> dict[str, float]:
+    """Returns figures of the steps between two moments; shares are of their time, 0 to 1.
+
+    Args:
+        began, ended: clock and other seconds, and steps, at the moments.
+        batch: rows of a step.
+    """
+    seconds = max(1e-9, ended["clock"] - began["clock"])
+    steps = ended["step"] - began["step"]
+    share = lambda name: min(1.0, max(0.0, ended[name] - began[name]) / seconds)
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "examples_per_second": steps * batch / seconds,
+        "step_seconds": seconds / max(1, steps),
+        "input_wait": share("input"),
+        "communication": share("communication"),
+    }
+
+
+class Lines:
+    """Appends figures to the file of a rank in a run's folder; a storage that takes no more ends it, not the training.
+
+    Args:
+        filesystem: of the run.
+        run: path of its folder there.
+        rank: of this worker.
+    """
+
+    def __init__(self, filesystem: pyarrow.fs.FileSystem, run: str, rank: int):
+        self._filesystem, self._folder = filesystem, posixpath.join(run, FOLDER)
+        self._path, self._failed = posixpath.join(self._folder, f"worker_{rank}.jsonl"), False
+        self._appends = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        self._text: bytes | None = None
+        self._written = float("-inf")
+
+    def __call__(self, figures: Mapping[str, Any] | None) -> None:
+        if self._failed:
+            return
+        try:
+            self._flush() if figures is None else self._add(json.dumps(figures).encode() + b"\n")
+        except OSError as error:
+            self._failed = True
+            warnings.warn(
+                f"Figures for `raytf report` end here, as they cannot be written: {first_line(error)}", stacklevel=2
+            )
+
+    def _add(self, line: bytes) -> None:
+        if self._appends:
+            os.makedirs(self._folder, exist_ok=True)
+            with open(self._path, "ab") as file:
+                file.write(line)
+            return
+        if self._text is None:
+            self._text = self._there()
+        self._text += line
+        if time.monotonic() - self._written >= _AGAIN_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._text is not None:
+            with self._filesystem.open_output_stream(self._path) as file:
+                file.write(self._text)
+            self._written = time.monotonic()
+
+    def _there(self) -> bytes:
+        if self._filesystem.get_file_info(self._path).type != pyarrow.fs.FileType.File:
+            return b""
+        with self._filesystem.open_input_stream(self._path) as file:
+            return file.read()
+
+
+def events_writer(callbacks: Sequence[keras.callbacks.Callback]) -> Callable[[Mapping[str, Any] | None], None] | None:
+    """Returns what writes figures beside the events of a TensorBoard callback; None without one.
+
+    Args:
+        callbacks: of the training, raytf's own among them.
+    """
+    found = next((one for one in callbacks if isinstance(one, keras.callbacks.TensorBoard)), None)
+    return None if found is None else _Events(os.path.join(str(found.log_dir), _SYSTEM))
+
+
+class _Events:
+    """Events of figures, in a folder of their own: TensorBoard reads one file of a folder at a time."""
+
+    def __init__(self, folder: str):
+        self._folder, self._writer, self._failed = folder, None, False
+
+    def __call__(self, figures: Mapping[str, Any] | None) -> None:
+        if self._failed or figures is None:
+            return
+        try:
+            with tf.device("CPU:0"):
+                self._writer = self._writer or tf.summary.create_file_writer(self._folder)
+                with self._writer.as_default(step=figures["epoch"] - 1):  # as Keras counts them
+                    for name in _SHOWN:
+                        if figures.get(name) is not None:
+                            tf.summary.scalar(name, figures[name])
+                self._writer.flush()
+        except (OSError, tf.errors.OpError) as error:
+            self._failed = True
+            warnings.warn(
+                f"Figures for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=2
+            )
+
+
+def memory_bytes() -> int | None:
+    """Returns the memory that this process holds, resident; None where the kernel does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return None
+
+
+def _rate(model) -> float | None:
+    """The learning rate of the model's optimizer now, also that of a schedule; None where it has none."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    rate = getattr(optimizer, "learning_rate", None)
+    return None if rate is None else float(keras.ops.convert_to_numpy(rate))

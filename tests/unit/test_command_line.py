@@ -1,0 +1,123 @@
+"""The command `raytf` behaves as commands of click do: help, choices, exit codes, completion, and a list of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from raytf import cli
+from raytf.storage.checkpoint_files import AT_ENDS, State
+from raytf.storage.run_lock import RunLock
+from raytf.train import run_list
+
+TRAINING = ["m:f", "--data", "d", "--features", "a"]
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def helped(command: str) -> str:
+    outcome = invoke(command, "--help")
+    assert outcome.exit_code == 0
+    return outcome.output
+
+
+def test_the_list_of_commands_is_not_cut():
+    text = invoke("--help").output
+    assert "..." not in text.partition("Commands:")[2]
+    assert all(re.search(rf"^  {name} +[A-Z].*\.$", text, re.MULTILINE) for name in cli.main.commands), text
+
+
+@pytest.mark.parametrize("command", cli.main.commands)
+def test_help_has_an_example_that_the_command_takes(command):
+    text = helped(command)
+    example = text.partition("Example:")[2].partition("\n\n")[0].replace("\\\n", " ")
+    made = cli.main.commands[command]
+    lines = [line for line in example.splitlines() if line.strip().startswith(f"raytf {command} ")]
+    lines += re.findall(r"\$\((raytf .*)\)", example)
+    assert lines, text
+    for line in lines:
+        words = shlex.split(line.partition("|")[0])[2:]
+        made.make_context(command, words, resilient_parsing=False)
+    assert all(param.help for param in made.params if param.param_type_name == "option"), command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", *TRAINING, "--strategy", "x"], "'multi_worker_mirrored'"),
+        (["sweep", *TRAINING, "--mode", "x"], "'min', 'max'"),
+        (["sweep", *TRAINING, "--scheduler", "x"], "'asha'"),
+        (["sweep", *TRAINING, "--search", "x"], "'optuna'"),
+        (["sweep", *TRAINING, "--num-samples", "0"], "--num-samples"),
+        (["train", *TRAINING, "--checkpoint-every", "often"], "--checkpoint-every"),
+        (["train", *TRAINING, "--memory-every", "often"], "--memory-every"),
+        (["train", *TRAINING, "--learning-rate", "inf"], "finite"),
+        (["train", *TRAINING, "--max-failures", "-2"], "--max-failures"),
+        (["export", "r", "-o", "x", "--format", "pt"], "'onnx'"),
+        (["export", "r", "-o", "x", "--which", "first"], "'best'"),
+        (["predict", "nowhere", "--data", "d", "--features", "a", "-o", "x"], "nowhere"),
+        (["evaluate", "nowhere", "--data", "d", "--features", "a"], "nowhere"),
+        (["runs", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "nowhere"),
+        (["completion", "tcsh"], "'bash', 'zsh', 'fish'"),
+        (["nothing"], "No such command"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_usage_and_exit_code_2(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = invoke(*arguments)
+    assert outcome.exit_code == 2 and said in outcome.output and "Usage: " in outcome.output, outcome.output
+
+
+def test_version_and_completion():
+    assert re.search(r"\d+\.\d+", invoke("--version").output)
+    for shell in ("zsh", "fish"):
+        assert "_RAYTF_COMPLETE" in invoke("completion", shell).output
+    words = {"COMP_WORDS": "raytf train --strategy ", "COMP_CWORD": "3", "_RAYTF_COMPLETE": "bash_complete"}
+    outcome = CliRunner(env=words).invoke(cli.main, prog_name="raytf")
+    assert "plain,one_device" in outcome.output, outcome.output
+
+
+def epoch(folder, run: str, number: int, epochs: int = 3, stopped: bool = False, **metrics) -> None:
+    """A checkpoint of an epoch's end, as far as a list of runs reads it."""
+    where = folder / run / f"{AT_ENDS}2026-01-0{number}"
+    where.mkdir(parents=True)
+    history = [{"epoch": i, **{name: values[i - 1] for name, values in metrics.items()}} for i in range(1, number + 1)]
+    (where / "state.json").write_text(State(number, 10 * number, 0, stopped, history).to_json())
+    (where / "build.json").write_text(json.dumps({"config": {"epochs": epochs}}))
+    os.utime(where / "state.json", (1e9 + number, 1e9 + number))
+
+
+def test_runs_of_a_folder(tmp_path):
+    epoch(tmp_path, "team/done", 3, val_loss=[3.0, 1.0, 2.0], acc=[0.5, 0.7, 0.6])
+    epoch(tmp_path, "broken", 2, loss=[2.0, float("nan")])
+    epoch(tmp_path, "early", 1, stopped=True, loss=[2.0])
+    (tmp_path / "else" / "deeper").mkdir(parents=True)
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "sweep.json").write_text(json.dumps({"metric": "loss", "mode": "min"}))
+    found = {run.name: run for run in run_list.listed(tmp_path)}
+    assert found.keys() == {"team/done", "broken", "early", "search"}
+    assert found["team/done"].cells()[:4] == ("team/done", "finished", "3/3", "val_loss 1 (epoch 2)")
+    assert found["broken"].cells()[:4] == ("broken", "interrupted", "2/3", "loss 2 (epoch 1)")
+    assert found["early"].state == "stopped" and found["search"].state == "sweep, 0 of 0 trials ended"
+    assert next(run.name for run in run_list.listed(tmp_path)) == "team/done", "what was changed last comes first"
+    best = {run.name: run.best for run in run_list.listed(tmp_path, "acc", "max")}
+    assert best["team/done"] == ("acc", 0.7, 2) and best["broken"] is None
+    lines = [line.split("\t") for line in invoke("runs", str(tmp_path)).output.splitlines()]
+    assert lines[0] == ["name", "state", "epochs", "best", "when"] and {len(line) for line in lines} == {5}
+
+
+def test_a_run_that_goes_on_is_running(tmp_path):
+    import pyarrow.fs
+
+    epoch(tmp_path, "a", 1, loss=[1.0])
+    with RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "a")):
+        assert [run.state for run in run_list.listed(tmp_path)] == ["running"]
+    assert [run.state for run in run_list.listed(tmp_path / "a")] == ["interrupted"]

@@ -1,0 +1,146 @@
+"""What is said of a mistake names what is wrong with it, and a way that leads on."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray import cloudpickle
+from ray.train import RunConfig
+
+import raytf
+from raytf import validation
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.stored import StoredDataset
+from raytf.errors import ConfigError
+from raytf.runtime.resources import advice, count_fitting
+from raytf.storage import run_folder
+from raytf.train import arguments, dry_run
+from raytf.tune.sweep import check_metric
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each", "count", "said", "unsaid"),
+    [
+        (
+            [{"CPU": 8}],
+            {"CPU": 1, "GPU": 1},
+            1,
+            ["train on CPUs", "nodes with GPU"],
+            ["ask for less of", "fewer workers"],
+        ),
+        ([{"CPU": 8, "GPU": 1}], {"CPU": 1, "GPU": 1}, 2, ["fewer workers", "fewer GPUs"], ["ask for less"]),
+        ([{"CPU": 2}], {"CPU": 1}, 4, ["fewer workers", "--cpus-per-worker"], ["GPU", "with CPU"]),
+        ([{"CPU": 8}], {"CPU": 1, "TPU": 4}, 1, ["less TPU", "nodes with TPU"], ["--cpus-per-worker", "GPU"]),
+    ],
+)
+def test_advice_is_about_what_the_cluster_lacks(nodes, each, count, said, unsaid):
+    text = advice(nodes, each, count)
+    assert all(word.lower() in text.lower() for word in said), text
+    assert not [word for word in unsaid if word.lower() in text.lower()], text
+
+
+amounts = st.dictionaries(st.sampled_from(["CPU", "GPU", "TPU", "disk"]), st.integers(1, 4), min_size=1)
+
+
+@given(st.lists(amounts, max_size=3), amounts, st.integers(1, 9))
+def test_no_advice_about_what_there_is_enough_of(nodes, each, count):
+    if count_fitting(nodes, each) >= count:
+        return
+    enough = [name for name in each if count_fitting(nodes, {name: each[name]}) >= count]
+    text = advice(nodes, each, count)
+    if len(enough) < len(each):
+        assert not [name for name in enough if name in text.replace("CPUs (", "")], text
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "doubted"),
+    [
+        ("accuracy", "min", True),
+        ("val_sparse_categorical_accuracy", "min", True),
+        ("head_auc_1", "min", True),
+        ("val_loss", "max", True),
+        ("mae", "max", True),
+        ("loss", "min", False),
+        ("accuracy", "max", False),
+        ("dice_loss", "min", False),
+        ("score", "min", False),
+        ("place", "min", False),
+    ],
+)
+def test_a_metric_that_is_better_the_other_way(metric, mode, doubted):
+    assert (validation.doubt_of_mode(metric, mode) is not None) == doubted
+
+
+LOGS = ("loss", "mae", "val_loss", "val_mae")
+
+
+def test_a_metric_that_no_trial_reports():
+    check_metric("val_mae", LOGS, validates=True, has_callbacks=False)
+    with pytest.raises(ConfigError, match="Did you mean 'val_loss'?"):
+        check_metric("val_los", LOGS, validates=True, has_callbacks=False)
+    with pytest.raises(ConfigError, match="validation"):
+        check_metric("val_loss", LOGS, validates=False, has_callbacks=False)
+    with pytest.warns(UserWarning, match="a callback must add it"):
+        check_metric("learning_rate", LOGS, validates=True, has_callbacks=True)
+
+
+def build(config):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        return {"mine": self.compute_loss(*data, self(data[0]))}
+
+
+def build_own(config):
+    model = Own()
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(("function", "logs"), [(build, LOGS), (build_own, None)])
+def test_the_dry_run_knows_what_trials_report(function, logs):
+    table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
+    pickled = cloudpickle.dumps((function, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
+    tried = dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"]))
+    assert isinstance(tried, dry_run.Tried) and tried.logs == logs, tried
+
+
+def test_callbacks_may_be_a_list():
+    stopping = keras.callbacks.EarlyStopping(patience=3)
+    function = arguments.callbacks_function([stopping])
+    first, second = function({})[0], cloudpickle.loads(cloudpickle.dumps(function))({})[0]
+    assert first is not second is not stopping and first.patience == 3
+    assert arguments.callbacks_function(None) is None
+    for wrong in ([keras.callbacks.EarlyStopping], ["early"], 3):
+        with pytest.raises(ConfigError, match="callbacks"):
+            arguments.callbacks_function(wrong)
+    lock = keras.callbacks.LambdaCallback()
+    lock.lock = threading.Lock()
+    with pytest.raises(ConfigError, match="lambda config"):
+        arguments.callbacks_function([lock])
+
+
+def test_a_relative_storage_path_is_below_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = RunConfig(name="a", storage_path="runs")
+    assert run_folder.located(given).storage_path == str(tmp_path / "runs") and given.storage_path == "runs"
+    assert run_folder.located(RunConfig(name="a", storage_path="s3://b/c")).storage_path == "s3://b/c"
+    trainer = raytf.TensorflowTrainer(lambda: None, run_config=given)
+    assert trainer.run_config.storage_path == str(tmp_path / "runs")
