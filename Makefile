@@ -4,23 +4,35 @@ BIN := $(VENV)/bin
 # Made anew when the dependencies change, so that a later `make` skips what is installed.
 STAMP := $(VENV)/installed
 
-.PHONY: train test test-fast lint compat venv clean
+.PHONY: train test test-fast test-all soak lint compat docs venv clean
 .DELETE_ON_ERROR:
 
 train: venv
 	$(BIN)/python jobs/digits.py --num-workers 2
 
-# Tests wait a good part of their time: two processes of pytest, each with a Ray of its own, take a file at a time.
-# They start many others, which are not to compile raytf each anew where the environment asks for that.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Tests start many processes, which are not to compile raytf each anew where the environment asks for that.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-# Real clusters on machines that others use, too: what fails is run once more, and shown and named (RERUN) all the same.
-test: venv
-	$(PYTEST) --reruns 1 --rerun-show-tracebacks
+# The gate: what `.ci/run` asks for. It tests outcomes alone, nothing is run again, and one heavy thing runs at a time.
+test: test-fast
+	$(PYTEST) -m gate tests/core -p no:rerunfailures
 
-# For the work in between: single parts, and two processes against one; without what takes seconds (`slow`).
+# Its first half, for the work in between: single parts, and two processes against one.
 test-fast: venv
-	$(PYTEST) -m "not slow" tests/unit tests/processes/test_parity.py
+	$(PYTEST) -m gate tests/unit -p no:rerunfailures --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m gate tests/processes/test_parity.py -p no:rerunfailures
+
+# All that is not in the gate, each part to its end. What fails is run once more, and shown and named (RERUN).
+test-all: venv
+	@failed=; for part in tests/unit tests/processes "tests/cluster tests/jobs"; do \
+	  $(PYTEST) -m "not gate" --reruns 1 --rerun-show-tracebacks $$part || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# Figures of hours: plans of random faults, hangs that are to be named, memory of processes that live long.
+soak: venv
+	$(BIN)/python jobs/benchmarks/fault_plans.py
+	$(BIN)/python jobs/benchmarks/hangs.py
+	$(BIN)/python jobs/benchmarks/memory.py
 
 lint: venv
 	$(BIN)/ruff check .
@@ -29,6 +41,16 @@ lint: venv
 
 compat: venv
 	$(BIN)/python -m tests.compat.matrix
+
+# The site, in build/site; a dead link, or a name of the API without a docstring, fails it. The packages are an extra,
+# as nothing else needs them.
+DOCS := $(VENV)/installed-docs
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 venv: $(STAMP)
 

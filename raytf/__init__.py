@@ -1,4 +1,15 @@
-"""raytf trains Keras 3 and TensorFlow models on a Ray cluster. Importing it imports neither TensorFlow nor Ray."""
+"""Trains Keras 3 and TensorFlow models on a Ray cluster. Importing it imports neither TensorFlow nor Ray.
+
+* A compiled model: `fit`, `evaluate`, `predict`, with the arguments of Keras' own.
+* A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; what one will need: `plan`.
+* A train loop of your own: `TensorflowTrainer`, `get_strategy`, `get_dataset`, `Position`, `ReportCallback`.
+* What a run has learned: `load_model`, `export`.
+* Data and set-up: `Column`, `TensorflowConfig`, `on_chief`. Errors: `ConfigError`, `TrainingError`, `StoppedError`.
+
+Example:
+    >>> import raytf
+    >>> history = raytf.fit(model, x, y, batch_size=256, epochs=5, num_workers=2)    # `model` holds the weights
+"""
 
 from __future__ import annotations
 
@@ -21,6 +32,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.fitting.calls import evaluate as evaluate
     from raytf.fitting.calls import fit as fit
     from raytf.fitting.calls import predict as predict
+    from raytf.fitting.predictor import Predictor as Predictor
     from raytf.parallel.chief_callbacks import on_chief as on_chief
     from raytf.runtime.settings import TensorflowConfig as TensorflowConfig
     from raytf.train.keras_trainer import KerasTrainer as KerasTrainer
@@ -54,6 +66,7 @@ _PLACES = {
     "load_model": "raytf.worker.checkpoint",
     "on_chief": "raytf.parallel.chief_callbacks",
     "Position": "raytf.worker.dataset",
+    "Predictor": "raytf.fitting.predictor",
     "plan": "raytf.train.plan",
     "prepare_dataset_shard": "ray.train.tensorflow",
     "show_result": "raytf.train.results",
@@ -64,7 +77,7 @@ _PLACES = {
     "TrainingError": "raytf.errors",
 }
 __all__ = sorted(_PLACES)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 quiet.ray_starts()
 quiet_import.when_imported()

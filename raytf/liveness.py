@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,3 +151,22 @@ def _letter(last: Look | None, seen: Look | None) -> str:
 def looks(pids: list[int]) -> dict[int, Look | None]:
     """A look at each of several processes of this host."""
     return {pid: look(pid) for pid in pids}
+
+
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+def is_own_peer(connection: socket.socket) -> bool:
+    """Returns whether the other end of a connected Unix socket belongs to this user, or to root.
+
+    Any user of a host can bind an abstract name. The kernel notes the user of an end at its `listen` or `connect`.
+    Outside Linux nothing is known, and all are taken for own.
+
+    Args:
+        connection: a connected stream socket of the family AF_UNIX.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(noted)
+    return user in (os.getuid(), 0)

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import threading
@@ -30,6 +31,10 @@ os.environ |= {
 import hypothesis
 import pytest
 
+# A shell that starts a program in the background has it ignore SIGINT, and all that the program starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A machine that is shared takes its time: no test asserts an absolute one.
 hypothesis.settings.register_profile("raytf", deadline=None)
 hypothesis.settings.load_profile("raytf")
@@ -40,6 +45,8 @@ _FREE_VARIABLES = (
 )
 # Tests of what runs from the start in what others leave of the machine; they come last, in this order.
 _BEHIND = ("processes/test_parity.py", "processes/test_resume.py")
+# What `make test` runs of these, unless it is marked as slow; `make test-all` runs all else.
+_GATE = ("tests/core/", "tests/unit/", "tests/processes/test_parity.py")
 # Files of which each takes minutes. They come first, so that at the end no process of pytest waits for another.
 _LONG = (
     *("cluster/test_ended.py", "jobs/test_run.py", "cluster/test_sweep.py", "cluster/test_parameter_server.py"),
@@ -48,8 +55,13 @@ _LONG = (
 _BEHIND_KEY, _LISTENER_KEY = pytest.StashKey(), pytest.StashKey()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Puts those last for whose processes, which run behind all else, nobody is to wait meanwhile."""
+    """Marks the gate, and puts those last for whose background processes no other test is to wait."""
+    for item in items:
+        quick = item.get_closest_marker("slow") is None
+        if item.nodeid.startswith(_GATE) and quick:
+            item.add_marker("gate")
     order = {name: i - len(_LONG) for i, name in enumerate(_LONG)} | {name: i + 1 for i, name in enumerate(_BEHIND)}
     items.sort(key=lambda item: order.get(_file(item.nodeid), 0))
 
@@ -111,8 +123,9 @@ def _start_behind(config, ids) -> None:
         return
     from tests.processes import groups, resume_groups
 
+    alone = collected <= set(_BEHIND)
     kinds = dict(zip(_BEHIND, (groups.parity_stages, resume_groups.stages), strict=True))
-    _behind(config).start({name: kinds[name] for name in wanted}, ids)
+    _behind(config).start({name: kinds[name] for name in wanted}, ids, idle=not alone)
 
 
 def pytest_sessionfinish(session):

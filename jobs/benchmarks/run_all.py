@@ -1,4 +1,4 @@
-"""Runs every benchmark and writes one page for the README, in Markdown, and all figures as JSON.
+"""Runs every benchmark and writes one page for docs/benchmarks.md, in Markdown, and all figures as JSON.
 
 python jobs/benchmarks/run_all.py --output figures          # figures.md, figures.json
 
@@ -30,6 +30,7 @@ ALL = (
     "sweep",
     "seek",
     "checkpoint",
+    "checkpoint_memory",
     "recovery",
     "resume",
     "traffic",

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -35,9 +36,11 @@ import numpy as np
 from raytf import activity
 from raytf.collectives.ring import Listener, Ring
 from raytf.errors import PeerLostError, RaytfError
+from raytf.runtime.deadlines import Pace
 
-# For which a worker waits that the driver says how it goes on; it starts a process meanwhile.
-WAIT_SECONDS = 120.0
+# For which a worker waits that the driver says how it goes on, with what follows from `deadlines.Pace`: it starts a
+# process meanwhile, which gets a copy of the state, reads it, and makes a first step, or others keep a checkpoint.
+WAIT_SECONDS, _WAIT_COPIES, _WAIT_STEPS = 240.0, 4, 2
 # For all members to join the next ring, when each is known to wait for it.
 _JOIN_SECONDS = 30.0
 # More than a socket takes at once would have two neighbours wait for each other.
@@ -248,6 +251,7 @@ class Healer:
         keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
         note: Callable[[bool], Callable[[], Place] | None] | None = None,
         ends: bool = True,
+        size: int = 0,
     ) -> None:
         """Says that a loss can be survived from now on.
 
@@ -263,7 +267,9 @@ class Healer:
                 gives is an `image` of this moment, also later; None where workers are not to meet before the next
                 step. Without it a loss is survived behind an epoch only until callbacks are told of its end.
             ends: whether what was noted before callbacks are told of an epoch's end holds from then on, too.
+            size: bytes of the training's state.
         """
+        self._bytes, self._begun_at, self._first_step = size, time.monotonic(), None
         self._listen, self._image, self._lost, self.step, self._keep = listen, image, lost, step, keep
         self._note, self._ends = note, ends
         self.refused = self._why = None
@@ -271,6 +277,8 @@ class Healer:
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Says that it cannot, and why, as a clause."""
         self._listen = self._image = self._lost = self._keep = self._note = None
+        self._bytes, self._begun_at = 0, time.monotonic()
+        self._first_step: float | None = None  # its seconds
         self.step = self.within = self.begun = 0
         self.tag = -1
         self._open = self.at_end = self._ends = False
@@ -299,6 +307,8 @@ class Healer:
     def steps_made(self) -> None:
         """Says that the steps of an execution are made; what follows can be made again where that is noted."""
         self.begun, self._executes = 0, False
+        if self._first_step is None:
+            self._first_step = time.monotonic() - self._begun_at
         self.close()
         self._note_moment(epoch_ends=False)
 
@@ -472,9 +482,10 @@ class Healer:
         try:
             with here.meeting(activity.HEALING):
                 try:
-                    told = self._commands.get(timeout=WAIT_SECONDS)
+                    seconds = self.pace().deadline(WAIT_SECONDS, _WAIT_COPIES, _WAIT_STEPS)
+                    told = self._commands.get(timeout=seconds)
                 except queue.Empty:
-                    told = f"no word of the driver within {WAIT_SECONDS:g} s"
+                    told = f"no word of the driver within {seconds:.0f} s"
                 self._waiting = None
                 if not isinstance(told, Rejoin):
                     raise error or PeerLostError(old.rank, f"took no place of a lost worker: {told}", None)
@@ -542,6 +553,11 @@ class Healer:
             raise RaytfError("callbacks may have been told of what followed the step, and hold what follows from it")
         return self._keep(owned, behind)
 
+    def pace(self) -> Pace:
+        """See `Pace`."""
+        seconds = self._first_step
+        return Pace(self._bytes, time.monotonic() - self._begun_at if seconds is None else seconds)
+
     def command(self, told: Rejoin | str) -> None:
         """Tells a worker that waits of its next ring, or why there is none."""
         self._commands.put(told)
@@ -567,6 +583,11 @@ def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
 def command(told: Rejoin | str) -> None:
     """`Healer.command`, likewise."""
     here.command(told)
+
+
+def pace() -> Pace:
+    """`Healer.pace`, likewise."""
+    return here.pace()
 
 
 def leave(generation: int) -> None:

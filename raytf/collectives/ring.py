@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from raytf import activity
+from raytf import activity, liveness
 from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.lookout import Cause, Lookout, said
 from raytf.errors import PeerLostError, RaytfError
@@ -881,6 +881,8 @@ _STRANGER_SECONDS = 5.0
 # Connections that may be at it at once; the oldest of more is turned away, and comes again if it was a neighbour.
 _STRANGERS = 64
 _AGAIN_SECONDS = 0.02
+# Times that a neighbour of this host which answers at its port may be missed at its local socket.
+_MISSES = 3
 
 
 class Listener:
@@ -896,16 +898,14 @@ class Listener:
 
     def __init__(self, host: str, bound: socket.socket | None = None):
         self.host, self._meeting, self._stopped = host, None, False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sockets = [socket.create_server((host, 0), family=family) if bound is None else bound]
+        self._sockets: list[socket.socket] = []
+        self._listen(socket.create_server((host, 0), family=_family(host)) if bound is None else bound)
         self.port = self._sockets[0].getsockname()[1]
-        if sys.platform == "linux":
-            local = socket.socket(socket.AF_UNIX)
-            local.bind(_local_name(self.port))
-            self._sockets.append(local)
-        for one in self._sockets:
-            one.setblocking(False)
-            one.listen(16 * _STRANGERS)
+
+    def _listen(self, one: socket.socket) -> None:
+        self._sockets.append(one)
+        one.setblocking(False)
+        one.listen(16 * _STRANGERS)
 
     def join(
         self,
@@ -931,6 +931,10 @@ class Listener:
         Raises:
             PeerLostError: a neighbour could not be reached, did not come, or does not know the token.
         """
+        if sys.platform == "linux":
+            local = socket.socket(socket.AF_UNIX)
+            local.bind(_local_name(self.port, token))
+            self._listen(local)
         meeting = self._meeting = _Meeting(rank, addresses, token, self._sockets, generation)
         if self._stopped:
             meeting.cancel()
@@ -1047,13 +1051,14 @@ class _Meeting:
         """Connects with the next."""
         loop = asyncio.get_running_loop()
         host, port = self._addresses[self._next]
-        local = self._is_here(self._next)
-        family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in host else socket.AF_INET
+        local, missed = self._is_here(self._next), 0
         while True:
-            one = socket.socket(family)
+            one = socket.socket(socket.AF_UNIX if local else _family(host))
             try:
                 one.setblocking(False)
-                await loop.sock_connect(one, _local_name(port) if local else (host, port))
+                await loop.sock_connect(one, _local_name(port, self._token) if local else (host, port))
+                if local and not liveness.is_own_peer(one):
+                    raise ConnectionRefusedError("another user's process listens there")
                 if not local:
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
@@ -1064,20 +1069,42 @@ class _Meeting:
                     one.close()
             except ConnectionRefusedError:  # it does not listen yet
                 one.close()
+                if local and await self._answers(host, port, purpose):
+                    missed += 1
+                    local = missed < _MISSES  # it is of another network namespace
             except BaseException:
                 one.close()
                 raise
             await asyncio.sleep(_AGAIN_SECONDS)
 
+    async def _answers(self, host: str, port: int, purpose: int) -> bool:
+        """Returns whether the next one listens already, as it answers at its port.
+
+        Raises:
+            ConnectionAbortedError: it does not know the token, so that its local socket has another name.
+        """
+        with socket.socket(_family(host)) as one:
+            one.setblocking(False)
+            try:
+                await asyncio.get_running_loop().sock_connect(one, (host, port))
+                await self._ask_for_proof(one, purpose)
+            except (ConnectionRefusedError, _HungUpError):
+                return False
+            return True
+
     async def _introduce(self, one: socket.socket, purpose: int) -> None:
+        await _send(one, await self._ask_for_proof(one, purpose))
+        await _receive(one, len(_WELCOME))
+
+    async def _ask_for_proof(self, one: socket.socket, purpose: int) -> bytes:
+        """Returns this member's proof to the next one, which has proved that it knows the token."""
         hello = _HELLO.pack(_MAGIC, self._rank, purpose, self._generation, secrets.token_bytes(TOKEN_BYTES))
         await _send(one, hello)
         drawn, proof = await _receive(one, TOKEN_BYTES), await _receive(one, _PROOF_BYTES)
         if not hmac.compare_digest(proof, self._proof(self._next, hello, drawn)):
             host, port = self._addresses[self._next]
             raise ConnectionAbortedError(f"what answers at {host}:{port} does not know the token of this ring")
-        await _send(one, self._proof(self._rank, hello, drawn))
-        await _receive(one, len(_WELCOME))
+        return self._proof(self._rank, hello, drawn)
 
     async def _open(self, listening: socket.socket) -> None:
         """Asks all that connect, at once."""
@@ -1093,6 +1120,8 @@ class _Meeting:
 
     async def _ask(self, one: socket.socket) -> None:
         try:
+            if _is_local(one) and not liveness.is_own_peer(one):
+                return
             async with asyncio.timeout(_STRANGER_SECONDS):
                 hello = await _receive(one, _HELLO.size)
                 magic, rank, purpose, generation, _ = _HELLO.unpack(hello)
@@ -1141,6 +1170,14 @@ async def _receive(one: socket.socket, count: int) -> bytes:
     return found
 
 
-def _local_name(port: int) -> str:
-    """A Unix socket in Linux' abstract namespace: no file, gone with the process; as unique as the port."""
-    return f"\0raytf/ring/{port}"
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _local_name(port: int, token: bytes) -> str:
+    """Returns the name of a Unix socket in Linux' abstract namespace: no file, gone with the process.
+
+    It is as unique as the port, and only who knows the token can bind it before the ring does.
+    """
+    mark = hmac.digest(token, struct.pack("<I", port), "sha256").hex()[:32]
+    return f"\0raytf/ring/{port}/{mark}"

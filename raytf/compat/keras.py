@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
+import os
+import zipfile
 from typing import Any
 
+import h5py
 import keras
 from keras.src.backend import compute_output_spec  # shapes of a function of symbolic tensors, with arguments
 from keras.src.backend.common import global_state  # where Keras keeps the seed generator of functions without one
@@ -58,7 +64,7 @@ __all__ = [
     "make_node_key",
     "own_state",
     "pythonify_logs",
-    "saved_paths",
+    "saved_layout",
     "saving_lib",
     "seed_module",
     "serialization_lib",
@@ -88,27 +94,86 @@ def added_to_masks() -> float:
     return 0.0 if at_least("keras", 3, 13) else keras.backend.epsilon()
 
 
-class _Recorder(saving_lib.H5IOStore):
-    """A store for Keras' walk over what it saves: notes under which path each object would write, and keeps nothing."""
+@dataclasses.dataclass(frozen=True)
+class SavedLayout:
+    """A `.keras` file without the numbers in it.
 
-    def __init__(self):
-        self.paths: list[str] = []
-        self.written = False
-        self.mode = "w"
+    Args:
+        members: the content of its members by name, in order; b"" for the HDF5, which is `texts` and the arrays.
+        size: bytes of the HDF5.
+        texts: (offset, bytes) of all in the HDF5 that is no array with a place.
+        places: (offset, bytes) of each array in the HDF5, by its path there.
+        values: these arrays, of TensorFlow's own memory where that can be.
+        owners: (path in the HDF5, id) of each object that writes variables there.
+        fixed: no array but those with a place is in it.
+    """
+
+    members: dict[str, bytes]
+    size: int
+    texts: list[tuple[int, bytes]]
+    places: dict[str, tuple[int, int]]
+    values: dict[str, Any]
+    owners: list[tuple[str, int]]
+    fixed: bool
+
+
+class _Layout(saving_lib.H5IOStore):
+    """A store for Keras' walk over what it saves: makes room for each array in an HDF5, and keeps the array itself.
+
+    Room that is not written to takes none in a file without blocks there, as that of `memfd_create`.
+    """
+
+    def __init__(self, file):
+        self.h5_file = h5py.File(file, "w")
+        self.mode, self.archive, self.io_file = "w", None, None
+        self._h5_entry_path, self._h5_entry_group, self._h5_entry_initialized = None, {}, False
+        self.last = ""  # the path of the object that writes
+        self.written, self.fixed = False, True
+        self.places: dict[str, tuple[int, int]] = {}
+        self.values: dict[str, Any] = {}
 
     def make(self, path, metadata=None):
-        self.paths.append(path)
-        self.written = False
-        return self
-
-    def __bool__(self):
-        return True
+        self.last, self.written = path, False
+        return super().make(path, metadata)
 
     def __setitem__(self, key, value):
         self.written = True
+        array = as_array(value)
+        if array.dtype.hasobject:
+            self.fixed = False
+            super().__setitem__(key, value)
+            return
+        if not self._h5_entry_initialized:
+            self._create_h5_group(self._h5_entry_path)
+        room = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        room.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        room.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        made = self._h5_entry_group.create_dataset(key, array.shape, dtype=array.dtype, dcpl=room)
+        if keras.backend.standardize_dtype(array.dtype) == "bfloat16":
+            made.attrs["dtype"] = "bfloat16"
+        if array.nbytes and made.id.get_offset() is None:  # a number alone has room once it is written
+            made[()] = array
+        path = f"{self.last}/vars/{key}".lstrip("/")
+        self.places[path], self.values[path] = (made.id.get_offset() or 0, array.nbytes), array
+
+
+class _Assets(saving_lib.DiskIOStore):
+    """A store for the files of layers, such as vocabularies; its folder is made when the first one comes."""
+
+    def __init__(self, archive, folder):
+        self.mode, self.root_path, self.archive, self.tmp_dir = "w", "assets", archive, None
+        self._folder = folder
+
+    def make(self, path):
+        if self.tmp_dir is None:
+            self.tmp_dir = self._folder()
+            self.working_dir = os.path.join(self.tmp_dir, self.root_path)
+            os.mkdir(self.working_dir)
+        return super().make(path)
 
     def close(self):
-        pass
+        if self.tmp_dir is not None:
+            super().close()
 
 
 class _Visited(set):
@@ -123,18 +188,79 @@ class _Visited(set):
         self._tell(identity)
 
 
-@uses("keras.src.saving.saving_lib:_save_state", "keras.src.saving.saving_lib:H5IOStore")
-def saved_paths(model) -> list[tuple[str, int]]:
-    """(path in the HDF5 of a `.keras` file, id) of each object that writes variables there; nothing public tells it."""
-    store, found = _Recorder(), []
+@uses(
+    "keras.src.saving.saving_lib:_save_state",
+    "keras.src.saving.saving_lib:H5IOStore",
+    "keras.src.saving.saving_lib:H5IOStore._create_h5_group",
+    "keras.src.saving.saving_lib:DiskIOStore",
+    "keras.src.saving.saving_lib:_serialize_model_as_json",
+)
+def saved_layout(model, optimizers, folder) -> SavedLayout:
+    """What `model.save` would write, with the room for each array in the place of its numbers; nothing public tells it.
 
-    def tell(identity):
-        if store.written:
-            found.append((store.paths[-1], identity))
-            store.written = False
+    Args:
+        model: a built `keras.Model`.
+        optimizers: that it has.
+        folder: folder() is an empty folder, for what layers write into files; it is removed here.
+    """
+    packed, owners = io.BytesIO(), []
+    with (
+        open(os.memfd_create("raytf_layout"), "r+b", buffering=0) as file,
+        zipfile.ZipFile(packed, "w") as archive,
+        _variables_as_they_are(optimizers),
+    ):
+        config, metadata = saving_lib._serialize_model_as_json(model)
+        archive.writestr("metadata.json", metadata)
+        archive.writestr("config.json", config)
+        archive.writestr("model.weights.h5", b"")
+        store, assets = _Layout(file), _Assets(archive, folder)
 
-    saving_lib._save_state(model, store, None, "", _Visited(tell))
-    return found
+        def tell(identity):
+            if store.written:
+                owners.append((store.last, identity))
+                store.written = False
+
+        try:
+            saving_lib._save_state(model, store, assets, "", _Visited(tell))
+        finally:
+            store.h5_file.close()
+            assets.close()
+        size, texts = os.fstat(file.fileno()).st_size, []
+        for begin, end in _between(store.places.values(), size):
+            texts.append((begin, os.pread(file.fileno(), end - begin, begin)))
+    with zipfile.ZipFile(packed) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    return SavedLayout(members, size, texts, store.places, store.values, owners, store.fixed)
+
+
+def _between(places, size: int):
+    """(begin, end) of what of so many bytes is in none of some places."""
+    at = 0
+    for begin, length in sorted(places):
+        if length and begin > at:
+            yield at, begin
+        at = max(at, begin + length) if length else at
+    if size > at:
+        yield at, size
+
+
+@contextlib.contextmanager
+def _variables_as_they_are(optimizers):
+    """Optimizers that write their variables alone give these within it, and not a copy of each."""
+    given = [its for its in optimizers if type(its).save_own_variables is BaseOptimizer.save_own_variables]
+    for its in given:
+        vars(its)["save_own_variables"] = lambda store, its=its: _store_all(store, own_state(its))
+    try:
+        yield
+    finally:
+        for its in given:
+            del vars(its)["save_own_variables"]
+
+
+def _store_all(store, found: dict[str, Any]) -> None:
+    """Puts each into a store of Keras, which has no `update`."""
+    for key, value in found.items():
+        store[key] = value
 
 
 @uses("keras.src.saving.saving_lib:_serialize_model_as_json")

@@ -113,6 +113,13 @@ def started_here() -> bool:
     return node is not None and node.is_head()
 
 
+@uses("ray._private.worker:_global_node", "ray._private.node:Node.get_session_dir_path")
+def session_folder() -> str | None:
+    """Ray's folder on this node, below `ray start --temp-dir`; None where this process has no node. Nothing public."""
+    node = ray._private.worker._global_node
+    return None if node is None else node.get_session_dir_path()
+
+
 @uses("ray._private.worker:_global_node", "ray._private.node:Node._ray_params")
 def cpus_were_said() -> bool:
     """Whether who started Ray in this process said how many CPUs it has; the resources hold a number either way."""

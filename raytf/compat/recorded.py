@@ -61,7 +61,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.random.seed_generator:SeedGenerator.next": ("(self, ordered=)",),
     "keras.src.random.seed_generator:global_seed_generator": ("()",),
     "keras.src.random.seed_generator:make_default_seed": ("()",),
+    "keras.src.saving.saving_lib:DiskIOStore": ("(root_path, archive=, mode=)",),
     "keras.src.saving.saving_lib:H5IOStore": ("(path_or_io, archive=, mode=)",),
+    "keras.src.saving.saving_lib:H5IOStore._create_h5_group": ("(self, path, metadata=)",),
     "keras.src.saving.saving_lib:_save_state": (
         "(saveable, weights_store, assets_store, inner_path, visited_saveables)",
     ),
@@ -87,6 +89,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray._private.authentication.authentication_token_setup:AuthenticationTokenLoader": ("()",),
     "ray._private.authentication.authentication_utils:is_token_auth_enabled": ("()",),
     "ray._private.grpc_utils:init_grpc_channel": ("(address, options=, asynchronous=, credentials=)",),
+    "ray._private.node:Node.get_session_dir_path": ("(self)",),
     "ray._private.node:Node.is_head": ("(self)",),
     "ray._private.ray_logging:WorkerStandardStreamDispatcher": ("()",),
     "ray._private.services:canonicalize_bootstrap_address": ("(addr, temp_dir=)",),
@@ -329,6 +332,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call": ("(self, fn, args, kwargs)",),
     "tensorflow.python.distribute.ps_values:AggregatingVariable": ("(*args, **kwargs)",),
     "tensorflow.python.distribute.values:DistributedVariable": ("(*args, **kwargs)",),
+    "tensorflow.python.distribute.values:PerReplicaSpec": ("(*value_specs)",),
     "tensorflow.python.eager.context:Context": ("(config=, device_policy=, execution_mode=, server_def=)",),
     "tensorflow.python.eager.context:Context._initialize_physical_devices": ("(self, reinitialize=)",),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": (
@@ -339,4 +343,5 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.ops.script_ops:FuncRegistry.insert": ("(self, func)",),
     "tensorflow.python.ops.script_ops:_py_funcs": ("(token, device, args)",),
     "tensorflow.python.trackable.base:CheckpointInitialValue": ("(checkpoint_position, shape=, shard_info=)",),
+    "tensorflow.python.trackable.data_structures:TrackableDataStructure": ("()",),
 }

@@ -13,13 +13,19 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
-from tensorflow.python.distribute.values import DistributedVariable  # variables with a value for each replica
+from tensorflow.python.distribute.values import (
+    DistributedVariable,  # variables with a value for each replica
+    PerReplicaSpec,  # of a batch that is divided over replicas
+)
 from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
 from tensorflow.python.eager.polymorphic_function import polymorphic_function  # counts traces, and warns of many
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
 from tensorflow.python.ops.script_ops import FuncRegistry  # where all Python functions are called
+from tensorflow.python.trackable.data_structures import (
+    TrackableDataStructure as TrackedStructure,  # lists, dicts and tuples that are attributes of a module: pickled
+)
 
 from raytf.compat.names import uses
 
@@ -29,6 +35,7 @@ __all__ = [
     "FuncRegistry",
     "Function",
     "OwnedIterator",
+    "TrackedStructure",
     "context",
     "distribute_lib",
     "mirrored_run",
@@ -77,6 +84,33 @@ def functions_of(dataset) -> list:
     return dataset._functions()
 
 
+@uses("tensorflow.python.data.ops.shuffle_op:_ShuffleDataset._reshuffle_each_iteration")
+def reshuffles(dataset) -> bool:
+    """Returns whether a dataset is a shuffle with another order in each iteration; nothing public tells."""
+    return bool(getattr(dataset, "_reshuffle_each_iteration", False))
+
+
+@uses(
+    "tensorflow.python.data.ops.batch_op:_BatchDataset._drop_remainder",
+    "tensorflow.python.data.ops.batch_op:_ParallelBatchDataset._drop_remainder",
+    "tensorflow.python.data.ops.padded_batch_op:_PaddedBatchDataset._drop_remainder",
+    "tensorflow.python.data.ops.batch_op:_BatchDataset._batch_size",
+    "tensorflow.python.data.ops.batch_op:_ParallelBatchDataset._batch_size",
+    "tensorflow.python.data.ops.padded_batch_op:_PaddedBatchDataset._batch_size",
+)
+def dropping_batch(dataset) -> int | None:
+    """Returns the batch size of a dataset that batches and leaves out a smaller last one, else None; nothing public
+    tells."""
+    drops = getattr(dataset, "_drop_remainder", None)
+    return int(dataset._batch_size) if drops is not None and bool(drops) else None
+
+
+@uses("tensorflow.python.distribute.values:PerReplicaSpec._value_specs")
+def replica_spec(spec):
+    """Returns the type of the first replica's part of a batch, whose type nothing public takes apart."""
+    return spec._value_specs[0] if isinstance(spec, PerReplicaSpec) else spec
+
+
 @uses(
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._python_function",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._autograph",
@@ -116,6 +150,13 @@ def traced_apart(function: Callable, **options):
 def default_of(table):
     """The value of a lookup table for keys that it has not; `export` leaves it out."""
     return table._default_value
+
+
+def structure_of(tracked: TrackedStructure):
+    """Returns the plain list, dict or tuple of what TensorFlow keeps in its place as an attribute of a module."""
+    if isinstance(tracked, list):
+        return list(tracked)
+    return tracked.__wrapped__ if hasattr(tracked, "__wrapped__") else list(tracked)
 
 
 @uses("tensorflow.python.ops.script_ops:_py_funcs", "tensorflow.python.ops.script_ops:FuncRegistry._funcs")

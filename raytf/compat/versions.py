@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-# `make compat` runs the oldest and the newest of each, and two mixed sets; see the table in the README.
+# `make compat` runs the oldest and the newest of each, and two mixed sets; see `docs/reference/versions.md`.
 TESTED = {
     "ray": ("2.57", "2.58", "2.59", "2.60"),
     "keras": ("3.12", "3.13", "3.14", "3.15"),

@@ -72,6 +72,11 @@ class BatchSpec:
         """The index of the column whose lengths say which rows share a batch, or None."""
         return next(iter(self._buckets), None)
 
+    @functools.cached_property
+    def padded(self) -> list[int]:
+        """The indices of the columns that are filled up to the longest list of a global batch."""
+        return [i for i, c in enumerate(self.columns) if not c.stacked and c.parts[0].pads_batch]
+
     def order(self, sampler: Sampler) -> dict[str, int | str | bool]:
         """What says which rows a step of an epoch has; where it is the same, it is the same rows. JSON.
 

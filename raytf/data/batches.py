@@ -41,13 +41,15 @@ class Batcher:
 
     @property
     def signature(self) -> tuple[tf.TensorSpec, ...]:
-        """Of a superbatch: an array for each source, two for lists (values and lengths), and seeds."""
+        """Of a superbatch: an array for each source, two for lists (values and lengths); for each column that is filled
+        up to the longest list of a global batch its length, by step; and seeds."""
         specs = []
         for source in self.sources:
             if isinstance(source, Lists):
                 specs += [tf.TensorSpec((None,), source.dtype), tf.TensorSpec((None,), tf.int64)]
             else:
                 specs.append(tf.TensorSpec((None, *source.shape), _tf_dtype(source.dtype)))
+        specs += [tf.TensorSpec((None,), tf.int64)] * len(self.spec.padded)
         return (*specs, *([tf.TensorSpec((None, 2), tf.int32)] if self.spec.map else []))
 
     def batches(
@@ -62,12 +64,12 @@ class Batcher:
             empty: one batch without rows at the end.
         """
         if self._ragged:
-            dataset = dataset.flat_map(lambda *flat: self._cut(self._split(flat), rows, static))
+            dataset = dataset.flat_map(lambda *flat: self._cut(*self._split(flat), rows, static))
         else:
             if any(isinstance(source, Lists) for source in self.sources):
-                dataset = dataset.map(lambda *flat: tuple(self._split(flat)))
+                dataset = dataset.map(lambda *flat: tuple(self._split(flat)[0]))
             dataset = dataset.rebatch(rows, drop_remainder=static)
-        if empty:
+        if empty and not self.spec.padded:  # else each step of a superbatch gives a batch
             nothing = tuple(tf.zeros([n or 0 for n in spec.shape], spec.dtype) for spec in self.signature)
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(nothing).map(self._nothing))
         if self.computes:
@@ -76,8 +78,8 @@ class Batcher:
         return dataset if self._ragged or plain else dataset.map(self._finish)
 
     def _nothing(self, *flat):
-        split, zero = self._split(flat), tf.zeros([1], tf.int64)
-        return self._part(split, [cut[0] for cut in self._cuts(split, zero, zero)])
+        (split, longest), zero = self._split(flat), tf.zeros([1], tf.int64)
+        return self._part(split, [cut[0] for cut in self._cuts(split, longest, zero, zero)])
 
     @property
     def _ragged(self) -> bool:
@@ -85,8 +87,13 @@ class Batcher:
         lists = zip(self.spec.columns, self.sources, strict=True)
         return any(isinstance(source, Lists) and not isinstance(c.parts[0].pad, int) for c, source in lists)
 
-    def _split(self, flat) -> list:
-        """For each column a tensor of all rows, or for lists of different lengths (values, row splits)."""
+    def _split(self, flat) -> tuple[list, list]:
+        """Takes a superbatch apart.
+
+        Returns:
+            For each column a tensor of all rows, or for lists of different lengths (values, row splits), and the seeds;
+            and the longest lists of each step.
+        """
         flat, out = iter(flat), []
         for columns, source in zip(self.spec.columns, self.sources, strict=True):
             if not isinstance(source, Lists):
@@ -96,15 +103,19 @@ class Batcher:
             (column,) = columns.parts
             whole = isinstance(column.pad, int)
             out.append(_pad(_lists(values, splits), column, column.pad) if whole else (values, splits))
-        return [*out, *flat]
+        rest = list(flat)
+        return [*out, *rest[len(self.spec.padded) :]], rest[: len(self.spec.padded)]
 
-    def _cut(self, split, rows: int, static: bool) -> tf.data.Dataset:
+    def _cut(self, split, longest, rows: int, static: bool) -> tf.data.Dataset:
         """Batches of a superbatch that holds lists."""
         first = split[0]
         total = tf.size(first[1], tf.int64) - 1 if isinstance(first, tuple) else tf.shape(first, tf.int64)[0]
-        begins = tf.range(0, total // rows * rows if static else total, rows, tf.int64)
+        if longest:  # of a last step this worker may have no row
+            begins = tf.minimum(tf.range(tf.size(longest[0], tf.int64)) * rows, total)
+        else:
+            begins = tf.range(0, total // rows * rows if static else total, rows, tf.int64)
         # worked out for all batches at once: an operation on a batch costs more than what it computes here
-        cuts = self._cuts(split, begins, tf.minimum(begins + rows, total))
+        cuts = self._cuts(split, longest, begins, tf.minimum(begins + rows, total))
 
         def one(*cut):
             part = self._part(split, cut)
@@ -112,20 +123,21 @@ class Batcher:
 
         return tf.data.Dataset.from_tensor_slices(cuts).map(one)
 
-    def _cuts(self, split, begins, ends) -> tuple:
-        """Where batches lie: (begin, rows, rows + 1) and for each column of lists (begin, number) of the values; each
-        int64, (batches, 1)."""
+    def _cuts(self, split, longest, begins, ends) -> tuple:
+        """Where batches lie: (begin, rows, rows + 1), for each column of lists (begin, number) of the values, and the
+        longest lists; each int64, (batches, 1)."""
         cuts = [begins, ends - begins, ends - begins + 1]
         for one in split:
             if isinstance(one, tuple):
                 first = tf.gather(one[1], begins)
                 cuts += [first, tf.gather(one[1], ends) - first]
-        return tuple(cut[:, None] for cut in cuts)
+        return tuple(cut[:, None] for cut in (*cuts, *longest))
 
     def _part(self, split, cut):
         """One batch, also finished where that is only a matter of structure."""
-        begin, rows, more, *lists = cut
-        lists, parts = iter(lists), []
+        begin, rows, more, *rest = cut
+        lists, parts = iter(rest[: len(rest) - len(self.spec.padded)]), []
+        longest = iter(rest[len(rest) - len(self.spec.padded) :])
         for i, one in enumerate(split):
             if not isinstance(one, tuple):
                 parts.append(tf.slice(one, begin, rows) if one.shape.rank == 1 else one[begin[0] : begin[0] + rows[0]])
@@ -133,7 +145,7 @@ class Batcher:
             first, size = next(lists), next(lists)
             ragged = _lists(tf.slice(one[0], first, size), tf.slice(one[1], begin, more) - first)
             (column,) = self.spec.columns[i].parts
-            parts.append(_pad(ragged, column, None) if column.pad == "batch" else ragged)
+            parts.append(_pad(ragged, column, next(longest)[0]) if column.pads_batch else ragged)
         return tuple(parts) if self.computes or not self._ragged else self._finish(*parts)
 
     def _finish(self, *flat):
@@ -161,9 +173,14 @@ def _lists(values: tf.Tensor, splits: tf.Tensor) -> tf.RaggedTensor:
     return tf.RaggedTensor.from_row_splits(values, splits, validate=False)
 
 
-def _pad(ragged: tf.RaggedTensor, column, length: int | None) -> tf.Tensor:
+def _pad(ragged: tf.RaggedTensor, column, length: int | tf.Tensor) -> tf.Tensor:
+    """Returns the lists filled up to `length`, which is at least that of the longest."""
     value = tf.cast(column.pad_value, ragged.dtype)
-    return ragged.to_tensor(value, shape=[None, length])
+    if isinstance(length, int):
+        return ragged.to_tensor(value, shape=[None, length])
+    filled = ragged.to_tensor(value, shape=tf.stack([tf.constant(-1, length.dtype), length]))
+    filled.set_shape([None, None])
+    return filled
 
 
 def decode_images(files: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:

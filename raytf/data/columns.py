@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -19,7 +20,8 @@ class Column:
     Args:
         name: the column.
         ragged: lists of different lengths become a `tf.RaggedTensor`.
-        pad: lists of different lengths are filled up, to this length, or to the longest of each batch with "batch".
+        pad: lists of different lengths are filled up, to this length, or with "batch" to the longest of each global
+            batch, so that the result does not depend on the number of workers.
         pad_value: what they are filled up with.
         bucket: rows whose lists are of similar length share a batch, to save filling up; with `ragged` or `pad`.
         fill: stands for nulls; without it a column with nulls is refused.
@@ -67,6 +69,11 @@ class Column:
     def is_list(self) -> bool:
         """Whether rows may differ in length."""
         return self.ragged or self.pad is not None
+
+    @property
+    def pads_batch(self) -> bool:
+        """Whether lists are filled up to the longest of their global batch."""
+        return self.pad == "batch"
 
 
 # As users write them: what one tensor is made of, and such by the names of a model's inputs or outputs.
@@ -120,6 +127,37 @@ def parse(spec: ColumnSpecs | None, role: str) -> Columns | dict[str, Columns] |
     if isinstance(spec, Mapping):
         return {str(name): Columns.of(part, f"{role}[{name!r}]") for name, part in spec.items()}
     return Columns.of(spec, role)
+
+
+def read(found: Any) -> ColumnSpecs:
+    """Returns columns as users name them of what `fingerprint.of_columns` has written of them into a checkpoint.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(found, str):
+        return found
+    if not isinstance(found, dict) or not found:
+        raise ConfigError("A checkpoint names the columns of its rows", repr(found)[:200], "Pass features=...")
+    if found.keys() == {"stacked"} and isinstance(found["stacked"], list):
+        return [_read_column(part) for part in found["stacked"]]
+    if _is_column(found):
+        return _read_column(found)
+    return {name: read(part) for name, part in found.items()}
+
+
+def _is_column(found: Any) -> bool:
+    known = {field.name for field in dataclasses.fields(Column)}
+    return isinstance(found, dict) and len(found) > 1 and "name" in found and found.keys() <= known
+
+
+def _read_column(found: Any) -> str | Column:
+    if isinstance(found, str):
+        return found
+    if not _is_column(found):
+        raise ConfigError("A checkpoint names the columns of its rows", repr(found)[:200], "Pass features=...")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return Column(given.pop("name"), **given)
 
 
 def flat(spec) -> list[Columns]:

@@ -6,6 +6,7 @@ into batches in C++, so that Python is called seldom.
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from raytf.compat.tensorflow import giving_memory
@@ -139,18 +140,28 @@ class Feed:
     def _positions(self, epoch, chunk, rows):
         """Those of a whole chunk, where this worker's alone cannot be worked out."""
         if self._batch.bucket is not None:
-            return epoch.positions(chunk, rows.lengths)
+            return epoch.positions(chunk, lambda positions: rows.lengths(positions, self._batch.bucket))
         return epoch.positions(chunk) if epoch.by_chunk else None
 
     def _prepare(self, epoch, number: int, chunk: int, rows) -> None:
-        """Fetches this worker's rows of a chunk of a stream, before they are due."""
+        """Fetches this worker's rows of a chunk of a stream, and the lengths of all lists, before they are due."""
+        for column in self._batch.padded:
+            rows.lengths(np.arange(*epoch.bounds(chunk)), column)
         whole, steps = self._positions(epoch, chunk, rows), slice(0, self._order.chunk_steps)
         rows.fetch(epoch.part(chunk, steps, self._shard.index, self._shard.count, whole))
 
     def _arrays(self, epoch, number, chunk, rows, whole, steps: slice) -> tuple:
         mine = epoch.part(chunk, steps, self._shard.index, self._shard.count, whole)
         seeds = (row_seeds(self._order.seed, number, epoch.row_numbers(mine)),) if self._batch.map else ()
-        return (*rows.gather(mine), *seeds)
+        return (*rows.gather(mine), *self._longest(epoch, chunk, rows, whole, steps), *seeds)
+
+    def _longest(self, epoch, chunk, rows, whole, steps: slice) -> list[np.ndarray]:
+        """Returns the length of the longest list of each step, of all workers' rows, for each column that needs it."""
+        if not self._batch.padded:
+            return []
+        every = epoch.part(chunk, steps, 0, 1, whole)
+        begins = np.arange(0, len(every), self.global_batch)
+        return [np.maximum.reduceat(rows.lengths(every, i), begins).astype(np.int64) for i in self._batch.padded]
 
     def span(self, number: int, first: int, count: int) -> tuple:
         """The arrays of this worker's rows of some steps, as `shape.signature` has them.

@@ -250,7 +250,6 @@ class Lists(ColumnSource):
     """Lists of numbers whose lengths differ."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
-        self.bucket = column.bucket
         self._values, self._offsets, lengths = [], [], []
         for table in tables:
             array = _in_one(filled(table, column))

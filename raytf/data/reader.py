@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.data.columns import Columns
-from raytf.data.gather import COPIED_BYTES, ColumnSource, Lists, Places, source
+from raytf.data.gather import COPIED_BYTES, ColumnSource, Places, source
 from raytf.data.sampling import Epoch, Ranges, Sampler
 from raytf.data.stored import StoredDataset, as_table
 from raytf.data.streamed import Part, StreamedDataset, without_rows
@@ -73,10 +74,14 @@ class Rows:
         places = self._places(positions)
         return tuple(array for source in self._sources for array in source.gather(places))
 
-    def lengths(self, positions: np.ndarray) -> np.ndarray:
-        """Lengths of the lists by which rows are put together."""
-        lists = next(s for s in self._sources if isinstance(s, Lists) and s.bucket)
-        return lists.lengths(self._places(positions))
+    def lengths(self, positions: np.ndarray, column: int) -> np.ndarray:
+        """Returns the lengths of a column's lists, without reading what is in them.
+
+        Args:
+            positions: of the rows in the stream: int64, (rows,).
+            column: index of a column of lists.
+        """
+        return self._sources[column].lengths(self._places(positions))
 
 
 class StoredReader(Reader):
@@ -166,7 +171,7 @@ class StreamRows:
         self._tables: list[pa.Table] = []
         self._table = np.full(count, -1, np.int32)  # of each row: index of its table, and its number there
         self._row = np.zeros(count, np.int64)
-        self._known_lengths: np.ndarray | None = None
+        self._known_lengths: dict[int, np.ndarray] = {}  # of all rows, by index of the column
         self.fetched_bytes = 0  # from other nodes
 
     @property
@@ -254,14 +259,14 @@ class StreamRows:
         places = self._places(positions)
         return tuple(array for source in self._sources for array in source.gather(places))
 
-    def lengths(self, positions: np.ndarray) -> np.ndarray:
-        """Lengths of the lists by which rows are put together; of other nodes' rows only the lengths travel."""
-        if self._known_lengths is None:
-            self._known_lengths = np.concatenate(self._retried(self._all_lengths))
-        return self._known_lengths[positions - self._start]
+    def lengths(self, positions: np.ndarray, column: int) -> np.ndarray:
+        """Returns the lengths of a column's lists; of other nodes' rows only the lengths travel. See `Rows.lengths`."""
+        if column not in self._known_lengths:
+            found = self._retried(functools.partial(self._all_lengths, self._columns[column]))
+            self._known_lengths[column] = np.concatenate(found)
+        return self._known_lengths[column][positions - self._start]
 
-    def _all_lengths(self) -> list[np.ndarray]:
-        column = next(c for c in self._columns if any(part.bucket for part in c.parts))
+    def _all_lengths(self, column: Columns) -> list[np.ndarray]:
         wanted = [(part, (part.first, part.rows)) for part in self._parts]
         far = [i for i, part in enumerate(self._parts) if part.node != self._here]
         coming = self._sent(_measure, [wanted[i] for i in far], column)

@@ -229,11 +229,12 @@ def _as_array(value, name: str):
         value = value.to_pandas()
     if isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1 and value.shape.rank == 2:
         return value
-    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)) or data_adapter_utils.is_scipy_sparse(value):
+    fix = _made_dense(value, name)
+    if fix is not None:
         raise ConfigError(
             "What is sent to workers must be dense, or lists of numbers of different lengths",
             f"{name} of type {type(value).__name__}",
-            "Make it dense, for example with tf.sparse.to_dense",
+            f"Make it dense: {fix}",
         )
     if isinstance(value, pd.DataFrame):
         _check_frame(value, name)
@@ -256,6 +257,15 @@ def _as_array(value, name: str):
             f"{name} must be an array of numbers or texts", f"a {type(value).__name__}: {error}", "Convert it"
         ) from error
     return found
+
+
+def _made_dense(value, name: str) -> str | None:
+    """Returns the expression that makes an array of what is sparse or ragged; None for what is neither."""
+    if data_adapter_utils.is_scipy_sparse(value):
+        return f"{name}.toarray()"
+    if isinstance(value, tf.SparseTensor):
+        return f"tf.sparse.to_dense(tf.sparse.reorder({name}))"
+    return f"{name}.to_tensor()" if isinstance(value, tf.RaggedTensor) else None
 
 
 def _check_frame(frame: pd.DataFrame, name: str) -> None:

@@ -150,12 +150,12 @@ class Call:
             )
         try:
             if do != "predict":
-                fit.build_from_data(model, example)
+                fit.build_from_data(model, example, do)
             if do == "fit":
                 _build_rest(model, spec)
-            row_bytes = _check_shapes(model, spec, do != "predict")
+            row_bytes = _check_shapes(model, spec, do)
             if "validation" in self._parts:
-                _check_shapes(model, self._example("validation").element_spec, True)
+                _check_shapes(model, self._example("validation").element_spec, "evaluate")
             return row_bytes
         except ConfigError:
             raise
@@ -200,7 +200,9 @@ class Call:
         self._files, state = self._keeping.newest(told)
         return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": told}
 
-    def work(self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, **more) -> fit_worker.Work:
+    def work(
+        self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, drops: bool = False, **more
+    ) -> fit_worker.Work:
         """What the workers are told; the rows go into Ray's object store."""
         self._connect()
         rows = {}
@@ -209,7 +211,8 @@ class Call:
             order = shuffle if name == "train" else "none"
             if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
-            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order)
+            rest = drops and name == "train"
+            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order, drop_remainder=rest)
             rows[name] = fit_worker.Rows(dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure)
         settings = transport.settings()
         key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()
@@ -351,14 +354,15 @@ class Call:
 def _build_rest(model, spec) -> None:
     """Layers that only a `train_step` of the user's uses are built by tracing it; nothing runs."""
     layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
-    if layers and not model.run_eagerly and type(model).train_step is not keras.Model.train_step:
+    own = type(model).train_step is not keras.Model.train_step and type(model).fit is keras.Model.fit
+    if layers and not model.run_eagerly and own:
         tf.function(model.train_step).get_concrete_function(spec)
 
 
-def _check_shapes(model, spec, with_loss: bool) -> float:
+def _check_shapes(model, spec, do: str) -> float:
     """Works out the shapes of outputs and loss; bytes of a row of the outputs, or 0 where the model says nothing."""
     flat = tf.nest.flatten(spec)
-    if type(model).train_step is not keras.Model.train_step and with_loss:
+    if model_optimizers.decides_itself(model, do):
         return 0.0  # what it makes of its data is its own
     if not all(isinstance(one, tf.TensorSpec) for one in flat) or not model_optimizers.has_call(model):
         return 0.0
@@ -371,7 +375,7 @@ def _check_shapes(model, spec, with_loss: bool) -> float:
     data = tf.nest.map_structure(example, spec)
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     outputs = compute_output_spec(model, x, training=False)
-    if with_loss and y is not None and keras_objects.compiled_parts(model)[0] is not None:
+    if do != "predict" and y is not None and keras_objects.compiled_parts(model)[0] is not None:
         loss = functools.partial(keras_objects.step_loss, model)
         compute_output_spec(loss, x, y, outputs, sample_weight=weights, training=False)
     return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))

@@ -20,12 +20,14 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
 from raytf.console.phases import phases
+from raytf.data import sampling
 from raytf.data.columns import ColumnSpecs
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
 from raytf.fitting.call import Call
 from raytf.fitting.keeping import Keeping
+from raytf.fitting.predictor import named
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments
@@ -119,12 +121,22 @@ def fit(
     """
     _check_model(model, "fit")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
+    drops = False
     if isinstance(x, tf.data.Dataset):
         others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight, "class_weight": class_weight}
-        (x, y, sample_weight), batch_size, shuffle = tf_data.rows_of(x, "x", others)
+        once = name is None and _is_one_epoch(epochs, initial_epoch)
+        found = tf_data.rows_of(x, "x", others, once)
+        (x, y, sample_weight), batch_size, shuffle, drops = found.parts, found.batch, found.shuffles, found.drops
     if isinstance(validation_data, tf.data.Dataset):
         others = {"validation_batch_size": validation_batch_size}
-        validation_data, validation_batch_size, _ = tf_data.rows_of(validation_data, "validation_data", others)
+        found = tf_data.rows_of(validation_data, "validation_data", others)
+        validation_data, validation_batch_size = found.parts, found.batch
+        if found.drops:
+            raise ConfigError(
+                "validation_data must hold the same rows in each epoch",
+                "a shuffle, and a batch that drops the remainder",
+                "Leave one of them out",
+            )
     batch = _check_batch(batch_size, workers, "batch_size")
     validation_batch = (
         batch
@@ -143,17 +155,18 @@ def fit(
         parts["validation"] = _validation(validation_data, sample_weight, features, labels)
         if validation_steps is not None:
             parts["validation"] = parts["validation"].head(validation_steps * validation_batch)
-    _check_steps(steps_per_epoch, parts["train"], batch)
+    _check_steps(steps_per_epoch, parts["train"], batch, drops)
     keeping = Keeping.of(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping, phases(bool(verbose))) as call:
         batches = {"train": batch, "validation": validation_batch}
         order = "full" if shuffle else "none"
         call.build("fit")
         call.pack(users)
-        seed, more = call.going_on(make_default_seed(), batch, {"initial_epoch": initial_epoch, "shuffle": order})
+        told = {"initial_epoch": initial_epoch, "shuffle": order} | ({"drop_remainder": True} if drops else {})
+        seed, more = call.going_on(make_default_seed(), batch, told)
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
         more["heals"] = workers.num_workers > 1
-        work = call.work("fit", batches, seed, order, arguments, **more)
+        work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)
 
 
@@ -193,7 +206,8 @@ def evaluate(
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
         others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-        (x, y, sample_weight), batch_size, _ = tf_data.rows_of(x, "x", others)
+        found = tf_data.rows_of(x, "x", others, once=True)
+        (x, y, sample_weight), batch_size = found.parts, found.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
     data = arrays_module.of(x, y, sample_weight, None, features, labels)
@@ -246,7 +260,8 @@ def predict(
         raise ConfigError("raytf.predict takes no callbacks", repr(callbacks), "Use model.predict for them")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        (x, _, _), batch_size, _ = tf_data.rows_of(x, "x", {"batch_size": batch_size})
+        found = tf_data.rows_of(x, "x", {"batch_size": batch_size}, once=True)
+        x, batch_size = found.parts[0], found.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     data = arrays_module.of(x, None, None, None, features, None)
     if steps is not None:
@@ -289,16 +304,9 @@ def _as_dataset(chunks):
         if chunk is None:
             continue
         like, flat = chunk
-        names = [""] * len(flat)
-        for path, place in tree.flatten_with_path(like):
-            names[place] = (
-                "_".join(map(str, path))
-                if path and isinstance(path[0], str)
-                else ("_".join(["predictions", *map(str, path)]))
-            )
         made = {
-            name: pa.array(array) if array.ndim == 1 else ArrowTensorArray.from_numpy(array)
-            for name, array in zip(names, flat, strict=True)
+            name: pa.array(flat[place]) if flat[place].ndim == 1 else ArrowTensorArray.from_numpy(flat[place])
+            for name, place in sorted(named(like).items(), key=lambda pair: pair[1])
         }
         refs.append(ray.put(pa.table(made)))
     return ray.data.from_arrow_refs(refs)
@@ -388,12 +396,17 @@ def _check_kinds(class_weight, validation_freq) -> None:
         validation.check_whole("validation_freq", validation_freq, 1)
 
 
-def _check_steps(steps_per_epoch, data: arrays_module.Data, batch: int) -> None:
+def _is_one_epoch(epochs, initial_epoch) -> bool:
+    return isinstance(epochs, int) and isinstance(initial_epoch, int) and epochs - initial_epoch == 1
+
+
+def _check_steps(steps_per_epoch, data: arrays_module.Data, batch: int, drops: bool) -> None:
     if steps_per_epoch is None:
         return
     validation.check_whole("steps_per_epoch", steps_per_epoch, 1)
-    if data.rows is None or steps_per_epoch != -(-data.rows // batch):
-        has = "an unknown number" if data.rows is None else f"{-(-data.rows // batch)}"
+    steps = None if data.rows is None else sampling.steps_per_epoch(data.rows, batch, drops)
+    if steps_per_epoch != steps:
+        has = "an unknown number" if steps is None else f"{steps}"
         raise ConfigError(
             "Every row comes once an epoch, so steps_per_epoch can only be the number of batches",
             f"steps_per_epoch={steps_per_epoch} with {has} of them",

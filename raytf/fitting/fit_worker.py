@@ -104,9 +104,6 @@ class Work:
 class FitWorker(GroupWorker):
     """A worker that keeps its model when a call has ended."""
 
-    def _clear(self) -> None:
-        """Nothing; the next model clears what the last one left."""
-
 
 def run(session, config: dict[str, Any]) -> int | None:
     """The loop of a `worker_group.TrialRun`; reports what the driver waits for.
@@ -280,7 +277,10 @@ class _Values:
     objects: Any
 
     def told(self) -> dict:
-        return self.objects.values()
+        import numpy as np
+
+        # it may be sent while the next step writes into the variables
+        return {number: np.array(value) for number, value in self.objects.values().items()}
 
 
 class _Kept:
@@ -433,12 +433,17 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
 
 
 def _predict_function(model, distribution) -> Callable:
+    import keras
     import tensorflow as tf
 
     from raytf.compat.tensorflow import traced_apart
+    from raytf.data import worker_part
 
     if "predict" in _kept:
         return _kept["predict"]
+    if type(model).predict is not keras.Model.predict:  # which knows what to make of the rows
+        part = lambda batch: worker_part.mark_worker_part(tf.data.Dataset.from_tensors(batch))
+        return lambda batch: model.predict(part(batch), verbose=0)
 
     def step(batch):
         outputs = distribution.run(lambda data: type(model).predict_step(model, data), args=(batch,))

@@ -3,34 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf.compat.tensorflow import functions_of, inputs_of
+from raytf.compat.tensorflow import dropping_batch, functions_of, inputs_of, reshuffles
 from raytf.errors import ConfigError, in_a_line
 
-_SHUFFLES = ("ShuffleDataset", "ShuffleAndRepeatDataset")
 _CHANCE = ("RandomDataset", "SampleFromDatasets", "DirectedInterleaveDataset")
-_UNKNOWN = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_UNKNOWN = ("PyFunc", "EagerPyFunc", "PyFuncStateless", "GeneratorDataset")
+# What gives the same rows, whatever order they come in.
+_PASSING = {
+    *("MapDataset", "ParallelMapDataset", "FilterDataset", "FlatMapDataset", "PrefetchDataset", "OptionsDataset"),
+    *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "UnbatchDataset"),
+    *("ConcatenateDataset", "RepeatDataset", "ShuffleDataset", "CacheDataset", "RestructuredDataset"),
+    *("InterleaveDataset", "ParallelInterleaveDataset", "VariantDataset", "AssertCardinalityDataset"),
+    *("IgnoreErrorsDataset", "DenseToRaggedDataset", "DenseToSparseBatchDataset", "UniqueDataset"),
+}
+# What may stand after `cache`, which keeps an order only if it is read to its end.
+_READING_ALL = _PASSING | {"SkipDataset"}
 
 
-def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any]) -> tuple[tuple, int, bool]:
-    """((x, y, sample weights), rows of a batch, whether the dataset shuffles).
+@dataclass(frozen=True)
+class Found:
+    """What a dataset gave.
+
+    Args:
+        parts: (x, y, sample weights).
+        batch: rows of a batch.
+        shuffles: whether each epoch has another order.
+        drops: whether each epoch leaves out a smaller last batch, of other rows each time.
+    """
+
+    parts: tuple
+    batch: int
+    shuffles: bool = False
+    drops: bool = False
+
+
+def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once: bool = False) -> Found:
+    """Reads the rows of a dataset.
 
     Args:
         dataset: of batches of one size, but for the last.
         name: of it, for sentences.
         others: arguments beside it that a dataset says itself, by name.
+        once: whether Keras would read it once, too: then what it gives this time counts, in its order.
 
     Raises:
         ConfigError: it has no end, gives other rows each time, or holds what arrays cannot.
     """
     if given := [other for other, value in others.items() if value is not None]:
         raise ConfigError(f"{name} is a tf.data.Dataset, which says that itself", ", ".join(given), "Leave it out")
-    shuffles = _check_same(dataset, name)
+    shuffles = not once and _check_same(dataset, name)
+    dataset, drops = _whole(dataset) if shuffles else (dataset, None)
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(
             f"{name} must be a tf.data.Dataset that ends, as every row comes once an epoch",
@@ -48,13 +77,15 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any]) -> t
         raise _refused(name, "ragged or sparse tensors", "Pass arrays") from None
     except tf.errors.OpError as error:
         raise _refused(name, in_a_line(error), "Correct the dataset") from error
-    batch = _one_size(sizes, name)
+    size = _one_size(sizes, name)
+    if drops is not None and size < drops:
+        raise _refused(name, f"{size} rows, of which drop_remainder=True leaves none", "Use a smaller batch")
     try:
         whole = [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
     except ValueError as error:
         raise _refused(name, f"batches of different shapes ({error})", "Pad all rows to one length") from error
     structure = tf.nest.pack_sequence_as(dataset.element_spec, whole)
-    return keras.utils.unpack_x_y_sample_weight(structure), batch, shuffles
+    return Found(keras.utils.unpack_x_y_sample_weight(structure), size, shuffles, drops is not None)
 
 
 def _refused(name: str, received: str, fix: str) -> ConfigError:
@@ -76,32 +107,85 @@ def _one_size(sizes: list[set], name: str) -> int:
     return int(found[0])
 
 
-def _check_same(dataset: tf.data.Dataset, name: str) -> bool:
-    """Whether it shuffles; raises ConfigError where two readings may give different rows."""
-    kinds = {type(one).__name__.lstrip("_") for one in _all(dataset)}
-    operations = {operation for one in _all(dataset) for operation in _operations(one)}
+def _check_same(dataset, name: str) -> bool:
+    """Returns whether readings differ in their order.
+
+    Raises:
+        ConfigError: two readings may give different rows.
+    """
+    layers = list(_layers(dataset, ()))
+    operations = {operation for one, _ in layers for operation in _operations(one)}
+    kinds = {_kind(one) for one, _ in layers}
     chance = sorted(k for k in kinds if k in _CHANCE)
-    chance += sorted(o for o in operations if o.startswith(("Random", "Stateful")) and not o.startswith("StatefulPart"))
+    chance += sorted(o for o in operations if _draws(o))
+    rule = f"{name}, a tf.data.Dataset, is read once, so it must give the same rows each time"
     if chance:
         raise ConfigError(
-            f"{name}, a tf.data.Dataset, is read once, so it must give the same rows each time",
+            rule,
             f"chance in it ({', '.join(chance)})",
             "Put random layers (keras.layers.RandomFlip, ...) into the model, or use KerasTrainer(map=...)",
         )
-    unknown = sorted(o for o in operations if o in _UNKNOWN)
-    if unknown:
+    if any(o in _UNKNOWN for o in operations | kinds):
         raise ConfigError(
-            f"{name}, a tf.data.Dataset, is read once, so it must give the same rows each time",
+            rule,
             "Python code in it (from_generator, py_function), of which that is not known",
-            "Pass arrays, or a ray.data.Dataset that maps the code over rows",
+            "Pass arrays, or a ray.data.Dataset that maps the code over rows; .cache() keeps what one reading gives",
         )
-    return bool(kinds & set(_SHUFFLES))
+    shuffles = [after for one, after in layers if reshuffles(one)]
+    wrong = {_kind(one) for after in shuffles for one in after if _kind(one) not in _PASSING}
+    wrong |= {"a batch that drops the remainder, not at the end" for after in shuffles if _drops_within(after)}
+    if wrong:
+        raise ConfigError(
+            rule,
+            f"a shuffle that gives other rows to {', '.join(sorted(wrong))} each time",
+            "Put .shuffle(...) after it, before .batch(...); or shuffle(..., reshuffle_each_iteration=False), which "
+            "takes the same rows in each epoch",
+        )
+    return bool(shuffles)
 
 
-def _all(dataset) -> Iterator:
-    yield dataset
+def _layers(dataset, after: tuple) -> Iterator[tuple]:
+    """Yields each dataset that is read anew in each epoch, with those that come after it."""
+    yield dataset, after
+    if _kind(dataset) == "CacheDataset" and all(_kind(one) in _READING_ALL for one in after):
+        return
     for one in inputs_of(dataset):
-        yield from _all(one)
+        yield from _layers(one, (*after, dataset))
+
+
+def _kind(dataset) -> str:
+    return type(dataset).__name__.lstrip("_")
+
+
+def _draws(operation: str) -> bool:
+    """Whether an operation of a function gives other results each time."""
+    random = operation.startswith(("Random", "Stateful")) and not operation.startswith("StatefulPart")
+    return random or operation.startswith(("ShuffleDataset", "ShuffleAndRepeat"))
+
+
+def _drops_within(after: tuple) -> bool:
+    """Whether a batch drops rows in another place than `_whole` looks at; `after` begins with the last dataset."""
+    dropping = [i for i, one in enumerate(after) if dropping_batch(one) is not None]
+    if not dropping:
+        return False
+    first = dropping[0]
+    padded = _kind(after[first]) == "PaddedBatchDataset"
+    return len(dropping) > 1 or padded or any(_kind(one) not in _LAST for one in after[:first])
+
+
+_LAST = ("PrefetchDataset", "OptionsDataset")
+
+
+def _whole(dataset) -> tuple[tf.data.Dataset, int | None]:
+    """Returns a dataset with the last batch that it drops, and the size of a batch if it drops any."""
+    batch = dataset
+    while _kind(batch) in _LAST:
+        (batch,) = inputs_of(batch)
+    size = dropping_batch(batch)
+    if size is None:
+        return dataset, None
+    (rows,) = inputs_of(batch)
+    return rows.batch(size), size
 
 
 def _operations(dataset) -> Iterator[str]:

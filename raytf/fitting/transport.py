@@ -4,6 +4,9 @@ Keras' own pickles go through its file format, which loses what is not registere
 by cloudpickle, so that classes and functions of a notebook come along; layers, optimizers and metrics with their
 attributes, variables with their values. It passes through Ray only; nothing of it goes into a storage.
 
+A pickle descends from an object into its attributes, and a chain of 1,000 layers is too deep for it. Here an object is
+written without its attributes, and these follow once all that is being written has ended: depth costs nothing.
+
 What is numbered on the way out keeps its number on the way back: values of variables, and callbacks that refer to the
 model, find the very objects that they left from.
 """
@@ -11,8 +14,10 @@ model, find the very objects that they left from.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import io
 import pickle
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +28,11 @@ import ray.cloudpickle
 import tensorflow as tf
 
 from raytf.compat import keras_objects
-from raytf.compat.keras import TRACKED, BaseOptimizer, DynamicBackend, make_node_key, tracking
-from raytf.compat.tensorflow import DistributedVariable, default_of, function_arguments
+from raytf.compat.keras import TRACKED, BaseOptimizer, DynamicBackend, as_array, make_node_key, tracking
+from raytf.compat.tensorflow import DistributedVariable, TrackedStructure, default_of, function_arguments, structure_of
 from raytf.compat.tensorflow import Function as TfFunction
 from raytf.errors import ConfigError, in_a_line
+from raytf.fitting import changed_classes
 
 # What belongs to a process, and is made anew: of all objects, of layers and of models.
 _ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
@@ -43,6 +49,8 @@ _PREDICATES = {
 }
 # Of a callback: what Keras sets anew for each training.
 _OF_A_TRAINING = ("_model", "params", "_params", "validation_data")
+# Of a class that Python code defines (Py_TPFLAGS_HEAPTYPE), see `type.__flags__`.
+_OF_PYTHON = 1 << 9
 _reading = threading.local()
 
 
@@ -73,7 +81,7 @@ class Sent:
         }
 
     def values(self) -> dict[int, np.ndarray]:
-        """The values of all variables, by their numbers."""
+        """The values of all variables, by their numbers, in TensorFlow's memory: to be sent before the next step."""
         return {number: value_of(one) for number, one in self.variables().items()}
 
     def assign(self, values: dict[int, np.ndarray]) -> None:
@@ -97,7 +105,8 @@ def _locals(variable) -> list:
 
 
 def value_of(variable) -> np.ndarray:
-    return np.asarray(_locals(variable)[0].numpy())
+    """Returns the value in TensorFlow's own memory where that can be: not to be written into, and good until a step."""
+    return as_array(_locals(variable)[0])
 
 
 class _Pickler(ray.cloudpickle.Pickler):
@@ -105,11 +114,24 @@ class _Pickler(ray.cloudpickle.Pickler):
 
     Args:
         known: of objects that the reader has, which are only numbered; None where it has none.
+        classes: whether importable classes bring what has happened to them since their import.
     """
 
-    def __init__(self, file, known: Sent | None = None):
+    def __init__(self, file, known: Sent | None = None, classes: bool = True):
         super().__init__(file, protocol=5)
-        self._known, self.sent = known, Sent()
+        self._known, self._classes, self.sent = known, classes, Sent()
+        self._changed: list[tuple] = []
+        self._states: list[tuple] = []
+        self._plain: dict[type, bool] = {}
+
+    def write(self, value) -> None:
+        """Writes a value, and then the states of its objects in rounds: (object, setter, state) each, [] at the end."""
+        self.dump(value)
+        while True:
+            states, self._changed, self._states = self._changed + self._states, [], []
+            self.dump(states)
+            if not states:
+                return
 
     def persistent_id(self, value):
         if self._known is not None and id(value) in self._known.numbers:
@@ -121,6 +143,8 @@ class _Pickler(ray.cloudpickle.Pickler):
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     def _reduced(self, value):
+        if isinstance(value, type):
+            return self._class(value)
         if isinstance(value, keras.Variable):
             return self._variable(value)
         if isinstance(value, tf.Variable):
@@ -133,13 +157,51 @@ class _Pickler(ray.cloudpickle.Pickler):
             state = {k: v for k, v in vars(value).items() if k not in _OF_A_TRAINING}
             return self._numbered(value, state, _set_callback)
         if isinstance(value, tracking.Tracker):
-            return _new, (type(value),), _tracker_state(value), None, None, _set_tracker
+            return self._deferred(value, (_new, (type(value),)), _tracker_state(value), _set_tracker)
         if isinstance(value, TRACKED):
             items = dict.copy(value) if isinstance(value, dict) else list(value)
-            return _new_tracked, (type(value),), (value.tracker, items), None, None, _set_tracked
+            return self._deferred(value, (_new_tracked, (type(value),)), (value.tracker, items), _set_tracked)
+        if isinstance(value, TrackedStructure):  # whose constructor would look into what has no state yet
+            return _plain, (structure_of(value),)
         if isinstance(value, DynamicBackend):
             return DynamicBackend, (keras_objects.backend_of(value),)
-        return self._of_tensorflow(value)
+        reduced = self._of_tensorflow(value)
+        return self._object(value) if reduced is NotImplemented else reduced
+
+    def _object(self, value):
+        """Any other object that is only its attributes, such as a node of a graph; a hash of its own needs these."""
+        kind = type(value)
+        if kind not in self._plain:
+            own = (kind.__reduce_ex__, kind.__reduce__, kind.__hash__)
+            found = own == (object.__reduce_ex__, object.__reduce__, object.__hash__)
+            found = found and kind not in self.dispatch_table and not hasattr(kind, "__setstate__")
+            self._plain[kind] = found and bool(kind.__flags__ & _OF_PYTHON)
+        if not self._plain[kind]:
+            return NotImplemented
+        made, arguments, state, items, pairs, *_ = (*value.__reduce_ex__(5), None, None, None)
+        if made is not copyreg.__newobj__ or arguments != (kind,) or type(state) is not dict or items or pairs:
+            return NotImplemented
+        return self._deferred(value, (_new, (kind,)), state, _update)
+
+    def _class(self, kind: type):
+        if not self._classes or not changed_classes.may_be(kind):
+            return NotImplemented
+        state = changed_classes.state(kind, self._pickles)
+        self._changed.append((kind, changed_classes.set_state, state))
+        return changed_classes.imported, (kind.__module__, kind.__qualname__)
+
+    def _pickles(self, value) -> bool:
+        """Whether a value can be written."""
+        try:
+            _Pickler(io.BytesIO(), self._known, classes=False).write(value)
+        except Exception:
+            return False
+        return True
+
+    def _deferred(self, value, made: tuple, state, setter):
+        """What makes an object; its state follows."""
+        self._states.append((value, setter, state))
+        return made
 
     def _of_tensorflow(self, value):
         if isinstance(value, TfFunction):
@@ -159,14 +221,15 @@ class _Pickler(ray.cloudpickle.Pickler):
         return NotImplemented
 
     def _numbered(self, value, state, setter):
-        return _new, (type(value), self.sent.add(value)), state, None, None, setter
+        return self._deferred(value, (_new, (type(value), self.sent.add(value))), state, setter)
 
     def _variable(self, value):
         state = _plain_state(value)
         state.pop("_value")
         basic = {name: state.pop(name) for name in _BASIC}
         content = None if keras_objects.held_by(value) is None else self._content(value)
-        return _new_variable, (type(value), self.sent.add(value), basic, content), state, None, None, _update
+        made = _new_variable, (type(value), self.sent.add(value), basic, content)
+        return self._deferred(value, made, state, _update)
 
     def _tf_variable(self, value):
         basic = {
@@ -280,8 +343,8 @@ def _set_operation(value, state) -> None:
         strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
         vars(value).update(train_function=None, test_function=None, predict_function=None)
         vars(value).update(_distribute_strategy=strategy, stop_training=False)
-    if isinstance(value, keras.Function):
-        _reading.after.append(lambda: _name_nodes(value))
+    # which class is a Function is known when all classes have their bases
+    _reading.after.append(lambda: _name_nodes(value) if isinstance(value, keras.Function) else None)
 
 
 def _name_nodes(function) -> None:
@@ -334,6 +397,10 @@ def _set_tracked(made, state) -> None:
     (plain.extend if plain is list else plain.update)(made, items)
 
 
+def _plain(value):
+    return value
+
+
 def _tf_function(function, given):
     return tf.function(function, **given)
 
@@ -362,6 +429,14 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, number):
         return self._known.objects[number]
 
+    def read(self):
+        """What `_Pickler.write` wrote."""
+        value = self.load()
+        while states := self.load():
+            for made, setter, state in states:
+                setter(made, state)
+        return value
+
 
 # ------------------------------------------------------------------------------------------ for both
 
@@ -375,7 +450,7 @@ def write(value, known: Sent | None = None) -> tuple[bytes, Sent]:
     """
     file = io.BytesIO()
     pickler = _Pickler(file, known)
-    pickler.dump(value)
+    pickler.write(value)
     return file.getvalue(), pickler.sent
 
 
@@ -390,7 +465,7 @@ def read(data: bytes, values: dict[int, np.ndarray] | None = None, known: Sent |
     before = dict(vars(_reading))
     vars(_reading).update(sent=Sent(), values=values or {}, after=[])
     try:
-        found = _Unpickler(io.BytesIO(data), known).load()
+        found = _Unpickler(io.BytesIO(data), known).read()
         for finish in _reading.after:
             finish()
         return found, _reading.sent
@@ -473,6 +548,7 @@ def settings() -> dict[str, Any]:
         "image_data_format": keras.config.image_data_format(),
         "dtype_policy": write(keras.config.dtype_policy())[0],
         "eager": tf.config.functions_run_eagerly(),
+        "recursion": sys.getrecursionlimit(),
     }
 
 
@@ -482,3 +558,4 @@ def apply_settings(given: dict[str, Any]) -> None:
         getattr(keras.config, f"set_{name}")(given[name])
     keras.config.set_dtype_policy(read(given["dtype_policy"])[0])
     tf.config.run_functions_eagerly(given["eager"])
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), given["recursion"]))  # Keras itself descends into deep models

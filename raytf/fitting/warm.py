@@ -19,14 +19,16 @@ from ray.util.placement_group import placement_group_table
 
 from raytf.compat import ray_core
 from raytf.compat.ray_configs import label_selectors
+from raytf.console import output
 from raytf.console.progress import Entries
+from raytf.errors import first_line
 from raytf.fitting.fit_worker import FitWorker
 from raytf.runtime import connection
 from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.runtime.resources import per_worker
-from raytf.train.worker_group import WorkerGroup
+from raytf.train.worker_group import WorkerGroup, WorkerGroupLostError
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +176,16 @@ def take(scaling_config, run_config, setup) -> Group:
 
 
 def give_back(group: Group) -> None:
-    """Keeps workers on which nothing runs."""
-    _shelf.put(group)
+    """Keeps workers on which nothing runs, unless their memory has grown by too much."""
+    try:
+        outgrown = group.worker_group.outgrown()
+    except WorkerGroupLostError as error:
+        outgrown = first_line(error)
+    if outgrown is None:
+        _shelf.put(group)
+    else:
+        output.say(f"{outgrown}: new workers take the next call")
+        group.close()
 
 
 def end() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 
+import keras
 import tensorflow as tf
 from keras import tree
 
@@ -12,6 +14,7 @@ from raytf.collectives.communicator import local_replicas, many_replicas, spans_
 from raytf.compat import keras_objects
 from raytf.compat.keras import EpochIterator, backend_trainer
 from raytf.compat.patching import overrides, patch
+from raytf.compat.tensorflow import replica_spec
 from raytf.data import worker_part
 from raytf.parallel import model_optimizers
 
@@ -107,20 +110,37 @@ def newest_iterator():
 
 
 def _example_batch(iterator, strategy):
-    """A batch with the shapes and dtypes of the data; where they are known, no row is read for it."""
+    """A batch with the shapes and dtypes of the data, as far as a step's graph knows them, too.
+
+    No row is read for it: a generator would not give it again, and a dataset that shuffles would shuffle otherwise.
+    """
     dataset = iterator._distributed_dataset
-    specs = tf.nest.flatten(dataset.element_spec)
-    if all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.shape[1:].is_fully_defined() for s in specs):
-        return tf.nest.map_structure(lambda s: tf.zeros([s.shape[0] or 2, *s.shape[1:]], s.dtype), dataset.element_spec)
+    spec = tf.nest.map_structure(replica_spec, dataset.element_spec)
+    if all(isinstance(s, tf.OptionalSpec) or s.shape.rank is not None for s in tf.nest.flatten(spec)):
+        return tf.nest.map_structure(_example, spec)
+    warnings.warn(
+        "The ranks of the data are unknown, so one batch is read to learn them, which a generator does not give again. "
+        "Name the shapes: from_generator(..., output_signature=...), or tensor.set_shape(...) in map.",
+        stacklevel=2,
+    )
     batch = next(iter(dataset))
     return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
+
+
+def _example(spec):
+    if isinstance(spec, tf.OptionalSpec):  # Keras' for a part that a generator leaves out
+        return None
+    if isinstance(spec, tf.TensorSpec) and spec.shape[1:].is_fully_defined():
+        return tf.zeros([*(size or 2 for size in spec.shape[:1]), *spec.shape[1:]], spec.dtype)
+    return keras.KerasTensor(spec.shape, keras.backend.standardize_dtype(spec.dtype))
 
 
 @patch((backend_trainer.TensorFlowTrainer, "_maybe_symbolic_build"))
 def maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     """Builds from shapes: Keras reads a batch, and reduces it over replicas as if it were a tensor."""
     strategy = self.distribute_strategy
-    if not many_replicas(strategy):
+    given = keras_objects.given_strategy(self) is not None  # without one Keras builds nothing before the first step
+    if not many_replicas(strategy) and not (given and model_optimizers.decides_itself(self)):
         return original(self, iterator, data_batch)
     built = (self.built or not model_optimizers.has_call(self)) and all(
         part is None or part.built for part in (*keras_objects.compiled_parts(self), self.optimizer)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 from raytf.compat import keras_objects
+from raytf.compat.patching import patched
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
 
 FILE = "optimizers.json"
+_STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step"}
 
 
 def of(model) -> dict:
@@ -51,18 +53,75 @@ def has_call(model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-def build(model, data_batch) -> None:
-    """Builds a compiled model, as Keras does before its first step; `model.optimizer` too, the others as it steps.
+def decides_itself(model, method: str = "fit") -> bool:
+    """Returns whether only the model's own code knows what data `fit`, `evaluate` or `predict` takes.
 
     Args:
+        model: a `keras.Model`.
+        method: "fit", "evaluate" or "predict".
+    """
+    return _is_own(model, method) or _is_own(model, _STEPS[method])
+
+
+def _is_own(model, name: str) -> bool:
+    import keras
+
+    return getattr(type(model), name) is not getattr(keras.Model, name)
+
+
+def build(model, data_batch, method: str = "fit") -> None:
+    """Builds a compiled model, as Keras does before its first step; `model.optimizer` too, the others as it steps.
+
+    Keras calls the model on the batch's first part. A step of the model's own need not: where that fails, the step is
+    traced, and decides.
+
+    Args:
+        model: a compiled `keras.Model`.
         data_batch: tensors with the shapes and dtypes of a batch.
+        method: "fit" or "evaluate": whose step the batch is for.
+
+    Raises:
+        ConfigError: the model has a `fit` of its own, and is not built.
     """
     if has_call(model):
-        keras_objects.build_for(model, data_batch)
-    elif all(layer.built for layer in keras_objects.layers_of(model, with_itself=False)):
+        try:
+            keras_objects.build_for(model, data_batch)
+        except Exception:
+            if not decides_itself(model, method):
+                raise
+            _build_by_step(model, data_batch, method)
+    elif not unbuilt(model):
         model.built = True
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def unbuilt(model) -> list:
+    """Returns the layers within a model that are not built yet."""
+    return [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
+
+
+def _build_by_step(model, data_batch, method: str) -> None:
+    """Builds the layers that a step of the model's own uses by tracing it; nothing runs, and no weight changes."""
+    import tensorflow as tf
+
+    from raytf.compat.keras import BaseOptimizer
+
+    def built_only(optimizer, grads, trainable_variables=None):
+        if not optimizer.built and trainable_variables is not None:
+            optimizer.build(list(trainable_variables))
+
+    if not _is_own(model, method) and not model.run_eagerly:
+        with patched(BaseOptimizer, "apply", built_only):
+            tf.function(getattr(model, _STEPS[method])).get_concrete_function(data_batch)
+    if left := unbuilt(model):
+        why = f"a {method} of its own" if _is_own(model, method) else "run_eagerly=True and a step of its own"
+        raise ConfigError(
+            "A model that only its own code can call needs all of its layers built before it is sent to workers",
+            f"{model.name!r}, with {why}, and {', '.join(repr(layer.name) for layer in left[:3])} not built",
+            "Call the layers, or their build(), on the shape of a row where the model is made",
+        )
+    model.built = True
 
 
 def noted(model) -> dict[str, dict]:

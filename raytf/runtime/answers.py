@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-
-import ray
+from concurrent.futures import Future
 
 from raytf.errors import RaytfError
 
@@ -57,9 +57,9 @@ def collect(
     """
     names = names or _workers(refs)
     found = [None] * len(refs)
-    for index, ref in as_they_come(refs, seconds, what, names=names, look=look):
+    for index, answer in _settled(refs, seconds, what, names, look):
         try:
-            found[index] = ray.get(ref)
+            found[index] = answer.result()
         except Exception as error:
             other = error if failure is None else failure(names[index], error)
             if other is not error:
@@ -78,19 +78,31 @@ def as_they_come(
     look: Callable[[], None] | None = None,
 ) -> Iterator[tuple[int, object]]:
     """(index, ref) of each of `refs` as soon as it is done, well or not; see `collect`."""
-    pending = {ref: index for index, ref in enumerate(refs)}
+    for index, _ in _settled(refs, seconds, what, names, look):
+        yield index, refs[index]
+
+
+def _settled(refs: Sequence, seconds: float | None, what: str, names, look) -> Iterator[tuple[int, Future]]:
+    """Yields (index, future) of each ref as soon as it is done; a wait costs the same however many there are."""
+    done: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
+    for index, ref in enumerate(refs):
+        ref.future().add_done_callback(lambda future, index=index: done.put((index, future)))
+    pending = set(range(len(refs)))
     until = None if seconds is None else time.monotonic() + seconds
     while pending:
         left = None if until is None else max(0.0, until - time.monotonic())
         step = left if look is None else min(_LOOK_SECONDS, _LOOK_SECONDS if left is None else left)
-        done, _ = ray.wait(list(pending), timeout=step)
-        for ref in done:
-            yield pending.pop(ref), ref
-        if not done and left == 0:
-            late = names or _workers(refs)
-            raise NoAnswerError([late[index] for index in sorted(pending.values())], seconds, what)
-        if not done and look is not None:
-            look()
+        try:
+            index, answer = done.get(timeout=step)
+        except queue.Empty:
+            if left == 0:
+                late = names or _workers(refs)
+                raise NoAnswerError([late[index] for index in sorted(pending)], seconds, what) from None
+            if look is not None:
+                look()
+            continue
+        pending.remove(index)
+        yield index, answer
 
 
 def _workers(refs: Sequence) -> list[str]:

@@ -23,10 +23,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from raytf import liveness
+
 # Between two looks at which cores others have claimed.
 _LOOK_SECONDS = 1.0
 # Who claims cores needs a millisecond for it, and there may be a hundred.
 _CLAIMING_SECONDS = 0.5
+_AGAIN_SECONDS = 0.001
 _DOOR = "\0raytf/cpus"
 _SYSTEM = pathlib.Path("/sys/devices/system/cpu")
 
@@ -261,12 +264,25 @@ def _one_at_a_time() -> Iterator[None]:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     break
-                # nobody takes this connection: it ends when the other one closes its door
-                with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as waiting:
-                    waiting.settimeout(left)
-                    waiting.connect(_DOOR)
-                    waiting.recv(1)
+                if not _waited_for_door(left):
+                    break
                 continue
             door.listen(128)
             break
         yield
+
+
+def _waited_for_door(seconds: float) -> bool:
+    """Waits until the process that chooses cores is done; returns whether it is one of this user to wait for."""
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.settimeout(seconds)
+        try:
+            waiting.connect(_DOOR)
+            if not liveness.is_own_peer(waiting):
+                return False
+            waiting.recv(1)  # nobody takes this connection: it ends when the other one closes its door
+        except OSError as error:  # it is done meanwhile, or is about to listen; else it is no door
+            if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, None):
+                return False
+            time.sleep(_AGAIN_SECONDS)
+    return True

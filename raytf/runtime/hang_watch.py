@@ -31,6 +31,8 @@ _SILENT_SECONDS = 2.0
 _COUNTED_SECONDS = 2.0
 _STACK_SECONDS = 3.0
 _FAR_STACK_SECONDS = 15.0
+# Between two looks whether all is being closed; and what is done then without a wait takes no longer.
+_POLL_SECONDS, _CLOSES_SECONDS = 0.2, 2.0
 # What is said comes within the limit, with the looks that lead to it.
 _LEAD_SECONDS = 1.5
 # Ticks of a processor between two looks that a process does not use by asking and answering alone.
@@ -84,9 +86,9 @@ class HangWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watches nothing any more."""
+        """Watches nothing any more; what was asked is not waited for."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(_CLOSES_SECONDS)  # it may take the stack of a process of this host, of which nothing comes
 
     def over(self, rank: int) -> None:
         """Says that a worker's process has ended well."""
@@ -113,6 +115,8 @@ class HangWatch:
         if self.ended or len(told) < len(self._places):
             return
         silent, stopped = self._idle_silent()
+        if self._closed.is_set():
+            return
         hang = self._judge.look(told, silent, stopped)
         said = self._said
         if said is not None and (hang is None or (hang.rank, hang.part) != (said.rank, said.part)):
@@ -126,6 +130,8 @@ class HangWatch:
             place = self._places[hang.rank]
             # where the storage has said what is wrong, a stack says nothing more
             stack = "" if told[hang.rank]["failing"] else self._stack(hang.rank)
+            if self._closed.is_set():
+                return
             text = f"its process {place.pid} on {place.host} {hang}"
             if said is None:
                 self._say(f"{self._names[hang.rank]} is waited for: {text}\n{stack}".rstrip())
@@ -175,10 +181,12 @@ class HangWatch:
     def _idle_silent(self) -> tuple[dict[int, float], dict[int, str]]:
         """(seconds of no answer, and no processor used, by rank; how the kernel holds some of these)."""
         found, stopped = {}, {}
+        asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_SECONDS, self._limit / 2)]
+        looks = self._there({rank: self._places[rank] for rank in asked}, liveness.look, _STACK_SECONDS)
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_SECONDS:
                 continue
-            seen = self._seen(self._places[rank]) if seconds >= self._limit / 2 else None
+            seen = looks.get(rank)
             if seen is not None:
                 since, ticks = self._ticks.setdefault(rank, (seconds, seen.ticks))
                 if seen.ticks - ticks >= _WORKING_TICKS:
@@ -190,26 +198,44 @@ class HangWatch:
                 found[rank] = _SILENT_SECONDS  # gone with its host, perhaps, which Ray notices
         return found, stopped
 
-    def _seen(self, place: Place) -> liveness.Look | None:
-        return self._there(place, liveness.look, _STACK_SECONDS)
-
     def _stack(self, rank: int) -> str:
         """Told by the worker itself, or taken from outside."""
         if rank not in self._silent:
             with contextlib.suppress(ray.exceptions.RayError):
-                told = ray.get(self._execute(rank, activity.stack), timeout=_STACK_SECONDS)
+                ref = self._execute(rank, activity.stack)
+                told = ray.get(ref) if self._wait([ref], _STACK_SECONDS) else None
                 if told is not None:
                     return told
         return self._stack_from_outside(self._places[rank])
 
     def _stack_from_outside(self, place: Place) -> str:
-        found = self._there(place, stacks.of, _FAR_STACK_SECONDS)
+        found = self._there({0: place}, stacks.of, _FAR_STACK_SECONDS).get(0)
         return found if found is not None else "its stack is not known: its host does not answer"
 
-    def _there(self, place: Place, function: Callable, seconds: float):
-        """What a function of a process gives on its host; None where that does not answer."""
-        if place.node == ray.get_runtime_context().get_node_id():
-            return function(place.pid)
-        with contextlib.suppress(ray.exceptions.RayError):
-            return ray.get(watchdog.on(place.node, function, place.pid), timeout=seconds)
-        return None
+    def _there(self, places: Mapping[int, Place], function: Callable, seconds: float) -> dict[int, Any]:
+        """What a function of each process gives on its host, by rank, without those of hosts that do not answer.
+
+        All hosts are asked at once, and have so many seconds together.
+        """
+        node, found, refs = ray.get_runtime_context().get_node_id(), {}, {}
+        for rank, place in places.items():
+            if place.node != node:
+                refs[watchdog.on(place.node, function, place.pid)] = rank
+        for rank, place in places.items():
+            if place.node == node:
+                found[rank] = function(place.pid)
+        for ref in self._wait(list(refs), seconds):
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[refs[ref]] = ray.get(ref)
+        return found
+
+    def _wait(self, refs: list, seconds: float) -> list:
+        """Those that are there within so many seconds; what is there so far, once all is being closed."""
+        until, done, left = time.monotonic() + seconds, [], refs
+        while left:
+            wait = min(_POLL_SECONDS, max(0.0, until - time.monotonic()))
+            came, left = ray.wait(left, num_returns=len(left), timeout=wait)
+            done += came
+            if self._closed.is_set() or time.monotonic() >= until:
+                break
+        return done

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import ray.util
 
+from raytf import liveness
 from raytf.errors import ConfigError
 from raytf.runtime import packet_filter
 from raytf.runtime.settings import PORTS
@@ -46,8 +47,12 @@ def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.soc
     """(a bound socket, what keeps other raytf processes from its port)."""
     first, last = ports
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in _RANDOM.sample(range(first, last + 1), last + 1 - first):
+    order = _RANDOM.sample(range(first, last + 1), last + 1 - first)
+    # at last those that another user's processes claim: any user can claim all there are
+    for port, claimed in [*((port, False) for port in order), *((port, True) for port in order)]:
         claim = _claim(port)
+        if claim is None and claimed and _is_another_users(port):
+            claim = socket.socket(socket.AF_UNIX)
         if claim is None:
             continue
         held = socket.socket(family, socket.SOCK_STREAM)
@@ -195,10 +200,22 @@ def _claim(port: int) -> socket.socket | None:
         return claim
     try:
         claim.bind(f"\0raytf/{port}")
+        claim.listen()  # so that its user is known
     except OSError:
         claim.close()
         return None
     return claim
+
+
+def _is_another_users(port: int) -> bool:
+    """Returns whether a port is claimed by a process that is not this user's."""
+    with socket.socket(socket.AF_UNIX) as asks:
+        asks.setblocking(False)
+        try:
+            asks.connect(f"\0raytf/{port}")
+        except OSError as error:
+            return error.errno == errno.EPROTOTYPE  # raytf's own are of one kind
+        return not liveness.is_own_peer(asks)
 
 
 def release_port() -> None:

@@ -65,8 +65,12 @@ class TensorflowConfig:
             servers. False, the default, leaves all to Linux: other programs may be busy on a core, and a worker that
             keeps to it cannot leave.
         memory_growth: take GPU memory as it is needed, not all of it at the start.
+        renew_worker_mb: megabytes (10^6 bytes) by which the resident memory of a worker that stays between trials of a
+            sweep, or between calls of `raytf.fit`, may grow after its first trial or call. Where it has grown by more,
+            all workers of its group end and new ones take the next trial or call; a line says so. At least 1; None: no
+            limit. TensorFlow and Keras may keep parts of graphs that were traced (keras issues 20552 and 21090).
         ports: the first and the last port on which workers listen, for raytf's ring or TensorFlow: at least one a
-            worker of a host. None of them is for anybody else; see `cluster/README.md`.
+            worker of a host. None of them is for anybody else; see `docs/guides/cluster.md`.
         legacy_keras: for a TensorflowTrainer: Keras 2 (the package tf_keras) as `tf.keras` of the workers, and nothing
             of what raytf does for Keras 3, as under Ray's own TensorflowTrainer. TF_USE_LEGACY_KERAS=1 in the driver's
             environment, or in a runtime environment of Ray, asks for it, too.
@@ -89,6 +93,7 @@ class TensorflowConfig:
     inter_op_threads: int | None = None
     pin_cpus: Literal["auto", False] = False
     memory_growth: bool = True
+    renew_worker_mb: float | None = 4000.0
     ports: tuple[int, int] = PORTS
     seed: int | None = None
     legacy_keras: bool = False
@@ -145,6 +150,8 @@ class TensorflowConfig:
             raise ConfigError('pin_cpus must be "auto" or False', repr(self.pin_cpus), "Choose one of them")
         if self.bytes_per_pack < 0:
             raise ConfigError("bytes_per_pack must be at least 0", self.bytes_per_pack, "Use 0 for one pack")
+        if self.renew_worker_mb is not None and not self.renew_worker_mb >= 1:
+            raise ConfigError("renew_worker_mb must be at least 1 megabyte, or None", self.renew_worker_mb, "Raise it")
         check_ports(self.ports)
         for name in ("intra_op_threads", "inter_op_threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:

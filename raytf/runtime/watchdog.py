@@ -19,6 +19,8 @@ from raytf.runtime.guard import Place
 
 # Who was heard within so many seconds stands not still.
 _HEARD_SECONDS = 3.0
+# For what is to be said of all that are about to be ended.
+_WORDS_SECONDS = 15.0
 # Between two looks at processes of another node, which are a task there.
 _FAR_SECONDS = 4.0
 
@@ -119,6 +121,39 @@ class Watchdog:
             self._asked[node] = None, asked
 
     def _judge(self, keys: list, seen: dict[int, Look | None]) -> None:
+        held = self._held(keys, seen)
+        words = self._words_of([key for key, *_ in held])
+        for key, place, found, how in held:
+            text = f"its process {place.pid} on {place.host} is {how}"
+            if key in words:
+                more, self.kept[key] = words[key]
+                text = f"{text}; {more}" if more else text
+            self.ended[key] = text
+            if place.node == self._node:
+                kill(place.pid, found.started)
+            else:
+                on(place.node, kill, place.pid, found.started)
+
+    def _words_of(self, keys: list) -> dict:
+        """What `last_words` gives, of all at once: they have so many seconds together."""
+        if self._last_words is None or not keys:
+            return {}
+        found: dict = {}
+
+        def ask(key) -> None:
+            found[key] = self._last_words(key)
+
+        threads = [threading.Thread(target=ask, args=(key,), daemon=True, name="raytf_last_words") for key in keys]
+        until = time.monotonic() + _WORDS_SECONDS
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return dict(found)
+
+    def _held(self, keys: list, seen: dict[int, Look | None]) -> list[tuple[Any, Place, Look, str]]:
+        """(key, place, look, how) of processes that stand still for too long."""
+        held = []
         for key in keys:
             with self._lock:
                 place, watch = self._places.get(key), self._watches.get(key)
@@ -129,15 +164,8 @@ class Watchdog:
                     continue
             how = watch.judge(found)
             if how is not None:
-                text = f"its process {place.pid} on {place.host} is {how}"
-                if self._last_words is not None:
-                    more, self.kept[key] = self._last_words(key)
-                    text = f"{text}; {more}" if more else text
-                self.ended[key] = text
-                if place.node == self._node:
-                    kill(place.pid, found.started)
-                else:
-                    on(place.node, kill, place.pid, found.started)
+                held.append((key, place, found, how))
+        return held
 
 
 def kill(pid: int, started: int) -> None:

@@ -408,7 +408,8 @@ def whole(folder: str) -> Iterator[str]:
         yield folder
         return
     _parts(found, _name(folder))
-    with scratch.folder() as made:
+    files = [name for name in parts if os.path.isfile(os.path.join(folder, name))]
+    with scratch.folder(sum(os.path.getsize(os.path.join(folder, name)) for name in files)) as made:
         target = os.path.join(made, _name(folder))
         os.mkdir(target)
         for name in os.listdir(folder):
@@ -524,6 +525,37 @@ def merged(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:
 
 
 def newest_first(checkpoints: Iterable) -> list:
-    """Checkpoints of one run by the time in their names, which Ray gives them, each once."""
-    found = {c.path.rstrip("/"): c for c in checkpoints}
-    return [found[path] for path in sorted(found, key=posixpath.basename, reverse=True)]
+    """Checkpoints of one run by the steps that were made before each, each checkpoint once.
+
+    The time in their names, which Ray gives them, is that of the chief's host, whose clock may be wrong, or put back.
+
+    Args:
+        checkpoints: with a `path` and a `filesystem`, as `ray.train.Checkpoint`s.
+    """
+
+    def step(one) -> int | None:
+        try:
+            return read_state_of(one).step
+        except DamagedCheckpointError:
+            return None
+
+    found = {one.path.rstrip("/"): one for one in checkpoints}
+    return by_step(found.values(), lambda one: posixpath.basename(one.path.rstrip("/")), step)
+
+
+def by_step(found: Iterable, name: Callable[[Any], str], step: Callable[[Any], int | None]) -> list:
+    """Checkpoints of one run, newest first.
+
+    Args:
+        found: whatever stands for them.
+        name: name(one) of its folder, by which those of one step are ordered.
+        step: step(one), made in all before it; one that tells None stands just before the next older one by name.
+    """
+    placed, last = [], -1
+    for one in sorted(found, key=name):
+        known = step(one)
+        last = last if known is None else known
+        placed.append((last, one))
+    placed.reverse()
+    placed.sort(key=lambda pair: -pair[0])
+    return [one for _, one in placed]

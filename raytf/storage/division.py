@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from raytf.storage import scattered
-from raytf.storage.images import Archive, Image, Piece
+from raytf.storage.images import Archive, Image, Piece, flat
 
 
 def ranges(size: int, count: int) -> list[tuple[int, int]]:
@@ -65,7 +65,7 @@ class Cutter:
         if self._image_of is not archive.image:
             self._image_of = archive.image
             index, count = self.of
-            begin, end = ranges(len(archive.image.content), count)[index]
+            begin, end = ranges(archive.image.size, count)[index]
             self._parts = [  # (which array, its bytes from, to)
                 (i, max(begin - at, 0), min(end - at, size))
                 for i, (at, size) in enumerate(archive.image.places)
@@ -74,19 +74,16 @@ class Cutter:
             places = [
                 (max(archive.image.places[i][0], begin) - begin, until - since) for i, since, until in self._parts
             ]
-            self._image = Image(archive.image.content[begin:end], places)
-        flat = [_bytes(archive.values[i])[since:until] for i, since, until in self._parts]
-        return Piece(self._image, flat)
+            texts = [
+                (max(at, begin) - begin, text[max(begin - at, 0) : end - at])
+                for at, text in archive.image.texts
+                if max(at, begin) < min(at + len(text), end)
+            ]
+            self._image = Image(end - begin, texts, places)
+        return Piece(self._image, [flat(archive.values[i])[since:until] for i, since, until in self._parts])
 
 
 def layout(image: Image) -> int:
     """A number that is the same for images with the same arrays at the same places, whatever these hold."""
-    covered = bytearray(image.content)
-    for at, size in image.places:
-        covered[at : at + size] = bytes(size)
-    places = np.array(image.places, np.int64).tobytes()
-    return scattered.crc32([covered, places])
-
-
-def _bytes(value: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    places = [image.size, *(number for place in image.places for number in place), *(at for at, _ in image.texts)]
+    return scattered.crc32([np.array(places, np.int64).tobytes(), *(text for _, text in image.texts)])

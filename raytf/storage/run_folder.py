@@ -319,10 +319,17 @@ class RunFolder:
         return [name for step, name in steps if step > last]
 
     def _stored(self) -> list[str]:
-        """The checkpoints that lie in the folder, newest first, by the time in their names, which Ray gives them."""
+        """The checkpoints that lie in the folder, newest first."""
         found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
         folders = [info.base_name for info in found if info.type == FileType.Directory]
-        return sorted((name for name in folders if name.startswith(AT_ENDS)), reverse=True)
+        return checkpoint_files.by_step((n for n in folders if n.startswith(AT_ENDS)), str, self._step)
+
+    def _step(self, name: str) -> int | None:
+        """The steps that were made before a checkpoint; None where it does not tell."""
+        try:
+            return checkpoint_files.look(self.filesystem, f"{self.path}/{name}").step
+        except DamagedCheckpointError:
+            return None
 
     def _look(self, name: str, finished: Callable[[Last], bool]) -> Last:
         """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""

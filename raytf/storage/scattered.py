@@ -59,16 +59,21 @@ class ScatteredFile(io.RawIOBase):
         return [piece for _, piece in self._pieces]
 
 
-def archive(members: Iterable[tuple[str, memoryview | bytes]]) -> list:
+def archive(members: Iterable[tuple[str, memoryview | bytes | list]]) -> list:
     """The pieces of a zip file that holds members as they are, not packed.
 
     Args:
-        members: (name, content) of each, in order.
+        members: (name, content) of each, in order; a content may itself be a list of pieces.
     """
     file = ScatteredFile()
     with zipfile.ZipFile(file, "w") as made:
         for name, content in members:
-            made.writestr(name, content)
+            if not isinstance(content, list):
+                made.writestr(name, content)
+                continue
+            with made.open(name, "w", force_zip64=size(content) > zipfile.ZIP64_LIMIT // 2) as member:
+                for piece in content:
+                    member.write(memoryview(piece))
     return file.pieces()
 
 

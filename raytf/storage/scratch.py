@@ -2,36 +2,145 @@
 
 A process that is killed removes nothing. So the name of a folder says whose it is, and whoever makes the next one on
 the same host removes those whose owners have gone.
+
+They lie where `TMPDIR` says, in a worker of Ray below `--temp-dir` of its node, else in Python's temporary folder: the
+first of these that can be written to, and has room. Where none can, or one is full, the error names it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 
 from raytf import liveness
+from raytf.errors import ConfigError, first_line
 
 _PREFIX = "raytf_"
+# Errors of a file system that takes nothing more.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# One with less left is full.
+_LEAST_BYTES = 1 << 22
 
 
-def make() -> str:
-    """A new folder of this process; removes those that others of this host have left, the first time."""
+class ScratchError(ConfigError):
+    """A temporary folder cannot be written to."""
+
+
+def make(needs: int = 0) -> str:
+    """A new folder of this process; removes those that others of this host have left, the first time.
+
+    Args:
+        needs: bytes that are to be written there, as far as known.
+
+    Raises:
+        ScratchError: no place for temporary folders can be written to, or has room; names each of them.
+    """
     _clean_once()
-    return tempfile.mkdtemp(prefix=f"{_PREFIX}{_owner(os.getpid())}_")
+    refused = []
+    for place in places():
+        try:
+            os.makedirs(place, exist_ok=True)
+            if needs and _free(place) < needs:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return tempfile.mkdtemp(prefix=f"{_PREFIX}{_owner(os.getpid())}_", dir=place)
+        except OSError as error:
+            refused.append(f"{place} ({_what(place, error)})")
+    raise _error(needs, "; ".join(refused) or "none: Python finds no temporary folder")
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[str]:
-    """A new folder that is removed behind."""
-    path = make()
+def folder(needs: int = 0) -> Iterator[str]:
+    """A new folder that is removed behind.
+
+    Args:
+        needs: bytes that are to be written there, as far as known.
+
+    Raises:
+        ScratchError: see `make`; or the folder has become full in the block.
+    """
+    path = make(needs)
     try:
-        yield path
+        with named(path, needs):
+            yield path
     finally:
         remove(path)
+
+
+@contextlib.contextmanager
+def named(path: str | None = None, needs: int = 0) -> Iterator[None]:
+    """Errors of a file system that is full, or read-only, name the folder in the block.
+
+    Args:
+        path: of the folder that is written to there; None: Python's temporary folder, which Keras and Ray use.
+        needs: bytes that are written, as far as known.
+
+    Raises:
+        ScratchError: that of a file in the folder, or of none where its file system is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        path = tempfile.gettempdir() if path is None else path
+        if not _is_of(error, path):
+            raise
+        raise _error(needs, f"{path} ({_what(path, error)})") from error
+
+
+def places() -> list[str]:
+    """Where temporary folders may lie, the first choice first."""
+    found = [os.environ["TMPDIR"]] if os.environ.get("TMPDIR") else []
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():  # who uses Ray has given its folder the room that its spilling needs
+        from raytf.compat import ray_core
+
+        session = ray_core.session_folder()
+        found += [] if session is None else [os.path.join(session, "raytf")]
+    with contextlib.suppress(FileNotFoundError):
+        found.append(tempfile.gettempdir())
+    return list(dict.fromkeys(map(os.path.abspath, found)))
+
+
+def _is_of(error: Exception, path: str) -> bool:
+    """Whether an error is that of a folder that takes nothing more."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and any(f"errno = {full}" in str(error) for full in _FULL):  # as HDF5 says it
+        number = errno.ENOSPC
+    if number not in _FULL:
+        return False
+    name = getattr(error, "filename", None)
+    if isinstance(name, (str, bytes)):
+        return os.path.abspath(os.fsdecode(name)).startswith(f"{os.path.abspath(path)}{os.sep}")
+    return number == errno.EROFS or _free(path) < _LEAST_BYTES
+
+
+def _free(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def _what(path: str, error: Exception) -> str:
+    """What is wrong with a folder, and its room."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    with contextlib.suppress(OSError):
+        found = os.statvfs(path)
+        free, size = (blocks * found.f_frsize >> 20 for blocks in (found.f_bavail, found.f_blocks))
+        return f"{said}; {free} of {size} MB are free"
+    return said
+
+
+def _error(needs: int, received: str) -> ScratchError:
+    return ScratchError(
+        f"A temporary folder must take what is written there{f', {-(-needs >> 20)} MB' if needs else ''}",
+        received,
+        "Make room, or name another folder: TMPDIR in the environment of the job (`runtime_env`), or "
+        "`ray start --temp-dir` on each node",
+    )
 
 
 def remove(path: str) -> None:
@@ -41,15 +150,17 @@ def remove(path: str) -> None:
 
 def clean() -> int:
     """Removes what processes of this user and host that have gone have left; how many folders."""
-    where, removed = tempfile.gettempdir(), 0
+    removed = 0
     if liveness.look(os.getpid()) is None:  # not Linux: nothing tells who lives
         return 0
-    for name in os.listdir(where):
-        path = os.path.join(where, name)
-        with contextlib.suppress(OSError):  # another one was faster
-            if _left(name) and os.lstat(path).st_uid == os.getuid():
-                remove(path)
-                removed += not os.path.exists(path)
+    for where in places():
+        with contextlib.suppress(OSError):  # it is not there so far
+            for name in os.listdir(where):
+                path = os.path.join(where, name)
+                with contextlib.suppress(OSError):  # another one was faster
+                    if _left(name) and os.lstat(path).st_uid == os.getuid():
+                        remove(path)
+                        removed += not os.path.exists(path)
     return removed
 
 

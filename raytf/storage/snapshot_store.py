@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
@@ -28,8 +28,6 @@ _PARTIAL, _PARTS = ".partial_", ".parts_"
 # Parts of other workers are waited for so long, or so many times as long as this one has written its own.
 _PATIENCE_SECONDS, _PATIENCE = 5.0, 3.0
 _LOOKS_SECONDS = 0.02
-# Of a writer whose other side has gone nothing is left so long after.
-_ABANDONED_SECONDS = 120.0
 _CHUNK_BYTES = 1 << 22
 
 
@@ -90,6 +88,8 @@ class SnapshotStore:
         self._steps: dict[str, int] = {}  # of checkpoints of epochs that are whole
         self._whole: set[str] = set()
         self._last: str | None = None  # the last one that was put
+        self._asked: set[str] = set()  # what this process has written, or tried to
+        self._before: set[str] | None = None  # what had been left half written when it began
         self.fails: list[int] = []
 
     def put(self, name: str, files: Mapping[str, list], writers: int = 1) -> Written:
@@ -110,6 +110,7 @@ class SnapshotStore:
             parts = {division.name_of(MODEL, i, pieces): pieces for i, pieces in enumerate(cut)}
             files |= parts
         last = manifest(files, list(parts))
+        self._begin(name)
         others = _Others(self._filesystem, self._parts(name), parts)
         if self._is_local:
             self._put_local(name, {**files, MANIFEST: [last]}, others)
@@ -131,6 +132,7 @@ class SnapshotStore:
         Returns:
             Bytes written.
         """
+        self._begin(name)
         folder, part = self._parts(name), division.name_of(file, index, pieces)
         self._filesystem.create_dir(folder)
         if not self._is_local:
@@ -220,7 +222,7 @@ class SnapshotStore:
 
         A checkpoint of an epoch that was put just now is not counted: it is not registered with Ray so far.
 
-        What a writer of before left half written is removed, too, once no writer can be at it any more.
+        What another writer has left half written is removed, too, where nobody can be at it any more, see `abandoned`.
 
         Args:
             keep: for once in the place of the store's.
@@ -233,14 +235,16 @@ class SnapshotStore:
         """
         found = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
         names = [info.base_name for info in found if info.type == FileType.Directory]
-        for info in found:
-            if info.base_name.startswith((_PARTIAL, _PARTS)) and time.time() - info.mtime_ns / 1e9 > _ABANDONED_SECONDS:
-                shutil.rmtree(info.path, ignore_errors=True)
         epoch = max(
             (self._step_of(name) for name in names if name.startswith(AT_ENDS) and name != self._last), default=-1
         )
         steps = {name: step for name in names if (step := step_folders.step_of(name)) is not None}
         whole = [name for name in sorted(steps, reverse=True) if self._is_whole(name)]
+        if self._last is not None and self._is_local:
+            ends = {name for name in names if name.startswith(AT_ENDS) and self._step_of(name) >= 0}
+            newest = max([epoch, *(steps[name] for name in whole)])
+            for name in abandoned(names, self._before or (), self._asked, {*whole, *ends}, newest):
+                shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
         removed = needless(steps, whole, epoch, keep or self._keep)
         for name in removed:
             self._whole.discard(name)
@@ -260,6 +264,13 @@ class SnapshotStore:
         if not self._is_local:
             with contextlib.suppress(FileNotFoundError):
                 self._filesystem.delete_dir(path)
+
+    def _begin(self, name: str) -> None:
+        """Notes what it writes; before the first snapshot also what others have left half written."""
+        self._asked.add(name)
+        if self._before is None:
+            found = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
+            self._before = {info.base_name for info in found if info.base_name.startswith((_PARTIAL, _PARTS))}
 
     def _partial(self, name: str) -> str:
         return os.path.join(self._folder, f"{_PARTIAL}{name}_{secrets.token_hex(4)}")
@@ -283,6 +294,40 @@ class SnapshotStore:
                 return False
             self._whole.add(name)
         return True
+
+
+def abandoned(
+    found: Iterable[str], before: Container[str], asked: Container[str], whole: Container[str], newest: int
+) -> list[str]:
+    """What is half written, and nobody will go on with; pure. No clock is asked, as hosts and file servers differ.
+
+    Args:
+        found: the names of the folders that are there.
+        before: of what was half written when this process, which has written a snapshot since, began: it is of a run
+            before, or of a process that was killed.
+        asked: the snapshots that this process has written, or tried to.
+        whole: those that are.
+        newest: the steps before the newest of them.
+    """
+    left = []
+    for name in found:
+        snapshot = _half_written(name)
+        if snapshot is None:
+            continue
+        step = step_folders.step_of(snapshot)
+        is_old = step is not None and step < newest  # a worker that is at it still is too late
+        if is_old or (name.startswith(_PARTS) and snapshot in whole) or (name in before and snapshot not in asked):
+            left.append(name)
+    return left
+
+
+def _half_written(name: str) -> str | None:
+    """The snapshot that a folder is to become, or of which it holds parts; None of other folders."""
+    if name.startswith(_PARTS):
+        return name.removeprefix(_PARTS)
+    if not name.startswith(_PARTIAL):
+        return None
+    return name.removeprefix(_PARTIAL).removesuffix("_before")[: -len("_12345678")]
 
 
 class _Others:

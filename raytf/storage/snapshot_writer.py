@@ -49,9 +49,12 @@ class _Server:
 
     def __init__(self, control: socket.socket, buffers: list[int], store: SnapshotStore, niceness: int):
         self._control, self._buffers, self._store, self._niceness = control, buffers, store, niceness
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
         self._waiting: list[dict] = []
         self._held: dict | None = None  # to be written only if the other side goes
         self._gone = self._hurried = False
+        self._yields = False  # the other side waits for the place of one that is not pinned
         self._begun = 0  # the id of the request that was claimed last
         self._pinned = 0  # of the one that no newer one makes needless
         self._failed = 0  # of the one that was tried last, and failed
@@ -78,7 +81,7 @@ class _Server:
         until = None if seconds is None else time.monotonic() + seconds
         while not self._gone:
             left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self._control], [], [], 0.0 if found or woken else left)[0]:
+            if not self._poll.poll(0.0 if found or woken else left if left is None else 1e3 * left):
                 break
             try:
                 message = self._control.recv(_LONGEST_MESSAGE)
@@ -90,6 +93,8 @@ class _Server:
             request = json.loads(message)
             if "id" in request:
                 found = self._received(request) or found
+            elif "yield" in request:
+                self._hurried = woken = self._yields = True
             elif "unpin" in request:
                 found, self._pinned = True, 0
             elif "release" in request:
@@ -156,15 +161,29 @@ class _Server:
                 with contextlib.suppress(Exception):
                     if self._prunes:
                         self._store.prune(keep=1)  # the disk may be full
+                if self._is_yielded(request):
+                    return
                 self._pause(wait)
+                if self._is_yielded(request):
+                    return
                 wait = min(_LONGEST_WAIT, 2 * wait)
             else:
                 self._waiting.remove(request)
-                self._failed = 0
+                self._failed, self._yields = 0, False
                 self._pinned = 0 if request["id"] == self._pinned else self._pinned
                 self._hurried = self._gone or (self._hurried and bool(self._waiting))
                 self._tell({"event": "written", "id": request["id"], "cpu": time.process_time(), **written})
                 return
+
+    def _is_yielded(self, request: dict) -> bool:
+        """Gives up one that failed and is not pinned, where the other side needs its place for another one."""
+        self._take(0.0)
+        if not self._yields or self._gone or request["id"] == self._pinned:
+            return False
+        self._yields = False
+        self._waiting.remove(request)
+        self._tell({"event": "dropped", "id": request["id"]})
+        return True
 
     def _pause(self, seconds: float) -> None:
         """Between two tries, however many requests come; short once the other side waits for the last, or has gone."""

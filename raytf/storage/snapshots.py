@@ -7,10 +7,11 @@
     writer.finish(60.0, number=number)     # it is whole, or NotKeptError says why not
     writer.close()
 
-Snapshots lie in buffers of shared memory, of which no name exists anywhere: one may be written while another is filled,
-and where one waits meanwhile, a third is filled, which then takes its place. So where the storage is slower than the
-snapshots come, the newest is kept, some are left out, and training does not wait. One that is held, and one that is
-pinned, need one more each.
+Snapshots lie in buffers of shared memory, of which no name exists anywhere. Small ones have several: one may be written
+while another is filled, and where one waits meanwhile, a third is filled, which then takes its place. Of a large one
+there is room for one alone, so that a checkpoint takes its own size of memory and no more; what comes while that is
+written is left out, but for one that is pinned, which waits. So where the storage is slower than snapshots come, some
+are left out, and training does not wait. Where some are held there is room for two.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import numpy as np
 from raytf import liveness
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import finishing, planted, priority, snapshot_store
-from raytf.storage.images import Archive, Image, Piece
+from raytf.storage.images import Archive, Image, Piece, flat
 from raytf.storage.snapshot_store import MANIFEST
 from raytf.storage.snapshot_writer import LONGEST_SECONDS
 
@@ -49,8 +50,12 @@ _ALIGNED = 64
 _ROOM = 1 << 20
 # So many of the last ones are told.
 _TOLD = 100
-# One that is written, one that waits, one that is held, one that is pinned, one to fill.
+# One that is written, one that waits, one that is held, one that is pinned, one to fill: as long as all of them have
+# few bytes. Large snapshots have one buffer, and two where some are held: the one before stays until the next is there.
 _BUFFERS = 5
+_FEW_BYTES = 64 << 20
+# One that is pinned waits so long for its place, and where the storage fails.
+_PLACE_SECONDS, _FAILING_SECONDS = 900.0, 15.0
 # Who waits looks so often whether all is being closed.
 _LOOKS_SECONDS = 0.2
 # After so many with parts that did not come the chief writes alone.
@@ -76,6 +81,10 @@ class NotKeptError(RaytfError, OSError):
         return type(self), (self.name, self.why)
 
 
+class NoRoomError(NotKeptError):
+    """A snapshot found no memory, as the storage has not taken what lies there in the time that there was."""
+
+
 # A file as it is, an `.npz` of arrays by name, a zip, or an image.
 Part = bytes | str | Mapping[str, np.ndarray] | Archive | Piece
 
@@ -93,20 +102,25 @@ class _Buffer:
         self.memory = np.empty(0, np.uint8)
 
     def grow(self, size: int) -> None:
-        """Makes it so large, and has the pages ready; what was in it is lost where it was smaller."""
+        """Makes it so large; what is in it stays."""
         if size <= self.size:
             return
         self._unmap()
-        size = size + size // 4 + _ROOM
         os.ftruncate(self.descriptor, size)
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._map, self.size, self.image = mmap.mmap(self.descriptor, size, flags=flags), size, None
+        self._map, self.size = mmap.mmap(self.descriptor, size), size
+        with contextlib.suppress(OSError, AttributeError):  # pages of 2 MB are had, and copied to, faster
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = np.frombuffer(self._map, np.uint8)
 
+    def touch(self) -> None:
+        """Has the pages ready, without the interpreter's lock."""
+        self.memory[:: mmap.PAGESIZE] = 0
+
     def lay(self, image: Image | None) -> None:
-        """Has an image at the beginning, as it was made."""
+        """Has an image at the beginning, but for its arrays."""
         if image is not None and self.image is not image:
-            self.put(0, image.content)
+            for at, text in image.texts:
+                self.put(at, text)
         self.image = image
 
     def put(self, at: int, content) -> None:
@@ -114,14 +128,20 @@ class _Buffer:
         self.memory[at : at + len(found)] = found
 
     def put_array(self, at: int, value: np.ndarray) -> None:
-        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        self.memory[at : at + len(flat)] = flat
+        found = flat(value)
+        self.memory[at : at + len(found)] = found
 
     def _unmap(self) -> None:
         self.memory = np.empty(0, np.uint8)
         if self._map is not None:
             self._map.close()
             self._map = None
+
+    def empty(self) -> None:
+        """Gives its memory back."""
+        self._unmap()
+        self.size, self.image = 0, None
+        os.ftruncate(self.descriptor, 0)
 
     def close(self) -> None:
         self._unmap()
@@ -136,7 +156,7 @@ class _Plan:
         if len(images) > 1:
             raise ConfigError("A snapshot has one file with an image", f"{len(images)}", "Write the others as bytes")
         self.image = images[0] if images else None
-        self.size = len(self.image.content) if self.image else 0
+        self.size = self.image.size if self.image else 0
         self.texts: list[tuple[int, bytes]] = []
         self.values: list[tuple[int, np.ndarray]] = []
         self.head = [self._part(file, part) for file, part in parts.items()]
@@ -151,7 +171,7 @@ class _Plan:
                 raise ValueError(f"the arrays of {file} are not those of its image")
             self.values += [(at, value) for (at, _), value in zip(sizes, part.values, strict=True)]
             if isinstance(part, Piece):
-                return {"file": file, "at": 0, "size": len(part.image.content)}
+                return {"file": file, "at": 0, "size": part.image.size}
             return {"file": file, "members": [[name, *self._member(content)] for name, content in part.members]}
         if isinstance(part, Mapping):
             return {"file": file, "arrays": [self._array(key, np.asarray(value)) for key, value in part.items()]}
@@ -159,7 +179,7 @@ class _Plan:
 
     def _member(self, content) -> tuple[int, int]:
         if isinstance(content, Image):
-            return 0, len(content.content)
+            return 0, content.size
         content = content.encode() if isinstance(content, str) else content
         at = self._room(len(content))
         self.texts.append((at, content))
@@ -177,17 +197,26 @@ class _Plan:
         self.size = at + size
         return at
 
-    def fill(self, buffer: _Buffer, **what: Any) -> tuple[int, int]:
-        """Copies everything; (where its description begins, where that ends)."""
+    def end(self, **what: Any) -> None:
+        """Adds its description, which is the last of it."""
         head = json.dumps({"parts": self.head, **what}).encode()
-        at = self._room(len(head))
-        buffer.grow(self.size)
+        self.head_at = self._room(len(head))
+        self.texts.append((self.head_at, head))
+
+    @property
+    def needs(self) -> int:
+        """Bytes of the buffer that is made for it: some more, as what belongs to a snapshot grows."""
+        return self.size + min(_ROOM, self.size // 8)
+
+    def fill(self, buffer: _Buffer) -> None:
+        """Copies everything."""
+        if buffer.size < self.size:
+            buffer.grow(self.needs)
         buffer.lay(self.image)
         for place, value in self.values:
             buffer.put_array(place, value)
-        for place, content in [*self.texts, (at, head)]:
+        for place, content in self.texts:
             buffer.put(place, content)
-        return at, self.size
 
 
 def _kind(dtype: np.dtype) -> str:
@@ -256,6 +285,8 @@ class SnapshotWriter:
         self._count = self._last = self._held = self._pinned = self._begun = 0
         self._lock, self._closing = threading.RLock(), False
         self._failed, self._gone, self._late = "", False, 0
+        self._holds = False  # whether some are held
+        self._readied: threading.Thread | None = None
         self._said: set[str] = set()
         given = {"folder": folder, "keep": max(1, keep), "cpus": cpus}
         settings = pickle.dumps({"filesystem": _pickled(filesystem), **given})
@@ -306,23 +337,54 @@ class SnapshotWriter:
             pinned: newer ones do not make it needless, until it is written, or another one is pinned, or `unpin`.
 
         Returns:
-            Its number, for `finish` and `unpin`.
+            Its number, for `finish` and `unpin`; 0 where it was left out.
 
         Raises:
             ConfigError: a name is not one of a folder in the run's.
+            NoRoomError: it is pinned, and the storage does not take the one before.
             NotKeptError: the other process has ended.
         """
         snapshot_store.check_name(name)
         plan = _Plan(parts)
+        plan.end(name=name, writers=writers, index=index)
+        if self._readied is not None:
+            self._readied.join()
+            self._readied = None
+        self._holds = self._holds or held
         with self._lock:
-            return self._write(name, plan, held, writers, index, pinned)
+            buffer = self._free(name, plan.needs, held, pinned)
+            if buffer is not None:
+                return self._write(name, plan, buffer, held, pinned)
+        return self._wait_and_write(name, plan) if pinned else 0
 
-    def _write(self, name: str, plan: _Plan, held: bool, writers: int, index: int | None, pinned: bool) -> int:
-        buffer = self._free(name, held, pinned)
-        if not self._count:  # the first one makes another buffer ready, too
-            self._buffers[1].grow(plan.size + _ROOM)
-            self._buffers[1].lay(plan.image)
-        at, size = plan.fill(buffer, name=name, writers=writers, index=index)
+    def ready(self, size: int, held: bool = False) -> None:
+        """Has memory ready for snapshots to come, in a thread of its own: the first one then takes as long as others.
+
+        Args:
+            size: bytes of one.
+            held: some are to be held.
+        """
+        if self._count:
+            return
+        self._holds = self._holds or held
+        needs = size + min(_ROOM, size // 8)
+        count = min(_BUFFERS - 2, max(1, self._most(needs) // needs)) if needs else 0
+        for buffer in self._buffers[:count]:
+            buffer.grow(needs)
+
+        def touch() -> None:
+            for buffer in self._buffers[:count]:
+                buffer.touch()
+
+        self._readied = threading.Thread(target=touch, daemon=True, name="raytf_snapshot_memory")
+        self._readied.start()
+
+    def _most(self, needs: int) -> int:
+        """Bytes that all buffers may have."""
+        return max(_FEW_BYTES, (1 + self._holds) * needs)
+
+    def _write(self, name: str, plan: _Plan, buffer: _Buffer, held: bool, pinned: bool) -> int:
+        plan.fill(buffer)
         self._count += 1
         buffer.busy, before = self._count, self._held
         busy = {one.busy for one in self._buffers}
@@ -335,7 +397,7 @@ class SnapshotWriter:
                 self._behind = self._behind or self._is_busy(self._pinned)
                 self._pinned = self._count
                 self._weigh()
-        where = {"buffer": buffer.number, "at": at, "size": size}
+        where = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
         self._send({"id": self._count, **where, "held": held, "pinned": pinned, "fails": planted.taken()})
         if before:
             self._end(before)  # from here on the new one is what the other side writes if this one ends
@@ -435,28 +497,62 @@ class SnapshotWriter:
                 self._drain(left)
             self._control.close()
             self._control = None
+            if self._readied is not None:
+                self._readied.join()
             for buffer in self._buffers:
                 buffer.close()
             os.close(self._errors)
             self._reap(0.0)
 
-    def _free(self, name: str, held: bool, pinned: bool) -> _Buffer:
-        """A buffer to fill: one in which nothing lies, or a snapshot that waits though a newer one does, too."""
+    def _free(self, name: str, needs: int, held: bool, pinned: bool) -> _Buffer | None:
+        """A buffer to fill: one in which nothing lies, or a snapshot that waits though a newer one does, too.
+
+        None: there is no more memory for it, and it is left out, or waits.
+        """
         self._drain(0.0)
         if self._gone:
             raise NotKeptError(name, self._how_it_ended())
-        free = [buffer for buffer in self._buffers if buffer.busy is None]
+        free = sorted((one for one in self._buffers if one.busy is None), key=lambda one: -one.size)
         # one for what is held, and one for what is pinned, would take memory for nothing where there is none
         spare = (not (held or self._held)) + (not (pinned or self._is_busy(self._pinned)))
         free = free[: len(free) - spare]
         # what has begun was told before the other side looks for newer ones, see `snapshot_writer`
         kept = (None, self._begun, self._last, self._held, self._pinned)
-        free += [buffer for buffer in self._buffers if buffer.busy not in kept]
-        if free[0].busy is not None:
-            self._leave_out(free[0].busy)
-        return free[0]
+        superseded = [one for one in self._buffers if one.busy not in kept]
+        found = next((one for one in [*free, *superseded] if self._has_room(one, needs)), None)
+        if found is None and free:  # others, in which nothing lies, have the memory
+            for one in self._buffers:
+                if one.busy is None:
+                    one.empty()
+            found = next((one for one in free if self._has_room(one, needs)), None)
+        if found is None and not pinned:
+            self._leave_out()
+        elif found is not None and found.busy is not None:
+            self._leave_out(found.busy)
+        return found
 
-    def _leave_out(self, number: int) -> None:
+    def _has_room(self, buffer: _Buffer, needs: int) -> bool:
+        if buffer.size >= needs:
+            return True
+        return sum(one.size for one in self._buffers) - buffer.size + needs <= self._most(needs)
+
+    def _wait_and_write(self, name: str, plan: _Plan) -> int:
+        """`_write` of one that is pinned, once the other side is done with what lies there, or could not write it."""
+        began, asked = time.monotonic(), False
+        with self.held_up():
+            while True:
+                with self._lock:
+                    if (buffer := self._free(name, plan.needs, held=False, pinned=True)) is not None:
+                        return self._write(name, plan, buffer, held=False, pinned=True)
+                    if not asked:
+                        self._send({"yield": True})
+                        asked = True
+                left = began + (_FAILING_SECONDS if self._failed else _PLACE_SECONDS) - time.monotonic()
+                if left <= 0:
+                    raise NoRoomError(name, self._failed or "its storage has not taken the one before")
+                self._drain(min(left, _LOOKS_SECONDS))
+
+    def _leave_out(self, number: int | None = None) -> None:
         self._names.pop(number, None)
         self.left_out += 1
         if not self._failed:  # else that was said
@@ -474,7 +570,9 @@ class SnapshotWriter:
         """Takes what the other side said, and waits so long for the first."""
         control = self._control
         while not self._gone and control is not None and control.fileno() >= 0:
-            if not select.select([control], [], [], seconds)[0]:
+            poll = select.poll()
+            poll.register(control, select.POLLIN)
+            if not poll.poll(1e3 * seconds):
                 return
             with self._lock:
                 if self._control is None or self._gone or not self._hear_next():
@@ -586,6 +684,8 @@ def wait_for_writers(folder: str, seconds: float = LONGEST_SECONDS + 10.0) -> bo
     for name in _signs(folder):
         with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(name)  # nobody takes it: it ends with the other side
+            if not liveness.is_own_peer(connection):  # it writes nothing of this run
+                continue
             connection.settimeout(max(0.01, until - time.monotonic()))
             try:
                 connection.recv(1)

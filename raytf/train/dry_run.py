@@ -235,13 +235,18 @@ def _in_a_copy(answer):
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
-        readable, _, _ = select.select([file], [], [], _DEADLINE_SECONDS)
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        readable = poll.poll(1e3 * _DEADLINE_SECONDS)
         if not readable:
             os.kill(child, signal.SIGKILL)
         said = file.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, used = os.wait4(child, 0)
+    status = os.waitstatus_to_exitcode(status)
     if not readable:
         answer = _unexpected(f"no end after {_DEADLINE_SECONDS:g} s")
+    elif status < 0:  # what it had said may be a part
+        answer = _ended_by(-status, used.ru_maxrss << 10)
     else:
         answer = cloudpickle.loads(said) if said else _unexpected(f"the end of its process, with status {status}")
     with os.fdopen(printed, "rb") as file:
@@ -249,6 +254,30 @@ def _in_a_copy(answer):
             file.seek(0)
             sys.stderr.write(file.read().decode(errors="replace"))
     return answer
+
+
+def _ended_by(number: int, most: int) -> ConfigError:
+    """What is to be said of a process that a signal has ended.
+
+    Args:
+        number: of the signal.
+        most: bytes of memory that it had.
+    """
+    name, had = signal.Signals(number).name, f"{most >> 20} MB of memory at most"
+    if number != signal.SIGKILL:
+        return ConfigError(
+            "The model is built, and tried, in a process of its own before the run starts",
+            f"its end by {name}, with {had}",
+            "Call build_model(config) in a process of your own to see why",
+        )
+    with open("/proc/meminfo") as file:
+        free = next((int(line.split()[1]) >> 10 for line in file if line.startswith("MemAvailable:")), None)
+    return ConfigError(
+        "The model is built, and tried, in a process of its own before the run starts, and needs memory there",
+        f"its end by {name}, with {had}: so the kernel ends what takes more memory than there is"
+        + ("" if free is None else f" ({free} MB are free now)"),
+        "Start the driver where more memory is free, or give its container more; look into the kernel's log (dmesg)",
+    )
 
 
 def _unexpected(received: str) -> ConfigError:
@@ -341,7 +370,7 @@ def _check_numeric(model, dataset) -> None:
     strings = any(spec.dtype == tf.string for spec in tf.nest.flatten(features))
     takes = any(t.dtype == "string" for t in tf.nest.flatten(getattr(model, "inputs", None) or []))
     takes = takes or any(type(layer).__name__ in _STRING_LAYERS for layer in keras_objects.layers_of(model))
-    if strings and not takes:
+    if strings and not takes and not model_optimizers.decides_itself(model):
         raise ConfigError(
             "Features must be numbers unless the model takes strings",
             f"{_shape(features)}",
@@ -356,8 +385,9 @@ def _shape(spec) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    useful = [line for line in lines if not line.startswith(("Exception encountered", "Arguments received"))]
+    text = str(error).split("Arguments received by")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith("Exception encountered")]
     if useful and useful[0] == "in user code:":  # of AutoGraph; what the code raised is the last line, with its type
         return useful[-1].rstrip(".")
     return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")

@@ -27,9 +27,12 @@ from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
+from raytf.runtime.deadlines import Pace
 from raytf.runtime.failures import cause_of, is_consequence
 from raytf.train import backend
 
+# All of these are for a small model; to those of what depends on it is added what follows from its bytes, and from the
+# time of its first step, see `deadlines`.
 # For the others to come to the sum that the lost one does not make: the rest of a step, and what callbacks do.
 _BREAK_SECONDS = 30.0
 # For a process to start: where its host is gone, and no other has room, all start anew with what there is.
@@ -132,6 +135,7 @@ class Healing:
         self.behind: list[int] = []
         self._held: list[bytes] | None = None  # what each worker, the lost ones too, had for itself, by rank
         self._lock, self._given_up = threading.Lock(), False
+        self._pace = Pace()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="raytf_healing")
         self._thread.start()
@@ -207,7 +211,8 @@ class Healing:
             return
         try:
             refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
-            (self.kept,) = answers.collect(refs, _KEEP_SECONDS, "a checkpoint of the step that all stand behind")
+            seconds = self._pace.deadline(_KEEP_SECONDS, copies=1)
+            (self.kept,) = answers.collect(refs, seconds, "a checkpoint of the step that all stand behind")
         except (RaytfError, ray.exceptions.RayError) as error:  # they start anew from the last one
             self.not_kept = _said(error)
 
@@ -219,7 +224,10 @@ class Healing:
         if self._generation > 1:  # one that was lost may have been told of a ring that is waited for since
             told = [worker.actor.execute.remote(healing.leave, self._generation - 1) for worker in self._rest.values()]
             self._ask(told, "an end of what went before")
-        waiting = self._all_wait(self._rest, _BREAK_SECONDS, "come to the sum that cannot be made")
+        told = [worker.actor.execute.remote(healing.pace) for worker in self._rest.values()]
+        self._pace = Pace.slowest(self._ask(told, "how large its training is"))
+        seconds = self._pace.deadline(_BREAK_SECONDS, first_steps=1)
+        waiting = self._all_wait(self._rest, seconds, "come to the sum that cannot be made")
         anew = is_to_be_made_anew(waiting, self.lost, len(self._asked.workers))
         if self.lost:
             self._replace(starting, waiting, anew)
@@ -237,7 +245,8 @@ class Healing:
     def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting], anew: bool) -> None:
         """Has new processes come to where the others wait."""
         donor = self._rest[min(self._rest)].actor
-        (place,) = self._ask([donor.execute.remote(healing.image, anew)], "a copy of the training's state")
+        copies = self._pace.deadline(_ANSWER_SECONDS, copies=1)
+        (place,) = self._ask([donor.execute.remote(healing.image, anew)], "a copy of the training's state", copies)
         self._held = self._held_by_all(place, waiting)
         owned = self._owned(place, waiting)
         until = time.monotonic() + _START_SECONDS
@@ -254,7 +263,8 @@ class Healing:
         if starting.is_alive():
             raise NotHealedError(f"no process has started in its place within {_START_SECONDS:g} s")
         self._take_places(place, owned, waiting)
-        waiting |= self._all_wait(self._made, _PLACE_SECONDS, "make the step")
+        seconds = self._pace.deadline(_PLACE_SECONDS, copies=1, first_steps=1)
+        waiting |= self._all_wait(self._made, seconds, "make the step")
 
     def _start(self) -> None:
         try:
@@ -323,7 +333,7 @@ class Healing:
             agreed = {**place.agreed, "missing": place.agreed["reports"] - self._asked.reported.get(rank, 0)}
             taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
             calls.append(worker.actor.execute.remote(healing.take, taken))
-        self._ask(calls, "a place in the training")
+        self._ask(calls, "a place in the training", self._pace.deadline(_ANSWER_SECONDS, copies=1))
         allowed, cores = self._asked.ports, self._asked.cores
         calls = [worker.actor.execute.remote(backend.reserve, allowed, cores) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
@@ -360,7 +370,7 @@ class Healing:
                 return found
             if time.monotonic() > until:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
-                raise NotHealedError(f"{late} did not {what} within {seconds:g} s")
+                raise NotHealedError(f"{late} did not {what} within {seconds:.0f} s")
 
 
 def _said(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """What raytf cannot do of what Ray's own classes can say: refused by name, with the way to go on. Driver side.
 
-`cluster/RAY.md` lists all that they can say, and where it works.
+`docs/reference/ray-compatibility.md` lists all that they can say, and where it works.
 """
 
 from __future__ import annotations

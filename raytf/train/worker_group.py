@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import threading
 import time
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-import ray.cloudpickle
 from ray.util.placement_group import placement_group_table
 
 from raytf import activity
@@ -41,7 +39,7 @@ from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing, give_up, names
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
-from raytf.worker.session import TrialSession, TrialStopped, Within, write_files
+from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
 
 # Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
 _TOGETHER_SECONDS = 10.0
@@ -166,6 +164,7 @@ class WorkerGroup:
         self._heals: float = 0
         self._heals_at_all = False
         self._generation = 0  # of the workers' ring
+        self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
         self._watch: HangWatch | None = None
         self.nodes: frozenset[str] = frozenset()
         self.asked: str | None = None
@@ -198,6 +197,22 @@ class WorkerGroup:
         told = setup, addresses
         arguments = [(*told, rank, self._threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
         self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
+
+    def outgrown(self) -> str | None:
+        """Returns which worker has outgrown `renew_worker_mb`, as a clause; to be asked between two trials.
+
+        Raises:
+            WorkerGroupLostError: a worker does not answer.
+        """
+        limit = self._config.renew_worker_mb
+        if limit is None:
+            return None
+        resident = self._all("resident", seconds=_ANSWER_SECONDS, what="its memory")
+        for rank, now in enumerate(resident):
+            grown = (now - self._settled.setdefault(rank, now)) / 1e6
+            if grown > limit:
+                return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"
+        return None
 
     def begin(self, job: TrialRun, anew: Callable[[], TrialRun] | None = None) -> None:
         """Starts a trial; it waits to be told to go on.
@@ -390,6 +405,7 @@ class WorkerGroup:
         """Goes on with these in the places of others."""
         for rank, worker in workers.items():
             self.workers[rank] = worker
+            self._settled.pop(rank, None)
         self._heals -= len(workers)
         self._guard.close()
         self._see(self._places | places)
@@ -538,6 +554,11 @@ class GroupWorker(Process):
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
         return *backend.reserve(allowed, count), guard.here()
 
+    def resident(self) -> int:
+        """Returns the bytes of this process that are in memory."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, when the group's actor has ended."""
         threading.Thread(target=_end_with, args=(leader,), daemon=True).start()
@@ -566,11 +587,12 @@ class GroupWorker(Process):
 
     def begin(self, job: TrialRun) -> None:
         output.say_who(f"{job.name} worker {self._rank}")
-        self._folder = scratch.make()
+        self._folder = scratch.make(bytes_of(job.files or {}))
         checkpoint = None
         if job.files is not None:
             checkpoint = os.path.join(self._folder, "checkpoint")
-            write_files(job.files, checkpoint)
+            with scratch.named(checkpoint, bytes_of(job.files)):
+                write_files(job.files, checkpoint)
         ending.gate.reset()
         self._failed = None
         self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.within)
@@ -664,17 +686,10 @@ def _end_with(actor) -> None:
 
 def _broadcast(value: Any) -> Any:
     """Every worker gets what rank 0 passes; through the strategy, as all are in the train loop."""
-    import numpy as np
-
-    from raytf.collectives import communicator
+    from raytf.collectives import communicator, signed
     from raytf.worker import context
 
     distribution = context.get_strategy()
     if not communicator.spans_workers(distribution):
         return value
-    sent = np.frombuffer(ray.cloudpickle.dumps(value), np.uint8).astype(np.int32)
-    (size,) = communicator.from_chief(distribution, [np.int64(sent.size)])
-    room = np.zeros(int(size), np.int32)
-    room[: min(sent.size, room.size)] = sent[: room.size]
-    (got,) = communicator.from_chief(distribution, [room])
-    return pickle.loads(got.astype(np.uint8).tobytes())
+    return signed.broadcast(distribution, value)

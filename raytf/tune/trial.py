@@ -109,6 +109,9 @@ class Trial(tune.Trainable):
         if self._running:
             try:
                 self._worker_group.stop()
+                if (outgrown := self._worker_group.outgrown()) is not None:
+                    output.say(f"{outgrown}: new workers run the next trial")
+                    self._close()
             except WorkerGroupLostError:  # a worker died after its trial had ended: this one gets others
                 self._close(well=False)
             self._train.rest()  # what streams have read for the next steps of a trial that was stopped

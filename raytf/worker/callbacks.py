@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from raytf import activity
 from raytf.collectives import communicator
+from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects, legacy_keras
 from raytf.console import phases
 from raytf.errors import ConfigError, first_line
@@ -163,7 +164,7 @@ class ReportCallback(keras.callbacks.Callback):
         return bool(told)
 
     def _fingerprint(self):
-        return [float(np.sum(np.asarray(v, np.float64))) for v in self.model.trainable_variables]
+        return [float(np.sum(compat_keras.as_array(v), dtype=np.float64)) for v in self.model.trainable_variables]
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()

@@ -1,7 +1,7 @@
 """The complete state of a training: saved by the chief, restored on every worker, and loaded as a model afterwards.
 
-A checkpoint is a folder, whose files `raytf/storage/FORMAT.md` describes. Nothing in it is unpickled, and nothing in it
-says which code is run: who can write a file can spoil a training, but not start a program.
+A checkpoint is a folder, whose files `docs/reference/checkpoint-format.md` describes. Nothing in it is unpickled, and
+nothing in it says which code is run: who can write a file can spoil a training, but not start a program.
 
 A folder is registered with Ray Train only when it is whole, so that a kill in between leaves the last good one.
 """
@@ -18,16 +18,17 @@ import posixpath
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyarrow.fs import FileType, LocalFileSystem, copy_files
 
-from raytf.compat import keras_objects, legacy_keras
+from raytf.compat import keras_objects
 from raytf.console import quiet
+from raytf.data import columns
 from raytf.errors import ConfigError, first_line, in_a_line
 from raytf.parallel import model_optimizers
-from raytf.storage import checkpoint_files, plain_values, scratch
+from raytf.storage import checkpoint_files, plain_values, scattered, scratch, snapshot_store
 from raytf.storage.checkpoint_files import (
     ARRAYS,
     BUILD,
@@ -45,7 +46,7 @@ from raytf.storage.checkpoint_files import (
     read_state,
     read_state_of,
 )
-from raytf.worker import random_state
+from raytf.worker import legacy_models, random_state
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.choice import Choice, Kept, kept_in
 from raytf.worker.mean_weights import mean_of
@@ -59,12 +60,14 @@ __all__ = [
     "State",
     "Stored",
     "check",
+    "columns_of",
     "existing_path",
     "inputs_of",
     "is_checkpoint",
     "is_uri",
     "last_state",
     "load_model",
+    "made_here",
     "metrics_of",
     "parts",
     "read_state",
@@ -81,8 +84,8 @@ __all__ = [
 _MOST_INPUT_VALUES = 1 << 28
 # build_model and config of the runs that this process made itself, by the path of the run.
 _made_here: dict[str, tuple[Callable, dict]] = {}
-# The inputs of models that were loaded, see `inputs_of`.
-_inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Of models that were loaded: what their checkpoints say, see `inputs_of` and `columns_of`.
+_noted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +111,10 @@ class Moment:
     def parts(self) -> dict[str, Any]:
         """See `parts`."""
         return parts(self.model, self.state, self.states, self.build)
+
+    def files(self) -> dict[str, bytes]:
+        """See `files`."""
+        return files(self.model, self.parts())
 
 
 def save(
@@ -168,7 +175,7 @@ def parts(
 
 
 def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
-    """Writes the files of a checkpoint into an empty folder.
+    """Writes the files of a checkpoint into an empty folder; arrays straight from their own memory.
 
     Args:
         folder: an existing folder of this machine.
@@ -176,31 +183,30 @@ def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
         found: what `parts` gave.
         version: that of the state.
     """
-    import numpy as np
-
-    _save_model(os.path.join(folder, MODEL), model)
-    for part, content in found.items():
-        if isinstance(content, str):
-            with open(os.path.join(folder, part), "w") as file:
-                file.write(content)
-        else:
-            np.savez(os.path.join(folder, part), **content)
+    for part, pieces in _pieces(model, found):
+        with open(os.path.join(folder, part), "xb") as file:
+            file.writelines(pieces)
     checkpoint_files.write_manifest(folder, version)
 
 
-def _save_model(path: str, model) -> None:
-    """`model.save`; one that Keras cannot describe, such as a GAN given its parts, is saved without a description.
+def files(model, found: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a checkpoint by name, in memory, with the arguments of `write`."""
+    made = {part: b"".join(pieces) for part, pieces in _pieces(model, found)}
+    return {**made, MANIFEST: snapshot_store.manifest({part: [content] for part, content in made.items()})}
 
-    `load_model` then builds it with `build_model`.
-    """
-    try:
-        model.get_config()
-    except NotImplementedError:
-        vars(model)["get_config"] = dict
-    try:
-        model.save(path)
-    finally:
-        vars(model).pop("get_config", None)
+
+def _pieces(model, found: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
+    """(name, pieces of memory) of each file but the manifest."""
+    import numpy as np
+
+    from raytf.worker.model_file import ModelFile
+
+    yield MODEL, ModelFile(model).pieces()
+    for part, content in found.items():
+        if isinstance(content, str):
+            yield part, [content.encode()]
+        else:
+            yield part, scattered.arrays({key: np.asarray(value, order="C") for key, value in content.items()})
 
 
 def _described(build_model: Callable, config: Mapping, inputs) -> dict:
@@ -250,7 +256,8 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
         with checkpoint_files.whole(folder) as whole:
             file = os.path.join(whole, MODEL)
             checkpoint_files.check_archive(file, name)
-            model.load_weights(file)
+            with scratch.named():  # Keras unpacks vocabularies there
+                model.load_weights(file)
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
         seeds = keras_objects.seeds_of_layers(model)
@@ -362,6 +369,7 @@ def load_model(
     build_model: Callable | None = None,
     config: Mapping | None = None,
     custom_objects: Mapping | None = None,
+    legacy_keras: bool = False,
 ) -> keras.Model:
     """The Keras model of a run, a checkpoint or a folder. Nothing in it is run, whoever wrote it.
 
@@ -383,6 +391,9 @@ def load_model(
         build_model: build_model(config) -> compiled `keras.Model`, as the run was trained with.
         config: for build_model, laid over the run's; the checkpoint holds what JSON can of that.
         custom_objects: classes and functions by name, for Keras.
+        legacy_keras: a file of Keras 2 is expected, as of a run with `TensorflowConfig(legacy_keras=True)`; without it
+            such a file gives its weights to `build_model` alone. One that names functions of others, or holds a
+            `Lambda`, is refused.
 
     Returns:
         A `keras.Model` with the trained weights, outside any strategy; of a file of Keras 2 a `tf_keras.Model`.
@@ -391,7 +402,7 @@ def load_model(
         ConfigError: there is no model at `source`, none that can be built like this, or no such checkpoint.
         DamagedCheckpointError: a ConfigError; what is there is not what was written.
     """
-    arguments = (compile, build_model, config, custom_objects)
+    arguments = (compile, build_model, config, custom_objects, legacy_keras)
     choice = Choice(which=which, average=average, metric=metric, mode=mode)
     if hasattr(source, "checkpoint"):
         kept = _kept(source)
@@ -485,7 +496,24 @@ def existing_path(source) -> str:
 
 def inputs_of(model):
     """What the checkpoint of a model that was loaded says of its inputs, as `save` was told; None where it does not."""
-    return _inputs.get(model)
+    return _noted.get(model, {}).get("inputs")
+
+
+def columns_of(model) -> dict[str, Any] | None:
+    """Returns what the checkpoint of a model that was loaded says of its rows; None where it says nothing.
+
+    "features" are the columns as a trainer takes them, "map" describes the trainer's, or is None.
+    """
+    identity = _noted.get(model, {}).get("identity") or {}
+    found = identity.get("columns")
+    if not isinstance(found, dict) or found.get("features") is None:
+        return None
+    return {"features": columns.read(found["features"]), "map": identity.get("map")}
+
+
+def made_here(run: str) -> tuple[Callable, dict] | None:
+    """Returns (build_model, config) of a run of this process, or of one of its checkpoints, by its path."""
+    return next((made for path, made in _made_here.items() if f"{run}/".startswith(f"{path}/")), None)
 
 
 def is_checkpoint(folder: str) -> bool:
@@ -521,7 +549,8 @@ def _load_stored(stored: Stored, choice: Choice, arguments):
         if not name.endswith(".keras"):
             raise ConfigError("A model's file is a .keras file", repr(stored.shown), "Load others by Keras itself")
         _check_single(choice, stored.shown)
-        with scratch.folder() as folder:
+        size = stored.filesystem.get_file_info(stored.path).size or 0
+        with scratch.folder(size) as folder:
             copy_files(stored.path, os.path.join(folder, name), source_filesystem=stored.filesystem)
             return _load(os.path.join(folder, name), posixpath.dirname(stored.path), *arguments)
     if not stored.is_checkpoint():
@@ -612,7 +641,8 @@ def _load_whole(candidates, arguments):
     with contextlib.ExitStack() as stack:
 
         def opened(candidate):
-            folder = stack.enter_context(candidate.as_directory())
+            with scratch.named():  # of another storage it is copied there
+                folder = stack.enter_context(candidate.as_directory())
             if _is_bare(folder):
                 return folder
             check(folder, name=posixpath.basename(candidate.path.rstrip("/")))
@@ -629,26 +659,41 @@ def _load(file: str, place: str, *arguments):
     Args:
         file: on this machine.
         place: of its checkpoint in the storage.
-        arguments: compile, build_model, config and custom_objects.
+        arguments: compile, build_model, config, custom_objects and legacy_keras.
     """
     model = _load_file(file, place, *arguments)
-    if not getattr(model, "inputs", None) and (inputs := _build(file)["inputs"]) is not None:
-        _inputs[model] = inputs
+    folder = os.path.dirname(file)
+    _noted[model] = {"identity": _identity(folder)}
+    if not getattr(model, "inputs", None):
+        _noted[model]["inputs"] = _build(file)["inputs"]
     return model
 
 
-def _load_file(file: str, place: str, compile: bool, build_model, config, custom_objects):
+def _identity(folder: str) -> dict:
+    """What the state beside a model's file says of its run; {} where the file is alone, or among others."""
+    try:
+        return read_state(folder).identity if os.path.lexists(os.path.join(folder, STATE)) else {}
+    except checkpoint_files.DamagedCheckpointError:  # which a checkpoint that is loaded as one has been checked for
+        return {}
+
+
+def _load_file(file: str, place: str, compile: bool, build_model, config, custom_objects, legacy: bool):
     checkpoint_files.check_archive(file, place)
     if checkpoint_files.keras_version(file).startswith("2."):
-        return _load_keras_2(file, compile, build_model, config, custom_objects)
+        if build_model is not None:
+            return legacy_models.load_weights(file, build_model, config)
+        return legacy_models.load(file, compile, custom_objects) if legacy else legacy_models.refuse(place)
     with quiet.native():
         import keras
 
         if build_model is None:
             try:
-                return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+                with scratch.named():  # Keras unpacks vocabularies there
+                    return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
+            except scratch.ScratchError:
+                raise
             except Exception as error:
-                known = next((made for run, made in _made_here.items() if place.startswith(f"{run}/")), None)
+                known = made_here(place)
                 if known is None:
                     raise _not_built(file, error) from error
                 why = _said(error)
@@ -660,21 +705,6 @@ def _load_file(file: str, place: str, compile: bool, build_model, config, custom
             build_model, before = known
             return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)
         return _built(file, build_model, {**_build(file)["config"], **(config or {})}, compile)
-
-
-def _load_keras_2(file: str, compile: bool, build_model, config, custom_objects):
-    """A `tf_keras.Model` from a file of Keras 2."""
-    legacy_keras.check_installed("a model of Keras 2")
-    import tf_keras
-
-    if build_model is None:
-        try:
-            return tf_keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
-        except Exception as error:
-            raise _not_built(file, error) from error
-    model = build_model(dict(config or {}))
-    model.load_weights(file)
-    return model
 
 
 def _build(file: str) -> dict:
@@ -739,6 +769,8 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
         raise ConfigError("build_model must give a keras.Model", f"a {type(model).__name__}", "Return the model")
     if not model_optimizers.has_call(model):
         model_optimizers.build(model, None)
+    elif model_optimizers.decides_itself(model) and not model_optimizers.unbuilt(model):
+        model.built = True  # a call on the inputs alone may be none that it takes
     elif found["inputs"] is not None:
         _call(model, _one_row(found["inputs"]))
     elif not model.built:

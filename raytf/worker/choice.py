@@ -19,7 +19,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from raytf import validation
 from raytf.errors import ConfigError
-from raytf.storage import step_folders
+from raytf.storage import checkpoint_files, step_folders
 from raytf.storage.checkpoint_files import AT_ENDS, MODEL, DamagedCheckpointError, State, read_state_of
 
 # What "best" goes by, unless it is told: the first that a run has.
@@ -76,8 +76,9 @@ def kept_in(filesystem, run: str, others: bool = True) -> list[Kept]:
         return within
     found = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
     folders = [Kept(filesystem, info.path) for info in found if info.type == FileType.Directory]
-    ends = sorted((kept for kept in folders if not kept.within_epoch), key=lambda kept: kept.name, reverse=True)
-    return [kept for kept in ends if kept.name.startswith(AT_ENDS) or _holds(kept, MODEL)] + within
+    ends = [kept for kept in folders if not kept.within_epoch]
+    ends = [kept for kept in ends if kept.name.startswith(AT_ENDS) or _holds(kept, MODEL)]
+    return checkpoint_files.newest_first(ends) + within
 
 
 def _holds(kept: Kept, part: str) -> bool:

@@ -15,6 +15,7 @@ from pyarrow.fs import FileType, LocalFileSystem
 from raytf import validation
 from raytf.console import quiet
 from raytf.errors import ConfigError, first_line
+from raytf.storage import scratch
 from raytf.worker import checkpoint
 from raytf.worker.choice import Choice, kept_in
 
@@ -68,7 +69,11 @@ def export(
     model = checkpoint.load_model(source, compile=False, **choice, **how)
     output = os.path.abspath(os.path.expanduser(os.fspath(output)))
     # beside it, so that what is whole gets its name at once
-    with tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=os.path.dirname(output)) as folder:
+    beside = os.path.dirname(output)
+    with (
+        scratch.named(beside),
+        tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=beside) as folder,
+    ):
         written = os.path.join(folder, os.path.basename(output))
         with quiet.native():
             _write(model, written, format, custom_objects)

@@ -107,6 +107,7 @@ def train(task: TrainJob, session) -> dict | None:
         kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
         if kept:
             agreed["kept"] = kept[0]
+            session.ready(model, task.memory_every is not None)
         survivable = replacement.survivable(
             heals,
             model,
@@ -263,13 +264,18 @@ def built(task: TrainJob, distribution):
     return model
 
 
-def build_from_data(model, dataset) -> None:
+def build_from_data(model, dataset, method: str = "fit") -> None:
     """Builds a compiled model and its optimizer from the data's shapes, as Keras does before its first step.
 
     A checkpoint can then be restored into them.
 
+    Args:
+        model: a compiled `keras.Model`.
+        dataset: a `tf.data.Dataset` of batches.
+        method: "fit" or "evaluate": what is to be done with the dataset.
+
     Raises:
-        ConfigError: a layer of the model is stateful.
+        ConfigError: a layer of the model is stateful, or only its own code can call it, and it is not built.
     """
 
     _refuse_state_of_rows(model)
@@ -279,7 +285,7 @@ def build_from_data(model, dataset) -> None:
             return tf.RaggedTensor.from_row_lengths(tf.zeros([2], spec.dtype), [1, 1])
         return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
-    model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec))
+    model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec), method)
 
 
 def _refuse_state_of_rows(model) -> None:

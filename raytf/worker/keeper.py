@@ -10,15 +10,18 @@ from typing import Any
 
 from raytf import activity
 from raytf.runtime import cores
+from raytf.runtime.deadlines import deadline
 from raytf.storage import checkpoint_files, division, snapshots
 from raytf.storage.division import Cutter
 from raytf.storage.images import Archive, Image
-from raytf.storage.snapshots import NotKeptError, SnapshotWriter
+from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
 from raytf.worker.checkpoint import Moment
 
 # Those that stay: the last, and one for when it is damaged.
 _KEPT_STEPS = 2
-# The last of them is waited for so long at the end.
+# Of what is in a checkpoint beside the model: callbacks, metrics, history.
+_OTHER_BYTES = 1 << 20
+# The last of them is waited for so long at the end, and for its bytes.
 _LAST_SECONDS = 30.0
 # For the checkpoint at the end of an epoch a slow storage has so long, and one that fails.
 _EPOCH_SECONDS, _FAILING_SECONDS = 900.0, 15.0
@@ -49,13 +52,28 @@ class Keeper:
                 stacklevel=2,
             )
 
-    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> bool:
+    def ready(self, model, held: bool = False) -> None:
+        """Prepares all that the first checkpoint needs, before the first step: its layout, its memory, who writes it.
+
+        Args:
+            model: a compiled and built `keras.Model`.
+            held: some are to be held.
+        """
+        size = self._laid_out(model).size
+        if self._writer is None:
+            self._start()
+            self._writer.ready(size + _OTHER_BYTES, held)
+
+    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
         """See `session.RaySession.keep`.
+
+        Args:
+            last: none comes behind it: it is not left out, and waited for where the one before is still being written.
 
         Raises:
             NotKeptError: the process that writes was killed, and so was another one at once.
         """
-        self._take(name, model, parts, writers=writers)
+        self._take(name, model, parts, writers=writers, pinned=last)
         return True
 
     def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
@@ -91,11 +109,14 @@ class Keeper:
         return self._alone or (self._writer is not None and self._writer.alone)
 
     def _content(self, model) -> Archive:
+        return self._laid_out(model).content()
+
+    def _laid_out(self, model):
         from raytf.worker.model_file import ModelFile
 
         if self._file is None:
             self._file = ModelFile(model)
-        return self._file.content()
+        return self._file
 
     def _take(self, name: str, model, parts: Mapping[str, Any], **how: Any) -> int:
         return self._write(name, {checkpoint_files.MODEL: self._content(model), **parts}, **how)
@@ -105,14 +126,19 @@ class Keeper:
         if self._writer is not None:
             try:
                 return self._writer.write(name, found, **how)
+            except NoRoomError:
+                raise
             except NotKeptError as error:  # its process was killed
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
                 self._alone = self._writer.alone
                 self._writer.close()
+        self._start()
+        return self._writer.write(name, found, **how)
+
+    def _start(self) -> None:
         self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.before())
         activity.here.queued_writer = self._writer.queued
         activity.here.failing_storage = functools.partial(getattr, self._writer, "failing")
-        return self._writer.write(name, found, **how)
 
     def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
         """Keeps the checkpoint at the end of an epoch: copies it; newer ones do not make it needless.
@@ -148,7 +174,10 @@ class Keeper:
         """See `session.RaySession.keep_now`."""
         number = self._take(name, model, parts, pinned=True)
         with self._writer.held_up():
-            self._writer.finish(_LAST_SECONDS, _FAILING_SECONDS, number)
+            self._writer.finish(self._last_seconds(), _FAILING_SECONDS, number)
+
+    def _last_seconds(self) -> float:
+        return deadline(_LAST_SECONDS, 0 if self._file is None else self._file.size)
 
     def close(self, well: bool = True) -> None:
         """Waits for the last one, when the training has ended or failed.
@@ -158,6 +187,7 @@ class Keeper:
         Args:
             well: the training came to its end, so that what is held is needless; else it is kept.
         """
+        seconds = self._last_seconds()
         writer, self._writer, self._file = self._writer, None, None
         if writer is None:
             return
@@ -167,7 +197,7 @@ class Keeper:
             else:
                 writer.promote()
             with writer.held_up():
-                writer.finish(_LAST_SECONDS)
+                writer.finish(seconds)
         except NotKeptError as error:
             warnings.warn(str(error), stacklevel=2)
         finally:

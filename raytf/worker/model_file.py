@@ -1,30 +1,24 @@
-"""A model's `.keras` file, again and again, without Keras' writing it: once it does, then only arrays are copied.
+"""A model's `.keras` file, again and again, without Keras' writing it: only arrays are copied.
 
 A `.keras` file is a zip of config.json, metadata.json, an HDF5 with the arrays, and assets such as vocabularies. Keras
-packs nothing, and each array of the HDF5 lies in one piece, whose place h5py tells. So the file that Keras wrote is an
-image for all later ones: which array is whose is found by Keras' own walk over what it saves, and checked by values.
-What a layer makes for the file (`save_own_variables`) is asked for each time. Where more has changed of the model than
-its values (layers, optimizers, shapes), Keras writes an image anew.
+packs nothing, and each array of the HDF5 lies in one piece. So the file is laid out once from shapes, by Keras' own
+walk over what it saves, without a number being written: that is an image for all later ones, and says which array is
+whose. What a layer makes for the file (`save_own_variables`) is asked for each time. Where more has changed of the
+model than its values (layers, optimizers, shapes), it is laid out anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import json
-import os
-import warnings
-import zipfile
-from typing import Any
 
-import h5py
 import numpy as np
 
 from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects
 from raytf.parallel import model_optimizers
-from raytf.storage import scratch
+from raytf.storage import scattered, scratch
 from raytf.storage.images import Archive, Image
 
 _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
@@ -39,72 +33,58 @@ class ModelFile:
 
     def __init__(self, model):
         self._model = model
-        self._again = 0
-        self._make()
+        self._lay_out()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, but for some thousand of zip."""
+        return self._image.size + sum(len(content) for content in self._members.values() if isinstance(content, bytes))
 
     def content(self) -> Archive:
         """The file as the model is now; its arrays may be TensorFlow's own memory: copy them before the next step."""
         layers, optimizers = self._parts()
-        if _ids(layers, optimizers) != self._made_of:
-            self._make()
-        values = self._values()
+        values = self._values() if _ids(layers, optimizers) == self._made_of else None
         if values is None:
-            self._tell_again()
-            self._make()
-            values = self._values() or []  # without places Keras has written it just now, and it is taken as it is
+            values = self._lay_out()
         if (now := _configured(layers, optimizers)) != self._made_with:
             self._config, self._made_with = self._described(), now
         members = {**self._members, _CONFIG: self._config, _METADATA: self._dated()}
         return Archive([(name, members[name]) for name in self._members], self._image, values)
 
-    def _make(self) -> None:
-        """Has Keras write the file, and looks where in it the arrays lie."""
-        with scratch.folder() as folder:
-            path = os.path.join(folder, "model.keras")
-            with describable(self._model):
-                self._model.save(path)
-            with zipfile.ZipFile(path) as archive:
-                found = {name: archive.read(name) for name in archive.namelist()}
-        places, checked = _datasets(found[_WEIGHTS])
-        self._saved = self._owners()
-        self._order = None
-        if self._saved is not None:
-            state = self._state()
-            same = state.keys() == places.keys() and all(
-                places[path][0] >= 0 and _is_same(value, checked[path]) for path, value in state.items()
-            )
-            if same:
-                self._order = list(places)
-                self._kinds = [(checked[path].shape, state[path].dtype) for path in self._order]
-        # without an order the image is used once, as it is
-        self._image = Image(found[_WEIGHTS], [places[path] for path in self._order or ()])
-        self._members: dict[str, bytes | Image] = {**found, _WEIGHTS: self._image}
-        self._config, self._metadata = found[_CONFIG], json.loads(found[_METADATA])
-        layers, optimizers = self._parts()
-        self._made_of, self._made_with = _ids(layers, optimizers), _configured(layers, optimizers)
+    def pieces(self) -> list:
+        """The file as pieces of memory; arrays by reference: use them before the next step."""
+        archive = self.content()
+        return scattered.archive(
+            (name, content if isinstance(content, bytes) else content.pieces(archive.values))
+            for name, content in archive.members
+        )
 
-    def _owners(self) -> list[tuple[str, Any]] | None:
-        """(path, layer or optimizer) of what is in the HDF5, or None where one of them is nothing that is known."""
+    def _lay_out(self) -> list[np.ndarray]:
+        """Finds from shapes where each array comes to lie, and whose it is; the arrays."""
         layers, optimizers = self._parts()
+        with describable(self._model):
+            made = compat_keras.saved_layout(self._model, optimizers, scratch.make)
         known = {id(o): o for o in (*layers, *optimizers)}
-        found = compat_keras.saved_paths(self._model)
-        if any(identity not in known for _, identity in found):
-            return None
-        return [(path, known[identity]) for path, identity in found]
-
-    def _state(self) -> dict[str, np.ndarray]:
-        """The arrays of the HDF5 by their path in it."""
-        return {
-            f"{path}/vars/{key}".lstrip("/"): compat_keras.as_array(value)
-            for path, owner in self._saved or ()
-            for key, value in compat_keras.own_state(owner).items()
-        }
+        is_known = made.fixed and all(identity in known for _, identity in made.owners)
+        # without owners each checkpoint has a layout of its own
+        self._owners = [(path, known[identity]) for path, identity in made.owners] if is_known else None
+        self._order = list(made.places)
+        self._kinds = [(made.values[path].shape, made.values[path].dtype) for path in self._order]
+        self._image = Image(made.size, made.texts, [made.places[path] for path in self._order])
+        self._members: dict[str, bytes | Image] = {**made.members, _WEIGHTS: self._image}
+        self._config, self._metadata = made.members[_CONFIG], json.loads(made.members[_METADATA])
+        self._made_of, self._made_with = _ids(layers, optimizers), _configured(layers, optimizers)
+        return [made.values[path] for path in self._order]
 
     def _values(self) -> list[np.ndarray] | None:
-        """The arrays in the order of the image's places; None where they are others than when it was made."""
-        if self._order is None:
+        """The arrays in the order of the image's places; None where they are others than when it was laid out."""
+        if self._owners is None:
             return None
-        state = self._state()
+        state = {
+            f"{path}/vars/{key}".lstrip("/"): compat_keras.as_array(value)
+            for path, owner in self._owners
+            for key, value in compat_keras.own_state(owner).items()
+        }
         if len(state) != len(self._order):
             return None
         values = [state.get(path) for path in self._order]
@@ -128,15 +108,6 @@ class ModelFile:
         return json.dumps(
             {**self._metadata, "date_saved": datetime.datetime.now().strftime("%Y-%m-%d@%H:%M:%S")}
         ).encode()
-
-    def _tell_again(self) -> None:
-        self._again += 1
-        if self._again == 2:
-            warnings.warn(
-                "A part of the model writes into its file what is not an array of one shape: Keras writes such "
-                "checkpoints, and training waits for it",
-                stacklevel=4,
-            )
 
 
 def _ids(layers: list, optimizers: list) -> list[int]:
@@ -162,26 +133,3 @@ def describable(model):
         yield
     finally:
         vars(model).pop("get_config", None)
-
-
-def _datasets(content: bytes) -> tuple[dict[str, tuple[int, int]], dict[str, np.ndarray]]:
-    """(offset, bytes), and the array, of each dataset of an HDF5; those without one place have the offset -1."""
-    places, arrays = {}, {}
-
-    def look(path, found):
-        if isinstance(found, h5py.Dataset):
-            arrays[path] = np.asarray(found[()])
-            at = found.id.get_offset()
-            at = 0 if not found.size else -1 if at is None or found.dtype.hasobject else at
-            places[path] = at, found.size * found.dtype.itemsize
-
-    with h5py.File(io.BytesIO(content), "r") as file:
-        file.visititems(look)
-    return places, arrays
-
-
-def _is_same(value: np.ndarray, dataset: np.ndarray) -> bool:
-    """Whether an array lies in a dataset byte for byte; a dtype that HDF5 does not know has another name there."""
-    if value.dtype.hasobject or (value.shape, value.nbytes) != (dataset.shape, dataset.nbytes):
-        return False
-    return value.tobytes() == dataset.tobytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 
-from raytf.collectives import healing
+from raytf.collectives import communicator, healing
 from raytf.data import worker_part
 from raytf.data.feed import Feed
 from raytf.parallel import own_state
@@ -17,6 +17,9 @@ from raytf.storage import scratch
 from raytf.storage.checkpoint_files import State
 from raytf.worker import checkpoint, context, fit
 from raytf.worker.job import TrainJob
+
+# A larger model is not written and read for a rehearsal alone: its bytes take longer than what they would import.
+_MOST_BYTES = 64 << 20
 
 
 def rehearse(task: TrainJob, workers: int) -> None:
@@ -41,10 +44,11 @@ def _step(task: TrainJob, shard: Shard) -> None:
         fit.build_from_data(model, dataset)
     if task.steps_per_execution != "auto":
         model.steps_per_execution = task.steps_per_execution
-    with scratch.folder() as folder:
-        state = State(epoch=0, step=0, seed=task.sampling.seed, stopped=False, history=[])
-        checkpoint.save(folder, model, state)
-        checkpoint.restore(folder, model)
+    if sum(map(communicator.bytes_of, model.variables)) <= _MOST_BYTES:
+        with scratch.folder() as folder:
+            state = State(epoch=0, step=0, seed=task.sampling.seed, stopped=False, history=[])
+            checkpoint.save(folder, model, state)
+            checkpoint.restore(folder, model)
     model.fit(worker_part.mark_worker_part(dataset.take(1)), verbose=0, shuffle=False)
     if own_state.bytes_of(model) is not None:
         own_state.take(model, own_state.content_of(model))

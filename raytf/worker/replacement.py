@@ -29,15 +29,23 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import gradient_ring, healing
+from raytf.collectives import communicator, gradient_ring, healing
 from raytf.collectives.healing import Place
 from raytf.collectives.ring import Listener
 from raytf.compat.keras import pythonify_logs
 from raytf.errors import RaytfError, in_a_line
-from raytf.parallel import assigned, callbacks, double_writes, epoch_iterator, local_sgd, metrics, own_state
-from raytf.storage import checkpoint_files, scratch, step_folders
+from raytf.parallel import (
+    assigned,
+    callbacks,
+    double_writes,
+    epoch_iterator,
+    local_sgd,
+    metrics,
+    model_optimizers,
+    own_state,
+)
+from raytf.storage import checkpoint_files, step_folders
 from raytf.worker import checkpoint
-from raytf.worker.session import read_files
 
 # See `_number`.
 _ROW_BYTES = 1 << 13
@@ -129,7 +137,7 @@ def survivable(
         check_chief()
         if position.skipped:
             raise RaytfError("the others have made no step since they went on with another batch")
-        files = _files(model, parts_of(nothing, {}), position.epoch_step + ahead())
+        files = checkpoint.files(model, parts_of(nothing, {}))
         within, stand = healer.within + healer.begun, standing()
         if healer.at_end:
             stand["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
@@ -156,7 +164,8 @@ def survivable(
         return refused
 
     can_keep = hasattr(session, "keep_now")
-    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends)
+    size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
+    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends, size)
     try:
         yield
     finally:
@@ -173,14 +182,6 @@ def _refused(model, holder) -> str | None:
     if size is None or size > healing.MOST_BYTES:
         return f"metrics and moving statistics have {size} bytes, more than {healing.MOST_BYTES} to be passed on"
     return None
-
-
-def _files(model, parts: dict[str, Any], epoch_step: int) -> dict[str, bytes]:
-    """The files of a checkpoint, by name."""
-    with scratch.folder() as folder:
-        version = checkpoint_files.VERSION if epoch_step else checkpoint_files.VERSION_OF_EPOCHS
-        checkpoint.write(folder, model, parts, version)
-        return read_files(folder)
 
 
 class _Moment:
@@ -233,7 +234,7 @@ class _Moment:
         try:
             if others := [v.path for v, number in self._noted if _number(self._here(v)) != number]:
                 raise RaytfError(f"a callback has changed {', '.join(others)} since the last step")
-            files = _files(self._model, self._parts, self._epoch_step)
+            files = checkpoint.files(self._model, self._parts)
         finally:
             own_state.put_each(strategy, [(variable, now) for variable, _, now in changed])
         agreed = self._agreed | {"last": metrics.last_logs(self._model, self._last)}

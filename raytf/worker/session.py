@@ -176,7 +176,7 @@ class RaySession:
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
             if healing.here.place is not None:
-                folder = stack.enter_context(scratch.folder())
+                folder = stack.enter_context(scratch.folder(bytes_of(healing.here.place.files)))
                 write_files(healing.here.place.files, folder)
                 self._report_for(healing.here.place, checkpoint_files.read_state(folder).history)
                 yield folder
@@ -272,7 +272,17 @@ class RaySession:
         Returns:
             Whether it was taken: the process that writes it may be behind, and says what it could not write.
         """
-        return self._keeper.keep(name, model, parts, writers)
+        return self._keeper.keep(name, model, parts, writers, last=ending.gate.why is not None)
+
+    def ready(self, model, held: bool) -> None:
+        """Prepares what the first checkpoint needs, on a worker that keeps some, or holds them; before the first step.
+
+        Args:
+            model: a compiled and built `keras.Model`.
+            held: some are to be held in memory.
+        """
+        if self.rank == 0 or (held and self.holders().mine):
+            self._keeper.ready(model, held)
 
     def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Keeps a checkpoint, on any worker and in any thread while the training waits; returns when it is whole.
@@ -369,7 +379,8 @@ def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
 
 def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
     """The folder of a checkpoint on this machine, once it is checked."""
-    folder = stack.enter_context(saved.as_directory())
+    with scratch.named():  # of another storage it is copied there
+        folder = stack.enter_context(saved.as_directory())
     checkpoint_files.check(folder, contents, posixpath.basename(saved.path))
     return folder
 
@@ -432,6 +443,7 @@ class TrialSession:
         self._keeper = Keeper(within.filesystem, within.folder) if within is not None and rank == 0 else None
         self._reports = 0 if within is None else within.reports
         self._write: Callable[[str], None] | None = None
+        self._taken: dict[str, bytes] | None = None  # the files that it has written
         self._mine = rank == 0  # whether this worker has files of its own
         self.waits = False
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
@@ -444,7 +456,7 @@ class TrialSession:
             if self._keeper is not None:
                 stack.callback(self._keeper.close)
             if (place := healing.here.place) is not None:
-                self.folder = stack.enter_context(scratch.folder())
+                self.folder = stack.enter_context(scratch.folder(bytes_of(place.files)))
                 write_files(place.files, self.folder)
                 self._reports = place.agreed["reports"]
             if self.folder is not None:
@@ -459,7 +471,13 @@ class TrialSession:
         """Tells nobody: who runs a trial waits for its workers all the time, and sees at once which one is lost."""
 
     def _keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
-        return self._keeper.keep(name, model, {**parts, TRIAL: json.dumps({"reports": self._reports})})
+        parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
+        return self._keeper.keep(name, model, parts, last=ending.gate.why is not None)
+
+    def ready(self, model, held: bool) -> None:
+        """See `RaySession.ready`."""
+        if self._keeper is not None:
+            self._keeper.ready(model, held)
 
     def report(
         self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
@@ -477,10 +495,9 @@ class TrialSession:
         if self._keeper is not None and isinstance(write, Moment) and ending.gate.why is not None:
             self._keep(step_folders.name_of(write.state.step), write.model, write.parts())
         if write is not None:
-            self._write, self._mine = write, everyone or self.rank == 0
+            self._write, self._mine, self._taken = write, everyone or self.rank == 0, None
             if keep and self.rank == 0:
-                files = self._files()
-                self._write = lambda folder: write_files(files, folder)
+                self._taken = self._files()
         self.events.put(("report", metrics))
         self.waits = True
         with activity.here.meeting(activity.REPORT):
@@ -502,6 +519,10 @@ class TrialSession:
         """The files of a checkpoint of this moment, by name; None where the loop wrote none here."""
         if self._write is None or not self._mine:
             return None
+        if self._taken is not None:
+            return self._taken
+        if isinstance(self._write, Moment):
+            return self._write.files()
         with scratch.folder() as folder:
             self._write(folder)
             return read_files(folder)
@@ -524,9 +545,14 @@ def fetched(saved: ray.train.Checkpoint) -> dict[str, bytes]:
     Raises:
         DamagedCheckpointError: it is not whole.
     """
-    with saved.as_directory() as folder:
+    with scratch.named(), saved.as_directory() as folder:
         checkpoint_files.check(folder, name=posixpath.basename(saved.path))
         return read_files(folder)
+
+
+def bytes_of(files: Mapping[str, bytes]) -> int:
+    """Bytes of what `read_files` gave."""
+    return sum(map(len, files.values()))
 
 
 def write_files(files: dict[str, bytes], folder: str) -> None:

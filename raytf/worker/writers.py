@@ -1,4 +1,4 @@
-"""How many workers write a checkpoint: those of a large model do so together, as each has all of its weights."""
+"""How many workers write a checkpoint: many workers of a large model do so together, as each has all of its weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from raytf.parallel import model_optimizers
 
 # Of a model's file; what is smaller is not worth another writer.
 LEAST_BYTES = 64 << 20
+# With fewer each of them would need more than a tenth of the checkpoint in memory.
+FEWEST = 12
 _LONGEST_NAME = 128
 
 
@@ -46,7 +48,7 @@ class Writers:
         size, strategy = self._session.size, model.distribute_strategy
         variables = [*model.variables, *model_optimizers.variables(model)]
         wanted = min(size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
-        if wanted < 2 or not communicator.spans_workers(strategy):
+        if wanted < FEWEST or not communicator.spans_workers(strategy):
             return 1
         mine = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
         (told,) = communicator.from_chief(strategy, [mine])

@@ -2,12 +2,13 @@
 
 import os
 import threading
+import time
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from raytf.runtime.answers import NoAnswerError, collect
+from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -84,3 +85,18 @@ def test_who_looks_meanwhile_may_end_the_wait(silent):
 
     with pytest.raises(InterruptedError, match="is frozen"):
         collect([silent.wait.remote(0)], None, "a step", look=look)
+
+
+@pytest.mark.parametrize("take", [collect, lambda *of: list(as_they_come(*of))])
+def test_a_thousand_answers_cost_as_much_each_as_a_hundred(take):
+    """Bookkeeping at a start: what one answer takes of the processor does not grow with their number."""
+
+    def seconds(count):
+        refs = [ray.put(i) for i in range(count)]
+        began = time.process_time()
+        take(refs, 60, "numbers")
+        return (time.process_time() - began) / count
+
+    seconds(10)
+    few, many = (min(seconds(count) for _ in range(3)) for count in (100, 1000))
+    assert many < 3 * few

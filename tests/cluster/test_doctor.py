@@ -15,6 +15,7 @@ import sys
 import pytest
 
 from cluster import local, namespaces
+from tests.docs import blocks
 from tests.faulty_hosts import own, plant_in_the_network
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,8 +37,8 @@ def cluster_on(hosts, warm_services):
 
 
 def doctor(cluster, host, *options: str, code: int, **variables: str) -> str:
-    """What the command of the README prints, with other options."""
-    (command,) = re.findall(r"^raytf doctor .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    """What the command of the page prints, with other options."""
+    (command,) = blocks.commands(blocks.named("docs/guides/cluster.md", "doctor"))
     words = command.replace("HEAD:6379", cluster.address).split()
     assert words[-2:] == ["--storage", "/shared"]
     done = subprocess.run(

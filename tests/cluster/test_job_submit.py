@@ -1,4 +1,4 @@
-"""`ray job submit` runs a training on a cluster started with cluster/local.py, as cluster/README.md says."""
+"""`ray job submit` runs a training on a cluster started with cluster/local.py, as docs/guides/cluster.md says."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_keras_2(tmp_path):
     assert found["steps"] == EPOCHS * 4, "a step for each global batch"
     assert 0 < found["taken"] < ROWS
     assert {"loss", "sparse_categorical_crossentropy"} <= result.metrics.keys()
-    model = raytf.load_model(result)
+    model = raytf.load_model(result, legacy_keras=True)
     assert type(model).__module__.startswith("tf_keras")
     for mine, theirs in zip(model.get_weights(), found["weights"], strict=True):
         np.testing.assert_array_equal(mine, np.float32(theirs))

@@ -1,4 +1,4 @@
-"""Rows of cluster/RAY.md that need a cluster: each of these runs stands for many of them."""
+"""Rows of docs/reference/ray-compatibility.md that need a cluster: each of these runs stands for many of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`make compat`: what raytf does with the versions that people have, each set in an environment of its own.
 
-python -m tests.compat.matrix                    all sets, all checks; writes the table into README.md
+python -m tests.compat.matrix                    all sets, all checks; writes the table into docs/reference/versions.md
 python -m tests.compat.matrix --set oldest --check sweep --environment oldest=/path/of/a/venv
 """
 
@@ -26,7 +26,7 @@ from tests.processes.groups import LOCAL, processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "compat"
-README, BEGIN, END = ROOT / "README.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
+PAGE, BEGIN, END = ROOT / "docs/reference/versions.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
 SECONDS = 3000
 # Beside what raytf needs: what its tests do.
 ALSO = ("pytest", "pytest-timeout", "hypothesis", "psutil", "scikit-learn")
@@ -43,7 +43,7 @@ FEW = ("kinds_sgd", "kinds_adam", "kinds_adamw", "batch_normalization", "train_s
 TOLERANCE = 1e-9
 # What of Keras' own tests raytf's replacements reach.
 KERAS_TESTS = ("trainers", "losses", "metrics", "optimizers", "callbacks", "models", "backend/tensorflow")
-# Tests of Keras in which raytf differs on purpose; see "Versions" in the README.
+# Tests of Keras in which raytf differs on purpose; see docs/reference/versions.md.
 DIFFER = ("test_ema", "test_gradient_accumulation")
 
 
@@ -80,7 +80,7 @@ SETS = {
 }
 SMOKES = ("trainer", "stream", "sweep", "run")
 CHECKS = ("names", "unit", "parity", *SMOKES, "keras")
-# Columns of the README's table.
+# Columns of the page's table.
 HEADS = {kind: kind for kind in CHECKS[1:]} | {"unit": "`tests/unit/compat`", "keras": "Keras' own tests"}
 
 
@@ -201,7 +201,7 @@ def check(kind: str, chosen: Versions, python: str) -> str:
 
 
 def table(found: dict[str, dict[str, str]]) -> str:
-    """The table of the README."""
+    """The table of the page."""
     heads = ["", "Python", "Ray", "Keras", "TensorFlow", *HEADS.values()]
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, chosen in SETS.items():
@@ -214,10 +214,10 @@ def table(found: dict[str, dict[str, str]]) -> str:
 
 
 def write_table(found: dict[str, dict[str, str]]) -> None:
-    text = README.read_text()
+    text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(before + BEGIN + table(found) + END + after)
+    PAGE.write_text(before + BEGIN + table(found) + END + after)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import pytest
 import ray
 
 from raytf.runtime.processes import Process
+from tests.docs import blocks
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
@@ -54,10 +55,10 @@ def example(tmp_path):
 
 def example_of_the_readme(folder):
     """The README's first two examples, of raytf.fit and of a KerasTrainer, as a file."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
-    assert "raytf.fit(" in blocks[0] and "raytf.KerasTrainer(" in blocks[1]
-    assert all(len(block.strip().splitlines()) <= 15 for block in blocks)
-    (folder / "example.py").write_text("".join(blocks))
+    examples = [blocks.named("README.md", name).text for name in ("fit", "trainer")]
+    assert "raytf.fit(" in examples[0] and "raytf.KerasTrainer(" in examples[1]
+    assert all(len(example.strip().splitlines()) <= 15 for example in examples)
+    (folder / "example.py").write_text("".join(examples))
     return folder / "example.py"
 
 

@@ -1,4 +1,4 @@
-"""The README's section "On a cluster", command by command as written there, from the token to the end of the jobs.
+"""How docs/guides/cluster.md starts Ray and submits jobs, command by command, from the token to the end of the jobs.
 
 Options are added where hosts, ports and folders are this machine's, which several clusters share; HEAD and /shared get
 their values. The "other host" is a second node of this machine.
@@ -21,6 +21,7 @@ import pytest
 
 import raytf
 from cluster import local
+from tests.docs import blocks
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,11 +38,10 @@ def build_model(config):
 
 
 def commands():
-    """The section's commands, each in a line, without comments."""
-    section = re.search(r"^## On a cluster\n(.*?)^## ", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
-    blocks = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [re.sub(r"\s+#.*", "", line) for line in lines]
+    """Of both blocks, each in a line, without comments; those of the README are among them."""
+    found = [c for name in ("start", "job") for c in blocks.commands(blocks.named("docs/guides/cluster.md", name))]
+    assert set(blocks.commands(blocks.named("README.md", "cluster"))) <= set(found)
+    return found
 
 
 class Hosts:
@@ -128,7 +128,7 @@ def test_the_section_as_written(hosts):
 
 
 def _digits(said):
-    """The accuracy that the README names; the line that loads the model works; no line that is not for the user."""
+    """The accuracy of the example; the line that loads the model works; no line that is not for the user."""
     log = said[re.search(r"^Running entrypoint for job .*\n", said, re.MULTILINE).end() :].splitlines()
     log = log[
         : next((i for i, line in enumerate(log) if " cli.py:" in line), len(log))

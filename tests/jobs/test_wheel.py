@@ -15,6 +15,8 @@ import zipfile
 
 import pytest
 
+from tests.docs import blocks
+
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -87,7 +89,7 @@ def test_the_wheel_runs_without_the_checkout(environment, tmp_path):
     for command in ("train", "sweep", "run", "plan", "report"):
         assert re.search(rf"^  {command} ", shown, re.MULTILINE), shown
 
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    example = blocks.named("README.md", "fit").text
     assert "raytf.fit(" in example
     (tmp_path / "example.py").write_text(example)
     with tempfile.TemporaryDirectory(prefix="raytf", ignore_cleanup_errors=True) as short:  # for Ray's sockets

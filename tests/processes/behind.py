@@ -36,13 +36,14 @@ class Behind:
     def started(self) -> bool:
         return self._process is not None
 
-    def start(self, kinds, ids) -> None:
+    def start(self, kinds, ids, idle=True) -> None:
         """Starts the groups of several kinds.
 
         Args:
             kinds: {name: function}, of which each gives stages for a folder and tests: lists of groups; one begins when
                 all of the one before have ended.
             ids: of the tests that wait for them.
+            idle: whether they run on what other tests leave of the processors.
         """
         results = Results(self.folder)
         stages = []
@@ -56,7 +57,8 @@ class Behind:
                 command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=ROOT
             )
         # Ray lowers the priority of its workers, so that a nice value would hardly be behind them
-        os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+        if idle:
+            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         results.pid.write_text(str(self._process.pid))
 
     def end(self) -> None:

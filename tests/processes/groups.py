@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.processes.optimizer_scenarios import SCENARIOS
+from tests.processes.all_scenarios import SCENARIOS
 
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
@@ -20,6 +20,7 @@ THREE = [
     *("gan_dcgan", "gan_in_long_executions", "gan_wgan_gp", "gan_in_conditions", "gan_pix2pix", "actor_critic"),
     *("three_optimizers_with_shared_variables", "two_scaled_losses", "vae_with_add_loss", "distillation"),
     "in_batch_contrastive_loss",
+    *("padded_lists_without_mask", "python_generator_is_read_once", "datasets_that_know_how_often_they_are_read"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -28,7 +29,7 @@ LOCAL = [
     *("batch_normalization", "batch_normalization_synchronized_uneven", "last_batch_of_one_row", "odd_global_batch"),
     *("steps_per_execution", "run_eagerly", "global_clipnorm_and_ema", "regularization_and_own_add_loss"),
     *("learning_rate_schedule_and_clipvalue", "batch_logs", "train_step_OwnStep", "train_step_BareLogs", "on_batch"),
-    "arrays_of_python_functions",
+    *("arrays_of_python_functions", "python_generator_is_read_once", "datasets_that_know_how_often_they_are_read"),
     *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.

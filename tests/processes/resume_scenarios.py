@@ -166,6 +166,9 @@ class Session:
     def report(self, metrics, write):
         self.reports.append(metrics)
 
+    def ready(self, model, held):
+        """Nothing is to be made ready."""
+
     def keep(self, name, model, parts):
         folder = os.path.join(self._kept, name)
         os.makedirs(folder)

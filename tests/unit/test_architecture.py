@@ -53,6 +53,7 @@ WITHOUT = {
     "raytf.parallel.model_optimizers",
     "raytf.parameter_server.servers",
     "raytf.fitting.fit_worker",
+    "raytf.fitting.predictor",
     "raytf.fitting.warm",
     "raytf.worker.callback_state",
     "raytf.worker.checkpoint",

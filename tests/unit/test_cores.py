@@ -129,6 +129,7 @@ def test_who_wants_more_than_are_free_gets_none_and_leaves_none_behind(start, tw
     assert b.ask("claim 1").startswith("True")
 
 
+@pytest.mark.slow
 def test_one_that_stands_still_while_it_claims_is_not_waited_for_for_long(start, two):
     (a,) = start(1)
     space = a.process.args[3]

@@ -41,17 +41,16 @@ def test_the_ranges_in_order_are_the_file(data):
     expected = bytearray(content)
     for (begin, size), value in zip(places, values, strict=True):
         expected[begin : begin + size] = value.tobytes()
-    archive, count = Archive([], Image(content, places), values), data.draw(st.integers(1, 7))
+    archive, count = Archive([], Image.of(content, places), values), data.draw(st.integers(1, 7))
+    assert b"".join(map(bytes, archive.image.pieces(values))) == expected
     found = b""
     for index in range(count):
         piece = division.Cutter(index, count).piece(archive)
-        part = bytearray(piece.image.content)
-        for (begin, size), value in zip(piece.image.places, piece.values, strict=True):
-            assert value.nbytes == size
-            part[begin : begin + size] = value.tobytes()
+        part = b"".join(map(bytes, piece.image.pieces(piece.values)))
+        assert len(part) == piece.image.size
         found += part
     assert found == expected
-    assert division.layout(Image(content, places)) == division.layout(Image(bytes(expected), places))
+    assert division.layout(Image.of(content, places)) == division.layout(Image.of(bytes(expected), places))
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5), st.integers(1, 6))

@@ -184,6 +184,7 @@ def test_who_has_another_token_is_told_nothing(probes):
     assert probes[2]._datagrams(HERE, at[1]) == {}
 
 
+@pytest.mark.slow
 def test_strangers_who_say_nothing_or_nonsense_hold_nobody_up(probes):
     at = probes[0].listen()
     with contextlib.ExitStack() as stack:

@@ -119,17 +119,18 @@ LISTS = [[i] * (i % 7) for i in range(ROWS)]
 @pytest.mark.parametrize("workers", [1, 3])
 def test_lists_of_different_lengths(options, workers):
     table = pa.table({"tokens": pa.array(LISTS, pa.list_(pa.int32())), "id": np.arange(ROWS)})
-    seen = []
+    seen, batches = [], [batch.numpy() for batch in feed(table, "id", global_batch=34).dataset()]
     for worker in range(workers):
         place = {"worker": worker, "workers": workers, "global_batch": 34}
-        for tokens, ids in feed(table, Column("tokens", **options), "id", **place).dataset():
+        dataset = feed(table, Column("tokens", **options), "id", **place).dataset()
+        for (tokens, ids), everybodys in zip(dataset, batches, strict=True):
             ids = ids.numpy().tolist()
             assert tokens.dtype == tf.int32
             if "ragged" in options:
                 assert tokens.to_list() == [LISTS[i] for i in ids]
             else:
                 value = options.get("pad_value", 0)
-                width = 9 if options["pad"] == 9 else max((i % 7 for i in ids), default=0)
+                width = 9 if options["pad"] == 9 else max(i % 7 for i in everybodys)
                 assert tokens.numpy().tolist() == [LISTS[i] + [value] * (width - i % 7) for i in ids]
             seen += ids
     assert sorted(seen) == list(range(ROWS))

@@ -144,10 +144,11 @@ def _tf(kind):
 def test_a_tf_data_dataset_is_rows():
     from raytf.fitting import tf_data
 
-    (x, y, w), batch, shuffles = tf_data.rows_of(_tf("plain"), "x", {"y": None})
+    found = tf_data.rows_of(_tf("plain"), "x", {"y": None})
+    x, y, w = found.parts
     np.testing.assert_array_equal(x, X * 2)
-    assert (batch, shuffles, w) == (3, False, None) and y.tolist() == Y.tolist()
-    assert tf_data.rows_of(_tf("shuffled"), "x", {})[2]
+    assert (found.batch, found.shuffles, w) == (3, False, None) and y.tolist() == Y.tolist()
+    assert tf_data.rows_of(_tf("shuffled"), "x", {}).shuffles
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,7 @@ def test_a_stopped_process_shows_its_stack():
     assert "its stack is not known: py-spy may not look at it" in stacks.of(process.pid)
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_step():
     """Its part of a step of a millisecond, measured against a loop of this machine's own."""
     here = Activity()

@@ -69,6 +69,7 @@ def ring_of(waiting, listener, generation):
     return Rejoin([waiting.address, (listener.host, listener.port)], TOKEN, generation, {})
 
 
+@pytest.mark.slow
 def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivor):
     """Its new member died behind the driver's word: no 30 s for it to come. What was passed on is had by the next."""
     healer, holder, sum_ = survivor

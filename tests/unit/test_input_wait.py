@@ -31,6 +31,7 @@ def fit(pause, steps_per_execution):
         return waited()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_slow_input_is_seen(steps_per_execution):
     before = OwnedIterator._next_internal

@@ -63,6 +63,7 @@ def whose_end(waits, ended, **autotune):
     return tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int32)).with_options(options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("replaced")
 def test_the_end_of_an_iterator_that_waits_holds_up_nobody():
     waits, ended = threading.Event(), threading.Event()

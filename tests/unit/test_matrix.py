@@ -11,9 +11,9 @@ def test_scenarios_of_parity():
     assert sorted(named - optimizer_scenarios.SCENARIOS.keys()) == []
 
 
-def test_checks_and_the_table_of_the_readme():
+def test_checks_and_the_table_of_the_page():
     assert set(matrix.SMOKES) == set(smoke.CHECKS) and callable(keras_plugin.pytest_configure)
-    text = matrix.README.read_text()
+    text = matrix.PAGE.read_text()
     before, _, rest = text.partition(matrix.BEGIN)
     rows = rest.partition(matrix.END)[0].splitlines()
     assert before and len(rows) == 2 + len(matrix.SETS)

@@ -1,4 +1,4 @@
-"""cluster/RAY.md has a row for all that Ray's public classes and functions take, and what it says is refused is."""
+"""The page of Ray compatibility has a row for all that Ray takes in public, and what it says is refused is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytf.train import arguments, local, ray_config
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils, place_of, preemption
 from raytf.worker.session import TrialSession
 
-PAGE = pathlib.Path(__file__).parents[2] / "cluster" / "RAY.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "ray-compatibility.md"
 COLUMNS = ("TensorflowTrainer", "KerasTrainer", "sweep", "num_workers=0")
 CLASSES = [
     *(ray.train.ScalingConfig, ray.train.RunConfig, ray.train.FailureConfig, ray.train.CheckpointConfig),

@@ -335,6 +335,7 @@ def hello_of(rank, purpose=0):
     return b"raytf/ring/3" + b"".join(i.to_bytes(4, "little") for i in (rank, purpose, 0)) + bytes(TOKEN_BYTES)
 
 
+@pytest.mark.slow
 def test_many_strangers_are_turned_away_at_once(ring_of):
     """Each of them would cost five seconds if they were asked one after the other: a thousand in all."""
     hellos = [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(56), hello_of(0)[:9], hello_of(0), hello_of(7)]

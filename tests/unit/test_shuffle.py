@@ -96,6 +96,7 @@ def test_batches_are_mixed_as_at_random(batch):
         assert abs(np.mean(ratios) - 1) < 5 * np.sqrt(2 / (6 * ROWS / batch))
 
 
+@pytest.mark.slow
 def test_a_billion_rows_take_no_memory_and_no_time():
     made = sampling.Sampler(rows=(10**6,) * 1000, global_batch=1024)
     began = time.process_time()

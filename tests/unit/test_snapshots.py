@@ -44,7 +44,7 @@ _images: dict[int, Image] = {}
 
 
 def image(size: int) -> Image:
-    return _images.setdefault(size, Image(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
+    return _images.setdefault(size, Image.of(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
 
 
 def check(folder, step: int, size: int = 1000) -> None:
@@ -579,12 +579,36 @@ def test_only_what_is_whole_counts(tmp_path):
     assert SnapshotStore(LOCAL, str(tmp_path), keep=1).prune() == [name_of(2), name_of(3)]
 
 
-def test_what_writers_left_half_written_is_removed_when_it_is_old(tmp_path):
-    for name in (".partial_old", ".partial_new"):
-        (tmp_path / name).mkdir()
-    os.utime(tmp_path / ".partial_old", (0, 0))
-    SnapshotStore(LOCAL, str(tmp_path)).prune()
-    assert os.listdir(tmp_path) == [".partial_new"]
+@pytest.mark.parametrize("clock", [0, -180, 180])
+def test_what_writers_left_half_written_is_removed_by_whose_it_is_and_not_by_a_clock(tmp_path, clock):
+    """The clock of a file server may be minutes behind, and a part takes minutes to be written."""
+
+    def left(*names):
+        for name in names:
+            (tmp_path / name).mkdir()
+            os.utime(tmp_path / name, (time.time() + clock, time.time() + clock))
+
+    ends = "checkpoint_2026-01-01_00-00-00"
+    before = [
+        f".partial_{name_of(7)}_0123abcd",
+        f".parts_{name_of(7)}",
+        f".parts_{ends}1",
+        f".partial_{ends}1_0123abcd",
+    ]
+    old = [f".partial_{name_of(1)}_0123abcd", f".partial_{name_of(1)}_0123abcd_before", f".parts_{name_of(1)}"]
+    left(*before, *old)
+    store = SnapshotStore(LOCAL, str(tmp_path), keep=2)
+    store.prune()
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, *old]), "another one may be at it"
+    store.put(name_of(2), files_of(2))
+    now = [f".parts_{name_of(8)}", f".parts_{ends}2", f".partial_{ends}2_0123abcd"]
+    left(*now)
+    store.prune()
+    assert sorted(os.listdir(tmp_path)) == sorted([*now, name_of(2)])
+    store.put(name_of(9), files_of(9))
+    left(f".parts_{name_of(9)}")
+    store.prune()
+    assert sorted(os.listdir(tmp_path)) == sorted([*now[1:], name_of(2), name_of(9)])
 
 
 def test_arrays_are_as_numpy_writes_them(tmp_path):

@@ -173,3 +173,13 @@ def test_attributes_of_the_users_own_travel_and_what_cannot_is_said():
     model.other.exclude_from_weight_decay(var_list=[model.layers[1].bias])
     with pytest.raises(ConfigError, match="variables out of its weight decay that it does not train yet"):
         transport.write_named([("the model", model)])
+
+
+def test_weights_are_not_copied_on_their_way_to_the_object_store():
+    import keras
+
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    data, sent = transport.write(model)
+    one, two = sent.values(), sent.values()
+    assert one and all(np.shares_memory(one[number], two[number]) for number in one if one[number].size > 1)
+    assert len(data) < 64 * 64 * 4, "nor do they go with the model"

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import raytf
+from tests.docs import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -46,6 +47,7 @@ grid = raytf.sweep(trainer, {"learning_rate": tune.loguniform(1e-4, 1e-1)}, num_
 assert_type(grid, tune.ResultGrid)
 raytf.sweep(raytf.TensorflowTrainer(lambda config: None, train_loop_config={}), resume="/shared/sweep")
 raytf.load_model(result), raytf.load_model("/shared/run", compile=False)
+raytf.Predictor(result, which="best", keep=["id"]), raytf.Predictor(build_model({}), features={"a": ["b", "c"]})
 raytf.show_result(result)
 raytf.fit(build_model({}), [1], [2], batch_size=1, validation_freq=[1, 3], num_workers=2).history["loss"]
 try:
@@ -74,6 +76,7 @@ raytf.fit(None, [1], [2], num_workers="2")  # arg-type
 raytf.fit(None, [1], [2], epoch=2)  # call-arg
 raytf.get_dataset("train", features="a")  # call-arg
 raytf.load_model(3)  # arg-type
+raytf.Predictor("/shared/run", features=3)  # arg-type
 raytf.plan("trainer")  # arg-type
 raytf.KearsTrainer  # attr-defined
 trainer.fit().metric  # attr-defined
@@ -114,7 +117,7 @@ def test_every_argument_has_a_type(name):
 @pytest.mark.slow
 def test_a_users_script_is_checked(tmp_path):
     """With the options and the cache of `make lint`, as what it takes is to read Ray's types."""
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
+    readme = [blocks.named("README.md", name).text for name in ("fit", "trainer")]
     assert "raytf.fit(" in readme[0] and "raytf.KerasTrainer(" in readme[1]
     for name, text in {"fine": FINE, "wrong": WRONG, "readme_fit": readme[0], "readme_trainer": readme[1]}.items():
         (tmp_path / f"{name}.py").write_text(text)

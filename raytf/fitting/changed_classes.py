@@ -1,0 +1,136 @@
+"""What has happened to an importable class since its import, for the process that imports it anew.
+
+Such a class travels by its name. A constructor may have changed it: Keras gives a functional-style subclass of
+`keras.Model` other bases, others count or register what they make, in the class or in variables of its module. So the
+class takes along its bases, its values, and those variables of the module that its code uses and some code changes. A
+value that does not pickle (a lock, a logger) stays what the import makes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import importlib
+import inspect
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+from ray import cloudpickle
+
+# What these do to their own classes, they do at import.
+_LIBRARIES = frozenset(("keras", "tensorflow", "raytf", "builtins", "abc", "typing"))
+_CHANGEABLE = (dict, list, set, bytearray, collections.deque)
+
+
+def may_be(kind: type) -> bool:
+    """Returns whether a class is a user's or another library's, about Keras, and found by its name."""
+    kinds = (keras.Operation, keras.metrics.Metric, keras.Loss, keras.optimizers.Optimizer, keras.callbacks.Callback)
+    if not issubclass(kind, kinds) or kind.__module__.split(".")[0] in _LIBRARIES:
+        return False
+    module = sys.modules.get(kind.__module__)
+    if module is None or kind.__module__ == "__main__" or _by_value(kind.__module__):
+        return False
+    try:
+        return operator.attrgetter(kind.__qualname__)(module) is kind
+    except AttributeError:  # of a function's own
+        return False
+
+
+def _by_value(module: str) -> bool:
+    """Returns whether the user has cloudpickle write the code of a module, or of a package it is in."""
+    parts = module.split(".")
+    registered = cloudpickle.list_registry_pickle_by_value()
+    return any(".".join(parts[:end]) in registered for end in range(1, len(parts) + 1))
+
+
+def state(kind: type, pickles: Callable[[Any], bool]) -> dict[str, Any]:
+    """Returns what `set_state` gives the class in another process.
+
+    Args:
+        kind: the class.
+        pickles: whether a value can be sent.
+    """
+    values = {k: v for k, v in vars(kind).items() if not _is_definition(kind, k, v)}
+    module = vars(sys.modules[kind.__module__])
+    found = {name: module[name] for name in sorted(_changeable(kind, module))}
+    return {
+        "bases": kind.__bases__,
+        "values": {k: v for k, v in values.items() if pickles(v)},
+        "variables": {k: v for k, v in found.items() if pickles(v)},
+    }
+
+
+def _is_definition(kind: type, name: str, value) -> bool:
+    """Returns whether an import gives a class this attribute, or none can be sent."""
+    if name.startswith("__") or name.startswith("_abc_"):
+        return True
+    if isinstance(value, types.FunctionType):
+        return (value.__module__, value.__qualname__) == (kind.__module__, f"{kind.__qualname__}.{name}")
+    return hasattr(value, "__get__") or isinstance(value, type)
+
+
+def _changeable(kind: type, module: dict[str, Any]) -> set[str]:
+    """Returns the names of variables of a module that code of a class uses, and that may have changed."""
+    used, stored, seen = set(), set(), set()
+    left = list(_functions(vars(kind).values()))
+    while left:
+        function = left.pop()
+        if function in seen or function.__globals__ is not module:
+            continue
+        seen.add(function)
+        for code in _codes(function.__code__):
+            used |= set(code.co_names) & module.keys()
+            stored |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+        left += _functions(module[name] for name in used)
+    kept = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+    return {
+        name
+        for name in used
+        if not isinstance(module[name], kept) and (name in stored or isinstance(module[name], _CHANGEABLE))
+    }
+
+
+def _functions(values: Iterable) -> Iterator[types.FunctionType]:
+    for value in values:
+        parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        for part in parts:
+            if isinstance(part, types.FunctionType):
+                yield inspect.unwrap(part)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _codes(part)
+
+
+def imported(module: str, name: str) -> type:
+    """Returns the class of a name, of this process."""
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def set_state(kind: type, found: dict[str, Any]) -> None:
+    """Gives a class and its module what `state` found in another process."""
+    if kind.__bases__ != found["bases"]:
+        kind.__bases__ = found["bases"]
+    for name, value in found["values"].items():
+        setattr(kind, name, value)
+    module = sys.modules[kind.__module__]
+    for name, value in found["variables"].items():
+        _set(module, name, value)
+
+
+def _set(module: types.ModuleType, name: str, value) -> None:
+    """Sets a variable; what other modules may have imported from this one stays the same object."""
+    present = getattr(module, name, None)
+    if type(present) is not type(value) or not isinstance(present, _CHANGEABLE):
+        setattr(module, name, value)
+    elif present is not value:
+        kept = dict(value) if isinstance(value, dict) else list(value)
+        present.clear()
+        (present.update if isinstance(present, (dict, set)) else present.extend)(kept)

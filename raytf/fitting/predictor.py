@@ -1,0 +1,282 @@
+"""`raytf.Predictor`: a run's model as a function of batches, for `ray.data.Dataset.map_batches`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.data.block import BlockAccessor
+
+from raytf.data import columns
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import ColumnSpecs
+from raytf.data.sampling import Sampling
+from raytf.data.stored import StoredDataset, as_table
+from raytf.errors import ConfigError
+from raytf.worker import checkpoint
+from raytf.worker.choice import Choice
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+    import pandas as pd
+    import pyarrow as pa
+    from ray.train import Checkpoint, Result
+
+
+class Predictor:
+    """Predicts batches of rows with the model of a run; loads it once in each process that predicts.
+
+    In actors, each of which loads the model once:
+
+        ds.map_batches(raytf.Predictor, fn_constructor_args=(result,), fn_constructor_kwargs={"which": "best"},
+                       batch_size=256, compute=ray.data.ActorPoolStrategy(size=4))
+
+    In Ray Data's tasks, whose processes load it once each, and with any model, also one of a notebook:
+
+        ds.map_batches(raytf.Predictor(model, features="image"), batch_size=256)
+
+    Args:
+        run: a `ray.train.Result`, a `ray.train.Checkpoint`, a path or URI as `raytf.load_model` takes it, or a
+            `keras.Model`, whose weights of the first use count, and which goes into Ray's object store once.
+        features: columns of a batch that the model takes, as `raytf.KerasTrainer` takes them; by default those that
+            the run was trained with, or else those that bear the names of the model's inputs.
+        keep: columns of a batch that are handed on beside the predictions; all by default.
+        which, metric, mode, average, build_model, config, custom_objects: see `raytf.load_model`; not for a model.
+
+    Raises:
+        ConfigError: an argument is wrong.
+
+    Example:
+        >>> predictor = raytf.Predictor("/shared/runs/digits", which="best", keep=["id"])
+        >>> predictor({"id": ids, "image": images})["predictions"].shape
+        (32, 10)
+    """
+
+    def __init__(
+        self,
+        run: Result | Checkpoint | str | os.PathLike | keras.Model,
+        *,
+        features: ColumnSpecs | None = None,
+        keep: Sequence[str] | None = None,
+        which: str | int = "last",
+        metric: str | None = None,
+        mode: str = "min",
+        average: int = 1,
+        build_model: Callable | None = None,
+        config: Mapping | None = None,
+        custom_objects: Mapping | None = None,
+    ) -> None:
+        if isinstance(keep, str) or not all(isinstance(name, str) for name in keep or ()):
+            raise ConfigError("keep must be a list of columns' names", repr(keep), 'Pass keep=["id"]')
+        self._features = columns.parse(features, "features")
+        self._keep = None if keep is None else tuple(keep)
+        how = {"which": which, "metric": metric, "mode": mode, "average": average}
+        Choice(**how)
+        how |= {"build_model": build_model, "config": config, "custom_objects": custom_objects}
+        self._source = _of_model(run, how) if _is_model(run) else _of_run(run, how)
+
+    def __call__(self, batch: Mapping[str, np.ndarray] | pa.Table | pd.DataFrame) -> dict[str, Any]:
+        """Predicts one row for each row of a batch, in order.
+
+        Args:
+            batch: columns by name, an Arrow table or a DataFrame, as `map_batches` gives them.
+
+        Returns:
+            The kept columns, and a column for each output of the model: its key, or "predictions", or
+            "predictions_0", ...
+
+        Raises:
+            ConfigError: the batch does not have the columns, or a prediction would take the name of one.
+        """
+        block = batch if not isinstance(batch, Mapping) else BlockAccessor.batch_to_block(dict(batch))
+        found = BlockAccessor.for_block(block).to_batch_format("numpy")
+        kept = found if self._keep is None else {name: _column(found, name) for name in self._keep}
+        if not len(next(iter(found.values()), ())):
+            return kept
+        predictions = _loaded(self._source).predict(as_table(block), self._features)
+        if twice := sorted(kept.keys() & predictions.keys()):
+            raise ConfigError(
+                "Predictions are columns beside those that are kept",
+                f"{', '.join(map(repr, twice))} in both",
+                "Rename it in the dataset, or name other columns in keep=[...]",
+            )
+        return {**kept, **predictions}
+
+
+def _column(found: Mapping[str, Any], name: str):
+    columns.check_names(columns.parse(name, "keep"), list(found), "keep")
+    return found[name]
+
+
+def _is_model(run) -> bool:
+    """Returns whether it is a model of Keras; who has none has not imported Keras."""
+    return "keras" in sys.modules and isinstance(run, sys.modules["keras"].Model)
+
+
+class _Source:
+    """Where a model comes from; equal in all processes that one `Predictor` is sent to.
+
+    Args:
+        load: load() -> the model.
+    """
+
+    def __init__(self, load: Callable):
+        self.load, self._key = load, uuid.uuid4().hex
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Source) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _of_run(run, how: dict) -> _Source:
+    if not hasattr(run, "checkpoint") and not hasattr(run, "as_directory") and not checkpoint.is_uri(run):
+        run = os.path.abspath(checkpoint.existing_path(run))
+    path = getattr(run, "path", run)
+    made = checkpoint.made_here(path) if how["build_model"] is None and isinstance(path, str) else None
+    return _Source(functools.partial(_load, run, how, made))
+
+
+def _load(run, how: dict, made: tuple[Callable, dict] | None):
+    if made is not None:  # known in the process that trained, which need not be this one
+        checkpoint.remember(getattr(run, "path", run), *made)
+    return checkpoint.load_model(run, compile=False, **how)
+
+
+def _of_model(model, how: dict) -> _Source:
+    usual = {"which": "last", "mode": "min", "average": 1}
+    if given := sorted(name for name, value in how.items() if value != usual.get(name)):
+        raise ConfigError(
+            "These arguments say which model of a run is loaded", f"{', '.join(given)} with a model", "Leave them out"
+        )
+    return _ModelSource(model)
+
+
+class _ModelSource(_Source):
+    """A model of this process; it is written once, when it is first sent."""
+
+    def __init__(self, model):
+        super().__init__(lambda: model)
+        self._sent: Any = None
+
+    def __getstate__(self) -> dict:
+        if self._sent is None:
+            from raytf.fitting import transport
+
+            data, sent = transport.write_named([("the model", self.load())])
+            parts = data, sent.values(), transport.settings()
+            self._sent = ray.put(parts) if ray.is_initialized() else parts
+        return {"_key": self._key, "_sent": self._sent}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self.load = self._read
+
+    def _read(self):
+        from raytf.fitting import transport
+
+        data, values, settings = ray.get(self._sent) if isinstance(self._sent, ray.ObjectRef) else self._sent
+        transport.apply_settings(settings)
+        (model,), _ = transport.read(data, values)
+        return model
+
+
+# ------------------------------------------------------------------------------------------ in the process
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(source: _Source) -> _Loaded:
+    """Returns the model of a source; Ray Data's tasks get a copy of their function each, and share a process."""
+    return _Loaded(source.load())
+
+
+class _Loaded:
+    """A model, and the function that predicts.
+
+    Args:
+        model: a `keras.Model`.
+    """
+
+    def __init__(self, model):
+        import keras
+        import tensorflow as tf
+
+        self._model = model
+        if type(model).predict is not keras.Model.predict:  # which knows what to make of the rows
+            self._step = lambda rows: model.predict(tf.data.Dataset.from_tensors(rows), verbose=0)
+        else:
+            step = lambda rows: model.predict_step(rows)
+            self._step = step if model.run_eagerly else tf.function(step, reduce_retracing=True)
+
+    def predict(self, table: pa.Table, features) -> dict[str, np.ndarray]:
+        """Returns an array for each output, by its column.
+
+        Args:
+            table: the rows, at least one.
+            features: parsed columns, or None for those that the model names.
+        """
+        import numpy as np
+
+        if features is None:
+            features = self._own_features(table.column_names)
+        spec = BatchSpec(features)
+        spec.check(table.column_names)
+        outputs = named(self._step(_tensors(table, spec)))
+        return {name: np.asarray(output) for name, output in outputs.items()}
+
+    def _own_features(self, names: Sequence[str]):
+        """Returns the columns that the run was trained with, or those named as the model's inputs."""
+        told = checkpoint.columns_of(self._model)
+        if told is not None:
+            if told.get("map") is not None:
+                warnings.warn(
+                    "The run was trained with map=..., which raytf.Predictor does not apply; do so in the dataset, and "
+                    "pass features=...",
+                    stacklevel=2,
+                )
+            return columns.parse(told["features"], "features")
+        inputs = getattr(self._model, "inputs", None) or []
+        if inputs and {one.name for one in inputs} <= set(names):
+            alone = len(inputs) == 1 and not isinstance(self._model.input, dict)
+            return columns.parse(inputs[0].name if alone else {one.name: one.name for one in inputs}, "features")
+        raise ConfigError(
+            "A Predictor needs features=..., the columns that the model takes, unless the run's checkpoint names them",
+            f"none, and a batch with {', '.join(map(repr, names))}",
+            "Name the columns as for raytf.KerasTrainer",
+        )
+
+
+def _tensors(table: pa.Table, spec: BatchSpec):
+    """Returns the rows of a table as the model takes them, made as for training."""
+    import tensorflow as tf
+
+    from raytf.data.feed import Feed
+
+    rows = table.num_rows
+    block = StoredDataset([table.combine_chunks()], [rows], list(table.column_names))
+    feed = Feed(block, spec, Sampling(global_batch=rows, shuffle="none"))
+    whole = tf.data.Dataset.from_tensors(tuple(map(tf.convert_to_tensor, feed.span(0, 0, 1))))
+    return next(iter(feed.shape.batches(whole, rows)))
+
+
+def named(outputs) -> dict[str, Any]:
+    """Returns the outputs of a model by the column that each becomes: its key, "predictions", "predictions_0", ...
+
+    Args:
+        outputs: a structure of anything.
+    """
+    from keras import tree
+
+    found = {}
+    for path, output in tree.flatten_with_path(outputs):
+        keyed = path and isinstance(path[0], str)
+        found["_".join(map(str, path)) if keyed else "_".join(["predictions", *map(str, path)])] = output
+    return found

@@ -1,0 +1,65 @@
+"""Workers that answer nothing hold nobody up: all are asked at once, and what is closed waits for none of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import ray
+
+from raytf import activity
+from raytf.runtime import hang_watch, watchdog
+from raytf.runtime.guard import Place
+from raytf.runtime.hang_watch import HangWatch
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+WORKERS = 8
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.01)
+
+
+@ray.remote(num_cpus=0, max_concurrency=4 * WORKERS)
+class Silent:
+    """Answers when it is told to."""
+
+    def __init__(self):
+        self._told = threading.Event()
+
+    def answer(self):
+        self._told.wait()
+
+    def tell(self):
+        self._told.set()
+
+
+def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monkeypatch):
+    silent, told = Silent.remote(), activity.told()
+    asked: list[int] = []
+
+    def on(node, function, pid):
+        asked.append(pid)
+        return silent.answer.remote()
+
+    monkeypatch.setattr(watchdog, "on", on)
+    monkeypatch.setattr(hang_watch, "_STACK_SECONDS", 3600.0)
+    monkeypatch.setattr(hang_watch, "_SILENT_SECONDS", 0.1)
+    places = {rank: Place("far", "far", rank, None) for rank in range(WORKERS)}
+    first = [ray.put(told) for _ in places]  # each answers once, and then no more
+    watch = HangWatch(
+        lambda rank, function: first.pop() if first else silent.answer.remote(), places, limit=1.0, first=3600.0
+    )
+    try:
+        wait_for(lambda: set(asked) == set(range(WORKERS)))
+        closing = threading.Thread(target=watch.close)
+        closing.start()
+        wait_for(lambda: not closing.is_alive())
+        wait_for(lambda: not watch._thread.is_alive())
+    finally:
+        ray.get(silent.tell.remote())
+        ray.kill(silent)

@@ -1,0 +1,151 @@
+"""The pages: every block of code is run or says why not, and calls what is there; every link leads somewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import textwrap
+
+import pytest
+
+import raytf
+from raytf.cli import main
+from tests.docs import blocks
+
+PAGES = blocks.pages()
+BLOCKS = [block for page in PAGES for block in blocks.blocks_of(page)]
+ALL_PAGES = [*PAGES, "CHANGELOG.md"]
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def test_the_readme_fits_a_minute():
+    lines = (blocks.ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 180 and max(map(len, lines)) <= 150
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_runs_or_says_why_not(block):
+    assert block.language in (*blocks.RUN, *blocks.SHOWN), f"{block} is of no known language"
+    if block.not_run:
+        assert block.language in blocks.RUN and len(block.not_run) > 10 and not block.title
+    if block.language == "python":
+        compile(textwrap.dedent(block.text), str(block), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_of_blocks_are_their_own(page):
+    names = [block.name for block in blocks.blocks_of(page) if block.name]
+    assert len(names) == len(set(names))
+
+
+def _used(tree: ast.AST, module: str):
+    """Attributes that a program takes of a module, as `raytf.fit`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module:
+            yield node.attr
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python" and not b.not_run], ids=str)
+def test_what_a_block_calls_of_raytf_is_public(block):
+    assert set(_used(ast.parse(block.text), "raytf")) <= {*raytf.__all__, "testing"}
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)
+def test_commands_of_raytf_have_the_options_that_are_given(block):
+    for command in blocks.commands(block):
+        found = re.search(r"(?:^|-- *|\d )raytf +(?!-)(.*)", command)
+        if not found:
+            continue
+        name, *words = shlex.split(found[1])
+        assert name in main.commands, f"{block}: raytf {name}"
+        main.commands[name].make_context(name, words, resilient_parsing=True)  # NoSuchOption, or too many arguments
+
+
+def _anchors(page: str) -> set[str]:
+    """Of headings, as GitHub and mkdocs make them."""
+    heads = re.findall(r"^#+ +(.*)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head.lower())).strip("-") for head in heads}
+
+
+def _text(page: str) -> str:
+    return (blocks.ROOT / page).read_text()
+
+
+def _prose(page: str) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^```.*?^```", "", _text(page), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_links_lead_somewhere(page):
+    for link in _LINK.findall(_prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (blocks.ROOT / page).parent.joinpath(path).resolve() if path else blocks.ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in _anchors(target.relative_to(blocks.ROOT).as_posix()), f"{page}: {link}"
+
+
+def test_each_page_is_in_the_navigation_and_in_the_index():
+    nav = re.findall(r"^ +- (?:\w+: )?([\w/.-]+\.md)$", _text("mkdocs.yml"), re.MULTILINE)
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert sorted(nav) == sorted(pages)
+    index = _text("docs/index.md")
+    alone = {"index.md", "contributing.md"}
+    assert not [page for page in pages - alone if f"]({page}" not in index]
+
+
+def test_the_api_page_has_every_public_name():
+    shown = set(re.findall(r"^::: raytf\.(\w+)$", _text("docs/reference/api.md"), re.MULTILINE))
+    rays = {"prepare_dataset_shard", "TensorflowCheckpoint", "ReportCheckpointCallback"}
+    assert shown == set(raytf.__all__) - rays
+    assert all(name in _text("docs/reference/api.md") for name in rays)
+
+
+@pytest.mark.parametrize("name", sorted(raytf.__all__))
+def test_every_public_name_has_a_docstring(name):
+    assert (getattr(raytf, name).__doc__ or "").strip()
+
+
+def test_the_command_page_has_every_command():
+    page = _text("docs/reference/cli.md")
+    assert set(re.findall(r"`raytf (\w+)`", page)) == set(main.commands)
+
+
+def test_every_field_of_the_configuration_is_on_its_page():
+    page = _text("docs/reference/config.md")
+    assert not [name for name in raytf.TensorflowConfig.__dataclass_fields__ if f"`{name}" not in page]
+
+
+def test_the_version_is_one():
+    version = re.search(r'^version = "(.*)"$', _text("pyproject.toml"), re.MULTILINE)[1]
+    assert raytf.__version__ == version
+    assert re.search(rf"^## \[{re.escape(version)}\]", _text("CHANGELOG.md"), re.MULTILINE)
+
+
+def test_blocks_are_read_as_they_are_marked(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    text = "<!-- name: a -->\n<!-- not run: it is long -->\n```bash\nx \\\n  y  # z\n# all\n```\n\n"
+    text += 'Text.\n```python title="m.py"\nx = 1\n```\n\n* item\n  ```text\n  shown\n  ```\n'
+    (tmp_path / "p.md").write_text(text)
+    first, second, third = blocks.blocks_of("p.md")
+    assert (first.name, first.not_run, first.line, first.runs) == ("a", "it is long", 3, False)
+    assert blocks.commands(first) == ["x    y"] or blocks.commands(first) == ["x   y"]
+    assert (second.title, second.text, second.runs, second.name) == ("m.py", "x = 1\n", False, "")
+    assert (third.language, third.text) == ("text", "shown\n")
+    assert blocks.named("p.md", "a") == first
+    with pytest.raises(LookupError):
+        blocks.named("p.md", "b")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is an extra: `make docs`")
+def test_the_site_builds(tmp_path):
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(blocks.ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
+    assert (tmp_path / "site" / "reference" / "api.html").stat().st_size > 10_000

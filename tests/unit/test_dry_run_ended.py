@@ -1,0 +1,29 @@
+"""A dry run that a signal ends says which one, and what the process had; it does not blame build_model. No Ray."""
+
+import os
+import signal
+
+import pytest
+
+from raytf.errors import ConfigError
+from raytf.train import dry_run
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_the_signal_is_named(number):
+    error = dry_run._in_a_copy(lambda: os.kill(os.getpid(), number))
+    text = str(error)
+    assert isinstance(error, ConfigError) and number.name in text and "MB of memory at most" in text
+    assert "must return a compiled" not in text
+    assert ("dmesg" in text) == (number == signal.SIGKILL)
+
+
+def test_what_had_been_said_in_part_is_no_answer():
+    """The process is ended while it tells."""
+
+    class Halted:
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+            return int, ()
+
+    assert "SIGKILL" in str(dry_run._in_a_copy(lambda: [bytes(1 << 20), Halted()]))
