@@ -209,12 +209,14 @@ class _Loaded:
         import keras
         import tensorflow as tf
 
+        from raytf.compat.tensorflow import traced_apart
+
         self._model = model
         if type(model).predict is not keras.Model.predict:  # which knows what to make of the rows
             self._step = lambda rows: model.predict(tf.data.Dataset.from_tensors(rows), verbose=0)
         else:
             step = lambda rows: model.predict_step(rows)
-            self._step = step if model.run_eagerly else tf.function(step, reduce_retracing=True)
+            self._step = step if model.run_eagerly else traced_apart(step, reduce_retracing=True)
 
     def predict(self, table: pa.Table, features) -> dict[str, np.ndarray]:
         """Returns an array for each output, by its column.
