@@ -49,6 +49,8 @@ _PREDICATES = {
 }
 # Of a callback: what Keras sets anew for each training.
 _OF_A_TRAINING = ("_model", "params", "_params", "validation_data")
+# Bytes of a value of an importable class or its module that goes along.
+_MOST_OF_A_CLASS = 16 << 20
 # Of a class that Python code defines (Py_TPFLAGS_HEAPTYPE), see `type.__flags__`.
 _OF_PYTHON = 1 << 9
 _reading = threading.local()
@@ -191,12 +193,13 @@ class _Pickler(ray.cloudpickle.Pickler):
         return changed_classes.imported, (kind.__module__, kind.__qualname__)
 
     def _pickles(self, value) -> bool:
-        """Whether a value can be written."""
+        """Whether a value can be written, and is not as large as data, which a module reads at its import."""
+        file = io.BytesIO()
         try:
-            _Pickler(io.BytesIO(), self._known, classes=False).write(value)
+            _Pickler(file, self._known, classes=False).write(value)
         except Exception:
             return False
-        return True
+        return file.tell() <= _MOST_OF_A_CLASS
 
     def _deferred(self, value, made: tuple, state, setter):
         """What makes an object; its state follows."""
@@ -441,15 +444,16 @@ class _Unpickler(pickle.Unpickler):
 # ------------------------------------------------------------------------------------------ for both
 
 
-def write(value, known: Sent | None = None) -> tuple[bytes, Sent]:
+def write(value, known: Sent | None = None, classes: bool = True) -> tuple[bytes, Sent]:
     """(the bytes of an object without the values of its variables, the objects in it).
 
     Args:
         value: anything.
         known: objects that the reader has: they are only named, and others bring their values.
+        classes: whether importable classes bring what has happened to them since their import.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, known)
+    pickler = _Pickler(file, known, classes)
     pickler.write(value)
     return file.getvalue(), pickler.sent
 
@@ -521,7 +525,7 @@ def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, b
             if name in _OF_A_TRAINING:
                 continue
             try:
-                mine[name] = write(value, known)[0]
+                mine[name] = write(value, known, classes=False)[0]
             except Exception:
                 if not type(callback).__module__.startswith("keras."):  # whose files and writers are nobody else's
                     lost.append(f"{type(callback).__name__}.{name}")
