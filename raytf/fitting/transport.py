@@ -29,10 +29,9 @@ import tensorflow as tf
 
 from raytf.compat import keras_objects
 from raytf.compat.keras import TRACKED, BaseOptimizer, DynamicBackend, as_array, make_node_key, tracking
-from raytf.compat.tensorflow import DistributedVariable, TrackedStructure, default_of, function_arguments, structure_of
-from raytf.compat.tensorflow import Function as TfFunction
+from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, in_a_line
-from raytf.fitting import changed_classes
+from raytf.fitting import changed_classes, tensorflow_objects
 
 # What belongs to a process, and is made anew: of all objects, of layers and of models.
 _ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
@@ -163,11 +162,9 @@ class _Pickler(ray.cloudpickle.Pickler):
         if isinstance(value, TRACKED):
             items = dict.copy(value) if isinstance(value, dict) else list(value)
             return self._deferred(value, (_new_tracked, (type(value),)), (value.tracker, items), _set_tracked)
-        if isinstance(value, TrackedStructure):  # whose constructor would look into what has no state yet
-            return _plain, (structure_of(value),)
         if isinstance(value, DynamicBackend):
             return DynamicBackend, (keras_objects.backend_of(value),)
-        reduced = self._of_tensorflow(value)
+        reduced = tensorflow_objects.reduced(value)
         return self._object(value) if reduced is NotImplemented else reduced
 
     def _object(self, value):
@@ -205,23 +202,6 @@ class _Pickler(ray.cloudpickle.Pickler):
         """What makes an object; its state follows."""
         self._states.append((value, setter, state))
         return made
-
-    def _of_tensorflow(self, value):
-        if isinstance(value, TfFunction):
-            return _tf_function, function_arguments(value)
-        if isinstance(value, tf.lookup.StaticHashTable):
-            keys, values = value.export()
-            return _static_table, (keys.numpy(), values.numpy(), _types(value), default_of(value).numpy())
-        if isinstance(value, tf.lookup.experimental.MutableHashTable):
-            keys, values = value.export()
-            return _mutable_table, (keys.numpy(), values.numpy(), _types(value), default_of(value).numpy())
-        if isinstance(value, tf.random.Generator):
-            return _generator, (value.state.numpy(), value.algorithm)
-        if isinstance(value, tf.distribute.Strategy):
-            return tf.distribute.get_strategy, ()
-        if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-            raise pickle.PicklingError(f"a symbolic tensor ({value.name}) that some function has left behind")
-        return NotImplemented
 
     def _numbered(self, value, state, setter):
         return self._deferred(value, (_new, (type(value), self.sent.add(value))), state, setter)
@@ -290,10 +270,6 @@ def _tracker_state(tracker) -> dict[str, Any]:
     own = {name: test for name, (test, _) in tracker.config.items() if name not in _PREDICATES}
     rest = {k: v for k, v in vars(tracker).items() if k not in ("config", "stored_ids")}
     return {"stores": stores, "own": own, "rest": rest}
-
-
-def _types(table):
-    return table.key_dtype, table.value_dtype
 
 
 # ------------------------------------------------------------------------------------------ at the reader
@@ -398,30 +374,6 @@ def _set_tracked(made, state) -> None:
     made.tracker, items = state
     plain = next(k for k in (dict, list, set) if isinstance(made, k))
     (plain.extend if plain is list else plain.update)(made, items)
-
-
-def _plain(value):
-    return value
-
-
-def _tf_function(function, given):
-    return tf.function(function, **given)
-
-
-def _static_table(keys, values, types, default):
-    initializer = tf.lookup.KeyValueTensorInitializer(keys, values, *types)
-    return tf.lookup.StaticHashTable(initializer, default)
-
-
-def _mutable_table(keys, values, types, default):
-    table = tf.lookup.experimental.MutableHashTable(*types, default)
-    if len(keys):
-        table.insert(tf.constant(keys, types[0]), tf.constant(values, types[1]))
-    return table
-
-
-def _generator(state, algorithm):
-    return tf.random.Generator.from_state(state, algorithm)
 
 
 class _Unpickler(pickle.Unpickler):
