@@ -54,7 +54,7 @@ class Group:
         self.key = _key(scaling_config, run_config, setup)
         self.model: str | None = None
         self._warned = Entries("warned")
-        self._reservation = Reservation({})
+        self._reservation = Reservation({}, cleaned=True)
         workers, each = scaling_config.num_workers, per_worker(scaling_config)
         selectors = label_selectors(scaling_config, workers)
         self._reservation.take(workers, each, scaling_config.placement_strategy, selectors)
