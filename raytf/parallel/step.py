@@ -131,6 +131,15 @@ def with_placeholder(data, rows):
     """Puts one row of zeros in the place of an empty batch: layers and losses need not survive zero rows."""
 
     def fill(tensor):
+        if isinstance(tensor, tf.SparseTensor):  # without rows it has no values either
+            size = tf.concat([tf.maximum(tensor.dense_shape[:1], 1), tensor.dense_shape[1:]], 0)
+            filled = tf.SparseTensor(tensor.indices, tensor.values, size)
+            filled.set_shape([None, *tensor.shape[1:]])
+            return filled
+        if isinstance(tensor, tf.RaggedTensor):
+            no_values = lambda: tf.zeros([2], tensor.row_splits.dtype)
+            splits = tf.cond(rows > 0, lambda: tensor.row_splits, no_values)
+            return tf.RaggedTensor.from_row_splits(tensor.values, splits, validate=False)
         if not isinstance(tensor, tf.Tensor) or tensor.shape.rank == 0:
             return tensor
 

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from raytf import activity
+from raytf import activity, validation
 from raytf.collectives import communicator, healing
 from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects, patching, selfcheck, versions
@@ -184,9 +184,11 @@ def _refuse_what_cannot_work(model, strategy):
 @patch((backend_trainer.TensorFlowTrainer, "fit"))
 def _fit(original, self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
     """Callbacks and seeds are agreed on with the other workers; the chief alone shows what `verbose` asks for."""
+    validation.check_callbacks(callbacks)
     verbose, callbacks = verbosity.for_fit(verbose, callbacks)
     with contextlib.ExitStack() as ends:
         ends.callback(activity.here.at, activity.BEGIN)  # what follows is the user's own
+        ends.enter_context(activity.here.calling("model.fit()"))
         return _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
 
 
@@ -219,11 +221,12 @@ def _agree_on_seed(strategy):
 @patch((backend_trainer.TensorFlowTrainer, "evaluate"))
 def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
     """Refused where it cannot be right; the chief alone shows what `verbose` asks for."""
-    if many_replicas(self.distribute_strategy):
-        _refuse_what_cannot_work(self, self.distribute_strategy)
-        if self.built:
-            metrics.synchronize(self)
-    return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+    with activity.here.calling("model.evaluate()"):
+        if many_replicas(self.distribute_strategy):
+            _refuse_what_cannot_work(self, self.distribute_strategy)
+            if self.built:
+                metrics.synchronize(self)
+        return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
 @patch((backend_trainer.TensorFlowTrainer, "predict"))

@@ -21,6 +21,7 @@ THREE = [
     *("three_optimizers_with_shared_variables", "two_scaled_losses", "vae_with_add_loss", "distillation"),
     "in_batch_contrastive_loss",
     *("padded_lists_without_mask", "python_generator_is_read_once", "datasets_that_know_how_often_they_are_read"),
+    *("sparse_rows_of_which_a_worker_has_none", "lists_of_which_a_worker_has_none", "sparse_rows_of_a_generator"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -30,6 +31,7 @@ LOCAL = [
     *("steps_per_execution", "run_eagerly", "global_clipnorm_and_ema", "regularization_and_own_add_loss"),
     *("learning_rate_schedule_and_clipvalue", "batch_logs", "train_step_OwnStep", "train_step_BareLogs", "on_batch"),
     *("arrays_of_python_functions", "python_generator_is_read_once", "datasets_that_know_how_often_they_are_read"),
+    *("sparse_rows_of_which_a_worker_has_none", "lists_of_which_a_worker_has_none", "sparse_rows_of_a_generator"),
     *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
