@@ -46,6 +46,18 @@ class Step:
         """Global rows over this replica's rows: undoes the weight that the gradients will get."""
         return tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
 
+    @property
+    def known_rows(self) -> int | None:
+        """The length of what has rows, where it is known as the step is traced; that of a placeholder is one."""
+        rows = tf.get_static_value(self.rows)
+        return None if rows is None else max(int(rows), 1)
+
+    @property
+    def notes(self):
+        """What is known of the model's functions, see `step_logs.Notes`; None outside of a model's own step."""
+        seen = getattr(state, "seen", None)
+        return None if seen is None else seen.notes
+
 
 def _is_visible(tensor) -> bool:
     """Whether code that is traced or runs now may use a tensor: of this graph, of one around it, or of none."""
@@ -60,6 +72,11 @@ def _is_visible(tensor) -> bool:
 def current() -> Step | None:
     """The step of `fit` or `evaluate` that this thread traces or runs, or None outside of one."""
     return getattr(state, "step", None)
+
+
+def is_trial() -> bool:
+    """Whether a user's function is tried on rows that are made up; see `halves`."""
+    return getattr(state, "trial", False)
 
 
 @contextlib.contextmanager
@@ -90,7 +107,9 @@ def count_rows(leaf) -> tuple[tf.Tensor, bool]:
     if isinstance(leaf, tf.SparseTensor):
         return tf.cast(leaf.dense_shape[0], tf.int32), True
     static = tf.TensorShape(leaf.shape)
-    return tf.shape(leaf)[0], tf.executing_eagerly() or static.rank is None or not static[0]
+    if tf.executing_eagerly() or static.rank is None or not static[0]:
+        return tf.shape(leaf)[0], True
+    return tf.constant(static[0], tf.int32), False
 
 
 def local_parts(strategy, data):

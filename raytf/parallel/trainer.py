@@ -42,9 +42,11 @@ from raytf.parallel import (
     losses,
     metrics,
     model_optimizers,
+    observed,
     optimizers,
     own_state,
     python_arrays,
+    step_logs,
     verbosity,
 )
 from raytf.parallel import step as step_module
@@ -63,6 +65,7 @@ def _make_function(original, self, step_function):
     """
     strategy = self.distribute_strategy
     training = step_function == self.train_step
+    step_function = observed.step_of(self, step_function, training)
     if not many_replicas(strategy):
         return _told(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
@@ -73,9 +76,7 @@ def _make_function(original, self, step_function):
     @tf.autograph.experimental.do_not_convert
     def one_step(data):
         outputs, rows = strategy.run(replica_step, args=(data,))
-        local = strategy.experimental_local_results
-        mean = lambda v: local(v)[0] if local_replicas(strategy) == 1 else tf.reduce_mean(local(v), axis=0)
-        return tree.map_structure(mean, outputs), tf.reduce_sum(local(rows))
+        return step_logs.joined(strategy, outputs, rows, step_logs.notes_of(self).of[training])
 
     one_step = keras_objects.autoconverted(self, one_step)
     if not self.run_eagerly:
@@ -93,12 +94,15 @@ def _make_function(original, self, step_function):
             following = tf.cond(more, iterator.get_next_as_optional, lambda: upcoming)
             return done + 1, following, outputs
 
-        _, _, result = tf.while_loop(
-            lambda done, upcoming, _: tf.logical_and(done < self.steps_per_execution, upcoming.has_value()),
-            body,
-            (tf.constant(1), iterator.get_next_as_optional(), result),
-            parallel_iterations=1,
-        )
+        # TensorFlow's collectives in the loop have the keys of those before it: a validation's steps need nothing of
+        # each other, and would mix them
+        with tf.control_dependencies([result[1]]):
+            _, _, result = tf.while_loop(
+                lambda done, upcoming, _: tf.logical_and(done < self.steps_per_execution, upcoming.has_value()),
+                body,
+                (tf.constant(1), iterator.get_next_as_optional(), result),
+                parallel_iterations=1,
+            )
         return result
 
     compiled = None if self.run_eagerly else tf.function(steps, reduce_retracing=True)
@@ -130,10 +134,11 @@ def _make_function(original, self, step_function):
 
 def _told(model, function: Callable, training: bool) -> Callable:
     """An execution of steps that tells `activity` when it begins and ends."""
-    here = activity.here
+    here, notes = activity.here, step_logs.notes_of(model)
     if not training:
 
         def tested(iterator):
+            notes.last = False
             with here.within(activity.VALIDATION):
                 return function(iterator)
 
@@ -141,6 +146,7 @@ def _told(model, function: Callable, training: bool) -> Callable:
 
     def trained(iterator):
         here.at(activity.STEP)
+        notes.last = True
         own_state.resumes(model)
         try:
             with healing.here.execution():
