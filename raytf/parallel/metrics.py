@@ -70,7 +70,7 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
     local, rows = model.__dict__.get("_raytf_last", (logs, 1))
     known = {id(v): np.asarray(total) for v, total in totals}
     values = [[known[id(v)] if id(v) in known else _chiefs_own(model, v) for v in its] for its in own]
-    return values, [] if assign else means, _logs(model, local, rows, totals)
+    return values, [] if assign else means, _logs(model, local, rows, totals, epoch=True)
 
 
 def together(
@@ -217,7 +217,7 @@ def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
     with keras.StatelessScope(state_mapping=zeros):  # a read would sum them over workers
         names = list(model.get_metrics_result())
         found, variables = step_logs.notes_of(model).found, _variables_of_names(model)
-    if not isinstance(logs, dict) or step_logs.by_metrics(model, found, logs, variables) != set(names):
+    if not isinstance(logs, dict) or step_logs.by_metrics(found, logs, variables) != set(names):
         raise RaytfError("the logs of its last step were its own")
     return dict.fromkeys(names, 0.0), int(rows)
 
@@ -398,23 +398,23 @@ def _over_all_rows(metric, step: step_module.Step, shown: step_logs.Seen, functi
 # ---------------------------------------------------------------------------------------------------- of logs
 
 
-def global_logs(model, logs, rows):
-    """The logs that one process would have: from global metrics, or the mean over rows of what a step returned."""
-    return _logs(model, logs, rows, synchronize(model))
+def global_logs(model, logs, rows, epoch: bool = False):
+    """The logs that one process would have, of an execution of steps or of an epoch; see `step_logs`."""
+    return _logs(model, logs, rows, synchronize(model), epoch)
 
 
-def _logs(model, logs, rows, totals):
+def _logs(model, logs, rows, totals, epoch: bool):
     found = step_logs.notes_of(model).found
     logs = logs if isinstance(logs, dict) else {}
     with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
         results = dict(model.get_metrics_result())
-        named = step_logs.by_metrics(model, found, logs, _variables_of_names(model))
-        if len(named) == len(results) and set(named) == set(logs):
+        named = set()
+        if epoch or not found.origins:
+            named = step_logs.by_metrics(found, logs, _variables_of_names(model))
+        if named == set(results) == set(logs):
             return results
-        value = lambda origin: _result_of(origin)
-        return step_logs.of_all_workers(model.distribute_strategy, logs, rows, found, value) | {
-            name: results[name] for name in named
-        }
+        whole = step_logs.of_all_workers(model.distribute_strategy, logs, rows, found, _result_of)
+        return whole | {name: results[name] for name in named}
 
 
 def _result_of(origin: step_logs.Origin):
@@ -441,7 +441,7 @@ def get_metrics_result_or_logs(original, self, logs):
         results, notes = original(self, logs), step_logs.notes_of(self)
         if results is logs or notes.last is None:
             return results
-        named = step_logs.by_metrics(self, notes.found, logs, _variables_of_names(self))
+        named = step_logs.by_metrics(notes.found, logs, _variables_of_names(self))
         return {name: results[name] if name in named else value for name, value in logs.items()}
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))
-    return global_logs(self, local, rows)
+    return global_logs(self, local, rows, epoch=True)

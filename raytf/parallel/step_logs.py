@@ -212,7 +212,7 @@ def _weighted(values: Sequence[tf.Tensor], rows: Sequence[tf.Tensor], total: tf.
 # ------------------------------------------------------------------------------------------------- at its end
 
 
-def by_metrics(model, found: Found, logs: Mapping, names: Mapping[str, Sequence]) -> set[str]:
+def by_metrics(found: Found, logs: Mapping, names: Mapping[str, Sequence]) -> set[str]:
     """The names of logs that metrics stand for, where a step returns the names of all of them.
 
     Args:

@@ -94,15 +94,12 @@ def _make_function(original, self, step_function):
             following = tf.cond(more, iterator.get_next_as_optional, lambda: upcoming)
             return done + 1, following, outputs
 
-        # TensorFlow's collectives in the loop have the keys of those before it: a validation's steps need nothing of
-        # each other, and would mix them
-        with tf.control_dependencies([result[1]]):
-            _, _, result = tf.while_loop(
-                lambda done, upcoming, _: tf.logical_and(done < self.steps_per_execution, upcoming.has_value()),
-                body,
-                (tf.constant(1), iterator.get_next_as_optional(), result),
-                parallel_iterations=1,
-            )
+        _, _, result = tf.while_loop(
+            lambda done, upcoming, _: tf.logical_and(done < self.steps_per_execution, upcoming.has_value()),
+            body,
+            (tf.constant(1), iterator.get_next_as_optional(), result),
+            parallel_iterations=1,
+        )
         return result
 
     compiled = None if self.run_eagerly else tf.function(steps, reduce_retracing=True)

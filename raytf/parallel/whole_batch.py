@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import tree
 
 from raytf.collectives import exchange
-from raytf.collectives.communicator import all_sum
+from raytf.collectives.communicator import all_sum, spans_workers
 from raytf.compat.keras import get_keras_mask, set_keras_mask
 from raytf.parallel import halves
 from raytf.parallel import step as step_module
@@ -103,15 +103,8 @@ def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple
 
 def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
     """The rows of all replicas in order; gradients flow into the own rows alone, scaled."""
-
-    def summed(own):
-        placed = tf.pad(own[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (own.shape.rank - 1))
-        if placed.dtype in exchange.SUMMABLE:
-            return all_sum([placed])[0]
-        return tf.cast(all_sum([tf.cast(placed, tf.int32)])[0], placed.dtype)
-
     if not tensor.dtype.is_floating:
-        return _with_rows(summed(tensor), tensor)
+        return _with_rows(_joined(tensor, rows, offset, total), tensor)
 
     @tf.custom_gradient
     def joined(own):
@@ -119,9 +112,25 @@ def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
             mine = upstream[offset : offset + rows] * tf.cast(scale, upstream.dtype)
             return tf.pad(mine, [[0, tf.shape(own)[0] - rows]] + [[0, 0]] * (own.shape.rank - 1))
 
-        return summed(own), back
+        return _joined(own, rows, offset, total), back
 
     return _with_rows(joined(tensor), tensor)
+
+
+def _joined(own: tf.Tensor, rows, offset, total) -> tf.Tensor:
+    """The rows of all replicas in order."""
+    if not spans_workers(tf.distribute.get_strategy()):
+        return tf.distribute.get_replica_context().merge_call(_concatenated, args=(own, rows))
+    placed = tf.pad(own[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (own.shape.rank - 1))
+    if placed.dtype in exchange.SUMMABLE:
+        return all_sum([placed])[0]
+    return tf.cast(all_sum([tf.cast(placed, tf.int32)])[0], placed.dtype)
+
+
+def _concatenated(strategy, own, rows) -> tf.Tensor:
+    """The same in one process: TensorFlow's collectives cannot change their shapes within an execution of steps."""
+    local = strategy.experimental_local_results
+    return tf.concat([part[:count] for part, count in zip(local(own), local(rows), strict=True)], 0)
 
 
 def _with_rows(whole: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
