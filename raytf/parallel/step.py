@@ -29,6 +29,20 @@ class Step:
         self.partial = partial  # whether the number of rows may differ between replicas or steps
         self.shared = shared  # ids of variables of all replicas to which one without rows must not add
         self._global_rows: list[tf.Tensor] = []
+        self._alike: dict[int, object] = {}  # by id: tensors that are the same on all workers
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def note_alike(self, tensor) -> None:
+        """Keeps that a tensor, or the handle of a variable, is the same on all workers."""
+        self._alike[id(tensor)] = tensor
+
+    def is_alike(self, tensor) -> bool:
+        """Whether that was noted of a tensor."""
+        return id(tensor) in self._alike
+
+    def is_nested(self) -> bool:
+        """Whether the code that is traced now lies in a function, condition or loop within the step."""
+        return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
 
     def global_rows(self) -> tf.Tensor:
         """Rows of all replicas, float64 scalar of at least 1; costs a collective at the first call in a step.
