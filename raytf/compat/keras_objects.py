@@ -195,7 +195,7 @@ def place_of(optimizer, variable) -> int:
 
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
 def decays(optimizer, variable) -> bool:
-    """Whether an optimizer's weight decay includes a variable; what `exclude_from_weight_decay` was given is not public."""
+    """Whether an optimizer's weight decay includes a variable; what it was told to exclude is not public."""
     return optimizer._use_weight_decay(variable)
 
 

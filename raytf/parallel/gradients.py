@@ -24,6 +24,7 @@ from raytf.parallel import step as step_module
 # Operations between a gradient's sum and the optimizer that are looked at; beyond them it is summed once more.
 _MOST_OPERATIONS = 100_000
 _READS = ("ReadVariableOp", "ResourceGather")
+_CALLS = ("If", "While", "Case", "StatefulPartitionedCall")
 
 
 @patch((tf.GradientTape, "gradient"))
@@ -193,6 +194,26 @@ def known_alike(step: step_module.Step, value) -> bool:
     if found:
         step.note_alike(value)
     return found
+
+
+def follows_rows(value) -> bool:
+    """Whether a tensor may be a function of a batch, or of chance; variables count as the same everywhere."""
+    if tf.executing_eagerly():
+        return True  # where it comes from is not known
+    seen, left = set(), [value]
+    while left:
+        tensor = left.pop()
+        if id(tensor) in seen or hasattr(tensor, "numpy") or getattr(tensor, "op", None) is None:
+            continue
+        seen.add(id(tensor))
+        operation = tensor.op
+        if operation.type in _READS:
+            continue
+        inputs = list(operation.inputs) if operation.type in _CALLS else _inputs_of(tensor)
+        if inputs is None:
+            return True
+        left += inputs
+    return False
 
 
 def _inputs_of(tensor) -> list | None:

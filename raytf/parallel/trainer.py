@@ -40,6 +40,7 @@ from raytf.parallel import (
     epoch_iterator,
     gradients,
     iterator_ends,
+    joined_state,
     local_sgd,
     losses,
     metrics,
@@ -68,7 +69,8 @@ def _make_function(original, self, step_function):
     if not many_replicas(strategy):
         return _told(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
-    replica_step = step_module.one_replica_step(self, step_function)
+    states = joined_state.States(self, self.__dict__.setdefault("_raytf_named", set())) if training else None
+    replica_step = step_module.one_replica_step(self, step_function, states)
     if training:
         replica_step = own_state.passing_on(self, replica_step)
 

@@ -76,7 +76,7 @@ class RemoteModel:
             )
 
     def _decay_as_the_models(self) -> None:
-        """What the model's optimizer leaves out of weight decay, by name or by variable, is left out in all its parts."""
+        """Leaves out of weight decay all parts of what the model's optimizer leaves out, by name or by variable."""
         whole = {
             keras_objects.key_of(self._optimizer, part): variable
             for variable in self._trainable

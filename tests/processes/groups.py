@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.processes.gradient_scenarios import SCENARIOS
+from tests.processes.state_scenarios import SCENARIOS
 
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.compat import keras_plugin, matrix, smoke
-from tests.processes import gradient_scenarios
+from tests.processes import state_scenarios
 
 
 def test_scenarios_of_parity():
     named = {*matrix.PARITY, *matrix.FEW}
-    assert sorted(named - gradient_scenarios.SCENARIOS.keys()) == []
+    assert sorted(named - state_scenarios.SCENARIOS.keys()) == []
 
 
 def test_checks_and_the_table_of_the_readme():
