@@ -12,7 +12,10 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait fo
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
 from tensorflow.python.distribute.values import DistributedVariable  # variables with a value for each replica
-from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
+from tensorflow.python.eager import (
+    context,  # eager mode within a graph, and the token of a coordinator's cluster
+    record,  # whether a tape may record: nothing public tells
+)
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
@@ -147,6 +150,11 @@ def autograph_loader():
     from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph needs none
 
     return loader
+
+
+def may_record() -> bool:
+    """Whether a tape of this thread may record what is computed now."""
+    return record.could_possibly_record()
 
 
 @uses("tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call")

@@ -141,26 +141,6 @@ def scale_for_distribution(original, value):
     return value if within else original(value)
 
 
-@patch((tf.GradientTape, "gradient"))
-def tape_gradient(original, self, target, sources, output_gradients=None, **kwargs):
-    """`GradientTape.gradient`; for weights that of a value for each row is that of the sum over all replicas' rows.
-
-    A tape sums what has several values. Gradients are the means over replicas, weighted with rows, for which the sum
-    over a replica's rows must be its mean: it is scaled as a loss with `reduction="sum"` is.
-    """
-    step = step_module.current()
-    targets = tree.flatten(target)
-    for_weights = any(isinstance(s, (tf.Variable, keras.Variable)) for s in tree.flatten(sources))
-    unreduced = lambda t: tf.is_tensor(t) and t.dtype.is_floating and halves.has_rows(t, step.known_rows)
-    if step is None or output_gradients is not None or not for_weights or not any(map(unreduced, targets)):
-        return original(self, target, sources, output_gradients, **kwargs)
-    weights = [
-        tf.ones_like(t) * step.upscale(t.dtype) if unreduced(t) else None if t is None else tf.ones_like(t)
-        for t in targets
-    ]
-    return original(self, target, sources, tree.pack_sequence_as(target, weights), **kwargs)
-
-
 # ---------------------------------------------------------------------------------------------- compute_loss
 
 

@@ -20,7 +20,7 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core, backend_trainer
 from raytf.compat.patching import patch
 from raytf.errors import RaytfError
-from raytf.parallel import assigned, halves, local_sgd, step_logs, whole_batch
+from raytf.parallel import assigned, halves, joined_state, local_sgd, step_logs, whole_batch
 from raytf.parallel import step as step_module
 
 
@@ -254,8 +254,12 @@ def direct_assign(original, self, value):
         # with a read of it, which nobody asks for, all workers would meet for each variable of each metric
         held.assign(tf.cast(value, held.dtype), read_value=False)
         return
-    if tf.distribute.in_cross_replica_context() or not step_module.is_shared(self):
+    if tf.distribute.in_cross_replica_context():
         original(self, value)
+        return
+    if not step_module.is_shared(self):
+        if not joined_state.assigned(self, value):
+            original(self, value)
         return
     before = tf.convert_to_tensor(held)
     value = tf.cast(value, before.dtype)

@@ -5,7 +5,8 @@ and `predict` of several workers equal those of one process on the same global b
 strategy. In a step of `fit` or `evaluate`:
 
 * A loss is the mean over this worker's rows. Gradients are weighted with the number of rows, summed over workers
-  once, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows of all workers.
+  where a tape gives them, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows
+  of all workers.
 * Losses that are no mean over rows (sums, masked or weighted means, functions of the whole batch) are corrected with
   the global divisor, or computed on the gathered global batch.
 * A worker that got no row for a step computes on a placeholder row and contributes nothing.
@@ -37,7 +38,9 @@ from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
     epoch_iterator,
+    gradients,
     iterator_ends,
+    joined_state,
     local_sgd,
     losses,
     metrics,
@@ -52,7 +55,7 @@ from raytf.parallel import (
 from raytf.parallel import step as step_module
 
 # Those that say what stands in the place of Keras' functions, beside this one.
-REPLACING = (epoch_iterator, iterator_ends, losses, metrics, optimizers, python_arrays, step_module)
+REPLACING = (epoch_iterator, gradients, iterator_ends, losses, metrics, optimizers, python_arrays, step_module)
 _installed: list[bool] = []
 
 
@@ -69,7 +72,8 @@ def _make_function(original, self, step_function):
     if not many_replicas(strategy):
         return _told(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
-    replica_step = step_module.one_replica_step(self, step_function)
+    states = joined_state.States(self, self.__dict__.setdefault("_raytf_named", set())) if training else None
+    replica_step = step_module.one_replica_step(self, step_function, states)
     if training:
         replica_step = own_state.passing_on(self, replica_step)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.processes.optimizer_scenarios import SCENARIOS
+from tests.processes.loss_scenarios import SCENARIOS
 
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
@@ -19,7 +19,8 @@ THREE = [
     "stop_between_batches",
     *("gan_dcgan", "gan_in_long_executions", "gan_wgan_gp", "gan_in_conditions", "gan_pix2pix", "actor_critic"),
     *("three_optimizers_with_shared_variables", "two_scaled_losses", "vae_with_add_loss", "distillation"),
-    "in_batch_contrastive_loss",
+    *("in_batch_contrastive_loss", "losses_that_compare_rows", "unreduced_loss", "added_losses", "own_compute_loss"),
+    *("metric_functions_that_reduce", "logs_of_tensors"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -29,7 +30,9 @@ LOCAL = [
     *("steps_per_execution", "run_eagerly", "global_clipnorm_and_ema", "regularization_and_own_add_loss"),
     *("learning_rate_schedule_and_clipvalue", "batch_logs", "train_step_OwnStep", "train_step_BareLogs", "on_batch"),
     "arrays_of_python_functions",
-    *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic"),
+    *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic", "losses_that_compare_rows", "unreduced_loss"),
+    *("added_losses", "own_compute_loss", "metric_functions_that_reduce", "metrics_of_an_own_step", "logs_of_tensors"),
+    *("unreduced_loss_in_one_array", "logs_run_eagerly"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {
@@ -47,7 +50,8 @@ _LONG = [
     *("gan_in_conditions", "gan_in_conditions_in_long_executions", "three_optimizers_with_shared_variables", "losses"),
     *("steps_per_execution_goes_back_where_it_does_not_help", "steps_per_execution_chosen_by_measurement"),
     *("batch_normalization", "metrics_that_are_no_averages", "sample_weight", "arrays_of_python_functions"),
-    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore"),
+    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore", "losses_that_compare_rows"),
+    *("own_compute_loss", "logs_of_tensors", "metric_functions_that_reduce", "circle_loss_with_weights"),
 ]
 # What `make test-fast` compares, once.
 FAST = {("float64", "2"): [name for name in FLOAT64 if name not in _LONG]}

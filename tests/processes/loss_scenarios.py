@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.processes.optimizer_scenarios import SCENARIOS
 from tests.processes.scenarios import BATCH, ROWS, by_branch, classes, dense_branch, floats, results, scenario
+from tests.processes.state_scenarios import SCENARIOS
 
 # The last batch of an epoch has 17 rows for several workers, and one in the last validation step.
 UNEVEN, VALIDATION = 2 * BATCH + 17, BATCH + 1

@@ -29,7 +29,7 @@ _PORTS = range(32_000, 32_700)
 
 
 # Where the scenarios of a group are, unless it says so.
-_SCENARIOS = "tests.processes.optimizer_scenarios"
+_SCENARIOS = "tests.processes.loss_scenarios"
 
 
 def main(stages: list[list[dict]]) -> None:
