@@ -141,14 +141,24 @@ def _compared(whole: Sequence[np.ndarray], first: Sequence, second: Sequence, co
 
 
 def _values(value: Any) -> list[np.ndarray]:
-    found = [np.asarray(tf.convert_to_tensor(leaf)) for leaf in tree.flatten(value)]
-    return [v.astype(np.float64) if v.dtype == bool or v.dtype.kind not in "fiu" else v for v in found]
+    found = []
+    for leaf in tree.flatten(value):
+        tensor = tf.convert_to_tensor(leaf)
+        found.append(
+            (tensor if tensor.dtype.is_floating or tensor.dtype.is_integer else tf.cast(tensor, tf.int32)).numpy()
+        )
+    return found
 
 
 def _alike(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape:
         return False
-    tolerance = 10 * np.sqrt(np.finfo(a.dtype).eps) if a.dtype.kind == "f" else 0.0
+    kind = tf.as_dtype(a.dtype)
+    tolerance = 0.0
+    if kind.is_floating:
+        eps = float(np.spacing(np.ones((), a.dtype)))
+        tolerance = 4 * eps if kind.size == 2 else max(100 * eps, 1e-6)  # which may have been computed in float32
+    a, b = a.astype(np.float64), b.astype(np.float64)
     size = np.max(np.abs(a), where=np.isfinite(a), initial=0.0)
     return np.allclose(a, b, rtol=tolerance, atol=tolerance * size, equal_nan=True)
 
@@ -193,12 +203,13 @@ def _made_up(given: Any, rows: int | None, count: int, kind: int, small: bool) -
         if small:
             inner = [*(min(d, _SMALL) for d in inner[:-1]), *inner[-1:]]
         dtype, shape = tf.as_dtype(leaf.dtype), (count, *inner)
+        # the rows of the halves differ, so that what is no mean shows it
+        second = (np.arange(count) >= count // 2).reshape(count, *[1] * len(inner))
+        numbers = random.uniform(0.05, 0.55, shape) + 0.4 * second
         if not dtype.is_floating or (kind == 2 and leaf is first):
-            numbers = random.integers(0, 2, shape)  # a class that every loss knows
+            numbers = numbers > 0.5  # a class that every loss knows
         elif kind == 1:
-            numbers = random.normal(size=shape)
-        else:
-            numbers = random.uniform(0.05, 0.95, shape)
-        return tf.cast(tf.constant(numbers), dtype)
+            numbers = random.normal(size=shape) * (1 + second) + second
+        return tf.cast(tf.constant(numbers, tf.bool if numbers.dtype == bool else tf.float64), dtype)
 
     return tree.map_structure(made, given)

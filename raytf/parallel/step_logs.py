@@ -63,11 +63,13 @@ class Notes:
         trials: see `halves.known`.
         of: what the train step (True) and the test step (False) have shown.
         last: which of them ran last.
+        gathers: whether a step gathers the rows of all replicas.
     """
 
     trials: dict = dataclasses.field(default_factory=dict)
     of: dict[bool, Found] = dataclasses.field(default_factory=dict)
     last: bool | None = None
+    gathers: bool = False
 
     @property
     def found(self) -> Found:

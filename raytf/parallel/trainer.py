@@ -28,8 +28,8 @@ import tensorflow as tf
 from keras import tree
 
 from raytf import activity
-from raytf.collectives import communicator, healing
-from raytf.collectives.communicator import local_replicas, many_replicas
+from raytf.collectives import communicator, exchange, healing
+from raytf.collectives.communicator import local_replicas, many_replicas, spans_workers
 from raytf.compat import keras_objects, patching, selfcheck, versions
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
@@ -118,9 +118,18 @@ def _make_function(original, self, step_function):
                 break
         return result
 
+    def together(iterator) -> bool:
+        """Whether all steps of an execution may be made by one call."""
+        if compiled is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            return False
+        if self.steps_per_execution == 1 or not spans_workers(strategy) or exchange.of(strategy) is not None:
+            return True
+        # TensorFlow's collectives cannot change their shapes within a call, as rows that are gathered do
+        compiled.get_concrete_function(iterator)
+        return not step_logs.notes_of(self).gathers
+
     def function(iterator):
-        is_tf = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
-        outputs, rows = compiled(iterator) if is_tf and compiled else eager_steps(iterator)
+        outputs, rows = compiled(iterator) if together(iterator) else eager_steps(iterator)
         self.__dict__["_raytf_last"] = (outputs, rows)
         if not training:
             return outputs

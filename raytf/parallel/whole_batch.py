@@ -54,6 +54,8 @@ def computed(step: step_module.Step, function: Callable, given: Any, rows: int |
     """
     leaves = tree.flatten(given)
     places = [i for i, leaf in enumerate(leaves) if halves.has_rows(leaf, rows)]
+    if step.notes is not None:
+        step.notes.gathers = True
     gathered, extent, counts = _of_all_replicas(step, [tf.convert_to_tensor(leaves[i]) for i in places])
     for i, whole in zip(places, gathered, strict=True):
         leaves[i] = whole
