@@ -413,7 +413,7 @@ def _logs(model, logs, rows, totals, epoch: bool):
     with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
         results = dict(model.get_metrics_result())
         named = set()
-        if epoch or not found.origins:
+        if epoch or all(origin.metric is not None for origin in found.origins):
             named = step_logs.by_metrics(found, logs, _variables_of_names(model))
         if named == set(results) == set(logs):
             return results

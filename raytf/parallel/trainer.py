@@ -239,7 +239,13 @@ def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *
         _refuse_what_cannot_work(self, self.distribute_strategy)
         if self.built:
             metrics.synchronize(self)
-    return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+    notes = step_logs.notes_of(self)
+    before = notes.last, self.__dict__.get("_raytf_last")
+    try:
+        return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+    finally:
+        if before[0]:  # within `fit`, whose epoch ends with the logs of its own last step
+            notes.last, self.__dict__["_raytf_last"] = before
 
 
 @patch((backend_trainer.TensorFlowTrainer, "predict"))
