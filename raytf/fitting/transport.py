@@ -37,7 +37,7 @@ from raytf.fitting import changed_classes, tensorflow_objects
 _ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
 _ANEW_OF_LAYERS = ("_losses", "_loss_ids", "build", "quantize")
 _ANEW_OF_MODELS = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "stop_training")
-_ANEW_OF_MODELS += ("_distribute_strategy", "_raytf_last", "_raytf_sync_batches", "_raytf_synchronize")
+_ANEW_OF_MODELS += ("_distribute_strategy", "_raytf_last", "_raytf_notes", "_raytf_sync_batches", "_raytf_synchronize")
 _PREDICATES = {
     "variables": lambda x: isinstance(x, keras.Variable),
     "trainable_variables": lambda x: isinstance(x, keras.Variable) and x.trainable,
