@@ -49,6 +49,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(learning_rate, weight_decay=, clipnorm=, clipvalue=, global_clipnorm=, use_ema=, ema_momentum=, ema_overwrite_frequency=, loss_scale_factor=, gradient_accumulation_steps=, name=, **kwargs)",
     ),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index": ("(self, variable)",),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer.apply": ("(self, grads, trainable_variables=)",),
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._common_apply": (
@@ -329,6 +330,12 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call": ("(self, fn, args, kwargs)",),
     "tensorflow.python.distribute.ps_values:AggregatingVariable": ("(*args, **kwargs)",),
     "tensorflow.python.distribute.values:DistributedVariable": ("(*args, **kwargs)",),
+    "tensorflow.python.eager.backprop:GradientTape.gradient": (
+        "(self, target, sources, output_gradients=, unconnected_gradients=)",
+    ),
+    "tensorflow.python.eager.backprop:GradientTape.jacobian": (
+        "(self, target, sources, unconnected_gradients=, parallel_iterations=, experimental_use_pfor=)",
+    ),
     "tensorflow.python.eager.context:Context": ("(config=, device_policy=, execution_mode=, server_def=)",),
     "tensorflow.python.eager.context:Context._initialize_physical_devices": ("(self, reinitialize=)",),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": (
