@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from raytf.collectives import gradient_ring
 from raytf.collectives.communicator import all_sum, local_replicas, wide
+from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
 from raytf.parallel import local_sgd, own_loops
@@ -168,9 +169,16 @@ def _is_alike(step: step_module.Step, source) -> bool:
     if isinstance(source, (keras.Variable, tf.Variable)):
         known = getattr(source, "synchronization", None) not in ("on_read", tf.VariableSynchronization.ON_READ)
         if known:
-            step.note_alike(source.handle)
+            _note_weight(step, source)
         return known
     return isinstance(source, tf.Tensor) and known_alike(step, source)
+
+
+def _note_weight(step: step_module.Step, variable) -> None:
+    # `keras.Variable.handle` would be that of a cast value within a layer's call
+    held = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
+    if held is not None:
+        step.note_alike(held.handle)
 
 
 def known_alike(step: step_module.Step, value) -> bool:
@@ -254,7 +262,7 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
     if step is None:
         return own_loops.for_optimizer(grads, mean)
     for variable in weights:
-        step.note_alike(variable.handle)
+        _note_weight(step, variable)
     left = [i for i, g in enumerate(grads) if not known_alike(step, g)]
     found = list(grads)
     for i, value in zip(left, mean([grads[i] for i in left]) if left else [], strict=True):
