@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.data.block import BlockAccessor
 
+from raytf.console import quiet
 from raytf.data import columns
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
@@ -181,7 +182,8 @@ class _ModelSource(_Source):
         self.load = self._read
 
     def _read(self):
-        from raytf.fitting import transport
+        with quiet.native():
+            from raytf.fitting import transport
 
         data, values, settings = ray.get(self._sent) if isinstance(self._sent, ray.ObjectRef) else self._sent
         transport.apply_settings(settings)
