@@ -105,6 +105,12 @@ def build_for(model, data_batch) -> None:
     model._symbolic_build(data_batch=data_batch)
 
 
+@uses("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter._first_batches")
+def first_batch(adapter):
+    """The first batch of a Python generator, which Keras has read for its shapes, and keeps; None of other data."""
+    return next(iter(getattr(adapter, "_first_batches", ())), None)
+
+
 @uses("keras.src.trainers.trainer:Trainer._compile_loss", "keras.src.trainers.trainer:Trainer._compile_metrics")
 def compiled_parts(model) -> tuple[Any, Any]:
     """(loss, metrics) as `compile` made them, or None each; `model.loss` and `model.metrics` hold what was given."""

@@ -113,18 +113,28 @@ def newest_iterator():
     return _newest[0]()
 
 
-def _example_batch(iterator, strategy):
+def _example_batch(iterator, strategy, eager: bool):
     """A batch with the shapes and dtypes of the data, as far as a step's graph knows them, too.
 
     No row is read for it: a generator would not give it again, and a dataset that shuffles would shuffle otherwise.
+
+    Args:
+        iterator: an epoch iterator.
+        strategy: its.
+        eager: the model's step runs without a graph, and may need to know every size.
     """
     dataset = iterator._distributed_dataset
     spec = tf.nest.map_structure(replica_spec, dataset.element_spec)
-    if all(isinstance(s, tf.OptionalSpec) or s.shape.rank is not None for s in tf.nest.flatten(spec)):
+    shapes = [s.shape for s in tf.nest.flatten(spec) if not isinstance(s, tf.OptionalSpec)]
+    known = (lambda shape: shape[1:].is_fully_defined()) if eager else (lambda shape: shape.rank is not None)
+    if all(map(known, shapes)):
         return tf.nest.map_structure(_example, spec)
+    first = keras_objects.first_batch(iterator.data_adapter)
+    if first is not None:
+        return first
     warnings.warn(
-        "The ranks of the data are unknown, so one batch is read to learn them, which a generator does not give again. "
-        "Name the shapes: from_generator(..., output_signature=...), or tensor.set_shape(...) in map.",
+        "The shapes of the data are unknown, so one batch is read to learn them, which a generator would not give "
+        "again. Name the shapes: from_generator(..., output_signature=...), or tensor.set_shape(...) in map.",
         stacklevel=2,
     )
     batch = next(iter(dataset))
@@ -152,6 +162,6 @@ def maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     if built:
         return None
     if iterator is not None:
-        data_batch = _example_batch(iterator, strategy)
+        data_batch = _example_batch(iterator, strategy, self.run_eagerly)
     with strategy.scope():
         model_optimizers.build(self, data_batch)
