@@ -380,7 +380,10 @@ def run(script, arguments, address, env, ports, **options):
             script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
         )
     from raytf.launch.launcher import run as run_script
+    from raytf.runtime.connection import located
 
+    with wrong_options():
+        located(address)
     raise SystemExit(run_script(made, address))
 
 

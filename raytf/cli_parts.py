@@ -46,11 +46,17 @@ class Commands(click.Group):
 
 
 @contextlib.contextmanager
-def wrong_options() -> Iterator[None]:
-    """Within it a ConfigError is a wrong option or value: shown with the command's usage, with the exit code 2."""
+def wrong_options(but: type[Exception] | tuple = ()) -> Iterator[None]:
+    """Within it a ConfigError is a wrong option or value: shown with the command's usage, with the exit code 2.
+
+    Args:
+        but: kinds of it that are none.
+    """
     try:
         yield
     except ConfigError as error:
+        if isinstance(error, but):
+            raise
         raise click.UsageError(str(error), click.get_current_context()) from error
 
 

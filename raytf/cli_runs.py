@@ -190,7 +190,9 @@ def export(run, output, format, model, **options):
 
         exporting.check(run, output, format, **options)
         build_model = _build_model(model)
-    click.echo(exporting.export(run, output, format, build_model=build_model, **options))
+    with wrong_options(but=_damaged()):
+        written = exporting.export(run, output, format, build_model=build_model, **options)
+    click.echo(written)
 
 
 @click.command(short_help="Print what completes `raytf` in a shell.")
@@ -237,12 +239,20 @@ def _model_of(run: str, data: str, options: dict):
     import raytf
     from raytf.runtime.connection import connect
 
-    model = raytf.load_model(run, build_model=build_model, **options)
+    with wrong_options(but=_damaged()):
+        model = raytf.load_model(run, build_model=build_model, **options)
     each = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
     connect([each] * workers, logging_level=logging.ERROR, runtime_env=environment)
     source = data if "://" in data else os.path.abspath(data)
     yield model, source, ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=each)
+
+
+def _damaged() -> type[Exception]:
+    """Returns the error of a run that is damaged, which is none of its options."""
+    from raytf.storage.checkpoint_files import DamagedCheckpointError
+
+    return DamagedCheckpointError
 
 
 def _build_model(name: str | None):

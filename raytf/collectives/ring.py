@@ -45,6 +45,8 @@ _TRADED_BYTES = 32 << 10
 # Which group, which of its exchanges, what is done, at which place in a step, and how long: workers that disagree must
 # not add what does not belong together.
 _HEADER = struct.Struct("<QQQQQ")
+# In the place of an exchange: how far the number of the call to the left that makes it stands.
+_CALL_BITS = 32
 # Bytes that are ready in shared memory, or where an array begins there; the largest says that it does not.
 _COUNT = struct.Struct("<Q")
 _ELSEWHERE = 2**64 - 1
@@ -283,6 +285,7 @@ class Ring:
         self, what: int, size: int, place: int, sent: int, work: Callable[[], None], first: bytes = b""
     ) -> None:
         """Makes an exchange by `work`; `first` are the first bytes of it that this process sends."""
+        place |= activity.here.call << _CALL_BITS
         with self._lock:
             if self._next.fileno() < 0:
                 raise self._broken()
@@ -400,7 +403,9 @@ class Ring:
         cause = self._lookout.tell(Cause(lost, self.rank, why))  # it counts now also if that one just left
         self._take_what_was_passed_on()
         self.close()
-        return PeerLostError(self.rank, str(cause), cause.lost)
+        has_left, call = heard is not None and heard.left, activity.here.call
+        alone = f"; this worker is in {activity.CALLS[call]}, {_TOGETHER}" if has_left and call else ""
+        return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
 
     def _take_what_was_passed_on(self) -> None:
         """Reads it from the socket, where it lies if the one before was lost between two sums."""
@@ -450,6 +455,14 @@ class Ring:
                     f"All workers of a ring must be of one generation; worker {self.rank} is of generation "
                     f"{self.generation}, received: bytes of generation {generation} from worker "
                     f"{(self.rank - 1) % self.size}. They are refused: let all members join the newest ring."
+                )
+            previous, mine_in, its_in = (self.rank - 1) % self.size, place >> _CALL_BITS, other >> _CALL_BITS
+            place, other = place & (1 << _CALL_BITS) - 1, other & (1 << _CALL_BITS) - 1
+            if mine_in != its_in:
+                raise RaytfError(
+                    f"All workers must be in the same call when they exchange something; worker {self.rank} is in "
+                    f"{_called(mine_in)}, received: worker {previous} in {_called(its_in)}. "
+                    f"These are calls {_TOGETHER}."
                 )
             raise RaytfError(
                 f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
@@ -777,6 +790,13 @@ class _Parts:
         if self.place == self._parts[0].stop:
             del self._parts[0]
             self._begun = 0
+
+
+_TOGETHER = "which all workers make, or none: let the chief alone use what model.evaluate() returns"
+
+
+def _called(call: int) -> str:
+    return activity.CALLS[call] or "none of fit and evaluate" if call < len(activity.CALLS) else "another call"
 
 
 def _named(what: int) -> str:

@@ -193,6 +193,18 @@ def place_of(optimizer, variable) -> int:
     return optimizer._get_variable_index(variable)
 
 
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
+def decays(optimizer, variable) -> bool:
+    """Whether an optimizer's weight decay includes a variable; what it was told to exclude is not public."""
+    return optimizer._use_weight_decay(variable)
+
+
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
+def decay_as(optimizer, included) -> None:
+    """Has an optimizer ask included(variable) which variables decay; see `decays`."""
+    optimizer._use_weight_decay = included
+
+
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer._var_key")
 def key_of(optimizer, variable):
     """The key by which an optimizer finds what it has for a variable; made anew in another process."""

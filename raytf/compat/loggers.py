@@ -14,3 +14,5 @@ TRAIN_ERRORS = "ray.train.v2._internal.util"
 TUNE_STORAGE = "ray.train._internal.storage"
 # Tells, with a stack, that an autoscaler could not be asked in time for what a run takes; the controller asks again.
 AUTOSCALER_ASKED = "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client"
+# Shows the traceback of each trial that fails.
+TUNE_CONTROLLER = "ray.tune.execution.tune_controller"

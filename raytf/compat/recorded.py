@@ -34,8 +34,14 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(self, x, y=, sample_weight=, class_weight=, return_dict=)",
     ),
     "keras.src.backend:compute_output_spec": ("(fn, *args, **kwargs)",),
+    "keras.src.backend:get_keras_mask": ("(x)",),
+    "keras.src.backend:set_keras_mask": ("(x, mask)",),
     "keras.src.callbacks.backup_and_restore:BackupAndRestore.on_train_begin": ("(self, logs=)",),
+    "keras.src.layers.layer:Layer.__call__": ("(self, *args, **kwargs)",),
+    "keras.src.layers.layer:Layer._clear_losses": ("(self)",),
     "keras.src.layers.layer:Layer._flatten_layers": ("(self, include_self=, recursive=)",),
+    "keras.src.layers.layer:Layer._get_own_losses": ("(self)",),
+    "keras.src.layers.layer:Layer.add_loss": ("(self, loss)",),
     "keras.src.losses.loss:Loss.__call__": ("(self, y_true, y_pred, sample_weight=)",),
     "keras.src.losses.loss:reduce_weighted_values": ("(values, sample_weight=, mask=, reduction=, dtype=)",),
     "keras.src.losses.loss:scale_loss_for_distribution": ("(value)",),
@@ -49,6 +55,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(learning_rate, weight_decay=, clipnorm=, clipvalue=, global_clipnorm=, use_ema=, ema_momentum=, ema_overwrite_frequency=, loss_scale_factor=, gradient_accumulation_steps=, name=, **kwargs)",
     ),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index": ("(self, variable)",),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer.apply": ("(self, grads, trainable_variables=)",),
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._common_apply": (
@@ -333,6 +340,12 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.distribute.ps_values:AggregatingVariable": ("(*args, **kwargs)",),
     "tensorflow.python.distribute.values:DistributedVariable": ("(*args, **kwargs)",),
     "tensorflow.python.distribute.values:PerReplicaSpec": ("(*value_specs)",),
+    "tensorflow.python.eager.backprop:GradientTape.gradient": (
+        "(self, target, sources, output_gradients=, unconnected_gradients=)",
+    ),
+    "tensorflow.python.eager.backprop:GradientTape.jacobian": (
+        "(self, target, sources, unconnected_gradients=, parallel_iterations=, experimental_use_pfor=)",
+    ),
     "tensorflow.python.eager.context:Context": ("(config=, device_policy=, execution_mode=, server_def=)",),
     "tensorflow.python.eager.context:Context._initialize_physical_devices": ("(self, reinitialize=)",),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": (

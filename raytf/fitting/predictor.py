@@ -209,12 +209,14 @@ class _Loaded:
         import keras
         import tensorflow as tf
 
+        from raytf.compat.tensorflow import traced_apart
+
         self._model = model
         if type(model).predict is not keras.Model.predict:  # which knows what to make of the rows
             self._step = lambda rows: model.predict(tf.data.Dataset.from_tensors(rows), verbose=0)
         else:
             step = lambda rows: model.predict_step(rows)
-            self._step = step if model.run_eagerly else tf.function(step, reduce_retracing=True)
+            self._step = step if model.run_eagerly else traced_apart(step, reduce_retracing=True)
 
     def predict(self, table: pa.Table, features) -> dict[str, np.ndarray]:
         """Returns an array for each output, by its column.
@@ -243,15 +245,22 @@ class _Loaded:
                     stacklevel=2,
                 )
             return columns.parse(told["features"], "features")
-        inputs = getattr(self._model, "inputs", None) or []
-        if inputs and {one.name for one in inputs} <= set(names):
-            alone = len(inputs) == 1 and not isinstance(self._model.input, dict)
-            return columns.parse(inputs[0].name if alone else {one.name: one.name for one in inputs}, "features")
+        names_of_inputs = [one.name for one in getattr(self._model, "inputs", None) or []]
+        if names_of_inputs and set(names_of_inputs) <= set(names):
+            by_name = {name: name for name in names_of_inputs}
+            return columns.parse(by_name if self._takes_names() else names_of_inputs[0], "features")
         raise ConfigError(
             "A Predictor needs features=..., the columns that the model takes, unless the run's checkpoint names them",
             f"none, and a batch with {', '.join(map(repr, names))}",
             "Name the columns as for raytf.KerasTrainer",
         )
+
+    def _takes_names(self) -> bool:
+        """Returns whether the model takes a dict of its inputs, as several are always fed."""
+        import keras
+
+        model = self._model
+        return len(model.inputs) > 1 or (not isinstance(model, keras.Sequential) and isinstance(model.input, dict))
 
 
 def _tensors(table: pa.Table, spec: BatchSpec):

@@ -14,7 +14,7 @@ from raytf.collectives.communicator import local_replicas, many_replicas, spans_
 from raytf.compat import keras_objects
 from raytf.compat.keras import EpochIterator, backend_trainer
 from raytf.compat.patching import overrides, patch
-from raytf.compat.tensorflow import replica_spec
+from raytf.compat.tensorflow import rank, replica_spec
 from raytf.data import worker_part
 from raytf.parallel import model_optimizers
 
@@ -73,10 +73,14 @@ class _WorkerEpochIterator(_EpochIterator):
         self._distributed_dataset = dataset
 
     def _distribute(self, dataset, strategy):
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        whole = policy != tf.data.experimental.AutoShardPolicy.OFF and not worker_part.is_worker_part(dataset)
+        if whole and worker_part.has_sparse(dataset):
+            return worker_part.cut(dataset, strategy, rank(strategy) if spans_workers(strategy) else 0)
         if not spans_workers(strategy):
             return strategy.experimental_distribute_dataset(dataset)
         if not worker_part.is_worker_part(dataset):
-            if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+            if policy == tf.data.experimental.AutoShardPolicy.OFF:
                 # each batch is cut into one for each worker, so the number of batches is not that of the steps
                 self.data_adapter._raytf_unknown_batches = True
                 self._num_batches = None

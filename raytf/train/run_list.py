@@ -104,12 +104,11 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
 
 
 def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None, mode: str) -> Run:
-    states = [(state, one) for one in kept if (state := one.state()) is not None]
-    newest = max(states, key=lambda pair: pair[0].step, default=None)
+    found = _newest(kept)
     holder = run_lock.holder(filesystem, path)
-    if newest is None:
+    if found is None:
         return Run(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
-    state, checkpoint = newest
+    state, checkpoint = found
     wanted = _epochs(checkpoint)
     finished = wanted is not None and state.epoch >= wanted
     ended = "stopped" if state.stopped else "finished" if finished else "interrupted" if wanted else "ended"
@@ -142,8 +141,17 @@ def best_of(
 
 def newest(filesystem, path: str) -> State | None:
     """Returns how far the run of a folder is by its checkpoints, whether they are whole or not; None without one."""
-    states = [state for one in kept_in(filesystem, path) if (state := one.state()) is not None]
-    return max(states, key=lambda state: state.step, default=None)
+    found = _newest(kept_in(filesystem, path))
+    return None if found is None else found[0]
+
+
+def _newest(kept: Sequence[Kept]) -> tuple[State, Kept] | None:
+    """The checkpoint after the most steps; of each kind, which come newest first, one that can be read is read."""
+    heads = []
+    for within in (False, True):
+        of_kind = ((state, one) for one in kept if one.within_epoch == within and (state := one.state()) is not None)
+        heads += [head] if (head := next(of_kind, None)) is not None else []
+    return max(heads, key=lambda pair: pair[0].step, default=None)
 
 
 def _sweep(filesystem, path: str, name: str, metric: str | None) -> Run:

@@ -35,6 +35,7 @@ from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import validation
+from raytf.compat import loggers
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.phases import READING, TRYING, phases, starting
 from raytf.data import stored, streamed
@@ -58,7 +59,7 @@ from raytf.tune.learning_rate import Scaling
 from raytf.tune.options import SweepOptions
 from raytf.tune.sweep_end import Asking, SweepEnd
 from raytf.tune.table import Stopper, Table
-from raytf.tune.trial import SweepSpec, Trial
+from raytf.tune.trial import SweepSpec, Trial, UnknownMetricError
 from raytf.worker import checkpoint
 from raytf.worker.ending import MovedError
 from raytf.worker.job import TrainJob
@@ -298,12 +299,14 @@ def _quiet_tune():
     level = logger.level
     os.environ.update(ours)
     logger.setLevel(max(level, logging.WARNING))
-
+    controller = logging.getLogger(loggers.TUNE_CONTROLLER)
+    controller.addFilter(_is_told)
     own = signal.getsignal(signal.SIGUSR1)
     try:
         yield _TunesLoop(own, logger)
     finally:
         logger.removeFilter(_is_news)
+        controller.removeFilter(_is_told)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, signal.SIG_DFL if own is None else own)
         logger.setLevel(level)
@@ -334,6 +337,12 @@ class _TunesLoop:
         self._logger.addFilter(_is_news)
         signal.getsignal(signal.SIGUSR1)(signal.SIGUSR1, None)
         return True
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    """Whether a trial's failure is one of the trial: a metric that none reports ends the sweep, with its sentence."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(getattr(error, "cause", error), UnknownMetricError)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -86,6 +86,11 @@ def on_the_common_cluster(environment, ray_cluster):
     return ours | environment | {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
 
 
+def without_phases(text: str) -> str:
+    """What was printed, without the phases that have lasted."""
+    return "\n".join(line for line in text.splitlines() if not PHASE.fullmatch(line))
+
+
 def check(lines: list[str], patterns: list[str]) -> None:
     """Every line is what it should be, and there is no other but phases that last."""
     lines = [line for line in lines if not PHASE.fullmatch(line)]

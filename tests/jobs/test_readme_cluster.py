@@ -22,6 +22,7 @@ import pytest
 import raytf
 from cluster import local
 from tests import blocks
+from tests.jobs.test_output import without_phases
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
@@ -161,9 +162,9 @@ def _by_hand(hosts, head):
     run = "raytf run look.py"
     assert "[worker 0] here" in hosts.run(run, RAY_ADDRESS=head)
     for command in (train, run):
-        said = hosts.run(command, code=1, RAY_ADDRESS=head, HOME=str(nobody))
+        said = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, HOME=str(nobody)))
         assert said.startswith(f"Error: The cluster at {head} wants a token; received: none where Ray looks"), said
-        said = hosts.run(command, code=1, RAY_ADDRESS=head, RAY_AUTH_TOKEN_PATH=str(wrong))
+        said = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, RAY_AUTH_TOKEN_PATH=str(wrong)))
         assert said.startswith(f"Error: The cluster at {head} lets in who has its token; received: another one"), said
         assert str(wrong) in said and len(said.splitlines()) == 1
 

@@ -357,13 +357,13 @@ def typed(folder, *arguments):
 WRONG = {
     "nowhere --output out": "A model is loaded from a path that exists; received: 'nowhere'",
     "empty --output out": "needs a checkpoint to load a model from; received: 'empty'",
-    "first --output out --format h5": "format must be one of saved_model, keras, onnx; received: 'h5'",
+    "first --output out --format h5": "Invalid value for '--format': 'h5' is not one of 'saved_model', 'keras', 'onnx'",
     "first --output empty": "An export is written to a path that does not exist; received: 'empty'",
     "first --output no/out": "An export is written into a folder that exists",
     "first --output s3://b/out": "An export is written on this machine",
     "first --output out --format keras": "The name of a file of Keras ends in .keras; received: 'out'",
     "first --output out --which 11": "Choose one of 5, 10, 12, 15, 17",
-    "first --output out --which newest": 'which must be "last", "best" or the step',
+    "first --output out --which newest": "'newest' is not one of 'last', 'best' and the steps",
     "first --output out --average 6": "average=6 with 5",
     "first --output out --which best --average 2": "Leave one of them out",
     "first/checkpoint_2026-01-01_00-00-01 --output out --which 5": "which and average choose among",
@@ -383,8 +383,9 @@ def test_told_before_ray_and_tensorflow_are_imported(run, tmp_path, command):
     (tmp_path / "empty").mkdir()
     (tmp_path / "first").symlink_to(run)
     done = typed(tmp_path, *command.split())
-    assert done.returncode == 1 and done.stderr.startswith("Error: ") and WRONG[command] in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+    usage, *_, said = done.stderr.splitlines()
+    assert done.returncode == 2 and said.startswith("Error: ") and WRONG[command] in said, done.stderr
+    assert usage.startswith("Usage: ") and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import types
 
 import keras
 import numpy as np
@@ -21,7 +23,9 @@ from raytf.errors import ConfigError
 from raytf.runtime.resources import advice, count_fitting
 from raytf.storage import run_folder
 from raytf.train import arguments, dry_run
+from raytf.tune import sweep
 from raytf.tune.sweep import check_metric
+from raytf.tune.trial import UnknownMetricError
 
 
 @pytest.mark.parametrize(
@@ -144,3 +148,15 @@ def test_a_relative_storage_path_is_below_the_current_folder(tmp_path, monkeypat
     assert run_folder.located(RunConfig(name="a", storage_path="s3://b/c")).storage_path == "s3://b/c"
     trainer = raytf.TensorflowTrainer(lambda: None, run_config=given)
     assert trainer.run_config.storage_path == str(tmp_path / "runs")
+
+
+def test_a_metric_that_no_trial_reports_is_told_without_a_traceback_of_rays():
+    """Where a loop is the user's, the first report tells; Tune shows the traceback of each trial that fails."""
+
+    def record(error):
+        return logging.LogRecord("tune", logging.ERROR, "", 0, "Trial task failed", (), (type(error), error, None))
+
+    unknown = UnknownMetricError("metric must be one that the trials report", "'los'", "Choose one of ['loss']")
+    wrapped = types.SimpleNamespace(cause=unknown)
+    assert not sweep._is_told(record(unknown)) and not sweep._is_told(record(wrapped))
+    assert sweep._is_told(record(ValueError("units"))) and sweep._is_told(logging.makeLogRecord({}))

@@ -17,7 +17,14 @@ from raytf.worker import clearing
 
 FOLDER = pathlib.Path(raytf.__file__).parent
 # Whose functions are traced once in a process, by `get_concrete_function`, or are the user's own.
-MAY = {"train/dry_run.py", "worker/export.py", "fitting/transport.py", "fitting/call.py", "compat/tensorflow.py"}
+MAY = {
+    "train/dry_run.py",
+    "worker/export.py",
+    "fitting/transport.py",
+    "fitting/call.py",
+    "compat/tensorflow.py",
+    "parallel/model_optimizers.py",
+}
 
 
 @pytest.mark.parametrize(("make", "warned"), [(tf.function, True), (traced_apart, False)])
