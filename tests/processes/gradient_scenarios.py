@@ -485,6 +485,39 @@ def jacobian_of_two_losses(p):
     return fit(p, Balanced)
 
 
+class Recomputed(Step):
+    """Computes its activations once more on the way back, by a tape of TensorFlow's own."""
+
+    def call(self, x):
+        hidden, last = self.body.layers
+        return last(tf.recompute_grad(lambda values: hidden(values))(x))
+
+
+@scenario
+def recomputed_activations(p):
+    return fit(p, lambda: Recomputed(clipped))
+
+
+class Potential(keras.Model):
+    """What it predicts is the gradient of a potential with respect to its inputs; the step is Keras' own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = dense(8, 1, inputs=6)
+
+    def call(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            potential = self.body(x)
+        return tape.gradient(potential, x)
+
+
+@scenario
+def predictions_that_are_gradients(p):
+    rows = floats(6, rows=UNEVEN), floats(6, seed=2, rows=UNEVEN)
+    return fit(p, Potential, rows, loss="mse", metrics=["mae"])
+
+
 @scenario
 def mixed_precision_clipped(p):
     """Scaled in float16, unscaled and clipped by hand."""
