@@ -60,11 +60,18 @@ _LONG = [
     *("gan_in_conditions", "gan_in_conditions_in_long_executions", "three_optimizers_with_shared_variables", "losses"),
     *("steps_per_execution_goes_back_where_it_does_not_help", "steps_per_execution_chosen_by_measurement"),
     *("batch_normalization", "metrics_that_are_no_averages", "sample_weight", "arrays_of_python_functions"),
-    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore", "losses_that_compare_rows"),
-    *("own_compute_loss", "logs_of_tensors", "metric_functions_that_reduce", "circle_loss_with_weights"),
+    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore"),
 ]
-# What `make test-fast` compares, once.
-FAST = {("float64", "2"): [name for name in FLOAT64 if name not in _LONG]}
+# Of what users write themselves, one of each kind.
+_KINDS = [
+    *("gradients_clip_by_global_norm", "overridden_apply", "gradient_penalty", "own_loop_with_clip"),
+    *("losses_that_compare_rows", "unreduced_loss", "added_losses", "own_compute_loss", "metric_functions_that_reduce"),
+    *("logs_of_tensors", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "the_chiefs_draw_counts"),
+    *("padded_lists_without_mask", "python_generator_is_read_once", "sparse_rows_of_which_a_worker_has_none"),
+]
+_COMMON = [name for name in FLOAT64 if SCENARIOS[name].__module__.endswith((".scenarios", ".optimizer_scenarios"))]
+# What the gate compares, once.
+FAST = {("float64", "2"): [name for name in FLOAT64 if name in _KINDS or (name in _COMMON and name not in _LONG)]}
 
 
 def processes(place: str) -> int:
