@@ -332,6 +332,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(self, input_tensor_packs, options=)",
     ),
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.can_order_nccl": ("(self)",),
+    "tensorflow.python.distribute.distribute_lib:ReplicaContext.all_reduce": ("(self, reduce_op, value, options=)",),
     "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call": ("(self, merge_fn, args, kwargs)",),
     "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call": ("(self, fn, args, kwargs)",),
     "tensorflow.python.distribute.ps_values:AggregatingVariable": ("(*args, **kwargs)",),

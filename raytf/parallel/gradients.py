@@ -16,9 +16,10 @@ import tensorflow as tf
 
 from raytf.collectives import gradient_ring
 from raytf.collectives.communicator import all_sum, local_replicas, wide
+from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
-from raytf.parallel import local_sgd
+from raytf.parallel import local_sgd, own_loops
 from raytf.parallel import step as step_module
 
 # Operations between a gradient's sum and the optimizer that are looked at; beyond them it is summed once more.
@@ -32,7 +33,9 @@ def gradient(original, self, target, sources, output_gradients=None, unconnected
     """`GradientTape.gradient`; of weights, in a step, those of the global batch."""
     step = _summing_step()
     if step is None:
-        return original(self, target, sources, output_gradients, unconnected_gradients)
+        found = original(self, target, sources, output_gradients, unconnected_gradients)
+        own_loops.note_taped(_of_variables(sources, found))
+        return found
     flat = tf.nest.flatten(sources)
     places = [i for i, source in enumerate(flat) if _is_alike(step, source)]
     if output_gradients is None and len(places) == len(flat):
@@ -53,6 +56,11 @@ def jacobian(original, self, target, sources, *args, **kwargs):
     if any(_is_of_rows(step, one) for one in tf.nest.flatten(target)):
         return found
     return _with_sums(step, found, [i for i, s in enumerate(tf.nest.flatten(sources)) if _is_alike(step, s)])
+
+
+def _of_variables(sources, found) -> list:
+    pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True)
+    return [gradient for source, gradient in pairs if isinstance(source, (keras.Variable, tf.Variable))]
 
 
 def _summing_step() -> step_module.Step | None:
@@ -161,9 +169,16 @@ def _is_alike(step: step_module.Step, source) -> bool:
     if isinstance(source, (keras.Variable, tf.Variable)):
         known = getattr(source, "synchronization", None) not in ("on_read", tf.VariableSynchronization.ON_READ)
         if known:
-            step.note_alike(source.handle)
+            _note_weight(step, source)
         return known
     return isinstance(source, tf.Tensor) and known_alike(step, source)
+
+
+def _note_weight(step: step_module.Step, variable) -> None:
+    # `keras.Variable.handle` would be that of a cast value within a layer's call
+    held = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
+    if held is not None:
+        step.note_alike(held.handle)
 
 
 def known_alike(step: step_module.Step, value) -> bool:
@@ -245,9 +260,9 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
     """
     step = step_module.current()
     if step is None:
-        return mean(grads)
+        return own_loops.for_optimizer(grads, mean)
     for variable in weights:
-        step.note_alike(variable.handle)
+        _note_weight(step, variable)
     left = [i for i, g in enumerate(grads) if not known_alike(step, g)]
     found = list(grads)
     for i, value in zip(left, mean([grads[i] for i in left]) if left else [], strict=True):

@@ -40,6 +40,19 @@ def assigned(variable: keras.Variable, value) -> bool:
     return True
 
 
+def of_shared(step: step_module.Step, variable: keras.Variable, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """What a replica assigns to a variable that all replicas share, and that adds up or averages what they assign."""
+    if getattr(step_module.state, "reduced", False):
+        return value
+    if not step_module.says_how_to_join(variable):
+        if step.states is not None:
+            step.states.note(step, variable, value)
+        return tf.where(step.rows > 0, value, before) if id(variable) in step.shared else value
+    if variable.aggregation == "sum":
+        return tf.where(step.rows > 0, value, before)
+    return _joined(step, tf.distribute.get_replica_context(), variable.aggregation, before, value)
+
+
 def _number_here(context, strategy) -> int:
     number = tf.get_static_value(context.replica_id_in_sync_group)
     return int(number) % local_replicas(strategy) if local_replicas(strategy) > 1 else 0

@@ -264,8 +264,8 @@ def direct_assign(original, self, value):
     before = tf.convert_to_tensor(held)
     value = tf.cast(value, before.dtype)
     step = step_module.current()
-    if step is not None and id(self) in step.shared:
-        value = tf.where(step.rows > 0, value, before)
+    if step is not None:
+        value = joined_state.of_shared(step, self, before, value)
     if self.aggregation == "sum":
         held.assign_add(value - before)
     elif self.aggregation == "none":

@@ -217,8 +217,12 @@ def is_shared(variable) -> bool:
 
 def is_joined(variable) -> bool:
     """Whether a variable's `aggregation` says how replicas' values of it become one when they are assigned."""
-    own = variable.aggregation == "none" or variable.synchronization == "on_read"
-    return not own and not is_shared(variable)
+    return says_how_to_join(variable) and not is_shared(variable)
+
+
+def says_how_to_join(variable) -> bool:
+    """Whether that is said of it, and it is no metric's, which is joined when an epoch ends."""
+    return variable.aggregation != "none" and variable.synchronization != "on_read"
 
 
 def one_replica_step(model, function, states=None):

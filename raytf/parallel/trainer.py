@@ -16,7 +16,7 @@ strategy. In a step of `fit` or `evaluate`:
 * What callbacks decide is the chief's decision; files are written by the chief.
 
 In a custom loop under `strategy.run` an optimizer sums gradients over replicas as TensorFlow's guides say, before
-clipping and accumulation.
+clipping and accumulation, its own and what a compiled loop does before (`own_loops`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from raytf.parallel import (
     model_optimizers,
     observed,
     optimizers,
+    own_loops,
     own_state,
     python_arrays,
     step_logs,
@@ -57,7 +58,17 @@ from raytf.parallel import (
 from raytf.parallel import step as step_module
 
 # Those that say what stands in the place of Keras' functions, beside this one.
-REPLACING = (epoch_iterator, gradients, iterator_ends, losses, metrics, optimizers, python_arrays, step_module)
+REPLACING = (
+    epoch_iterator,
+    gradients,
+    iterator_ends,
+    losses,
+    metrics,
+    optimizers,
+    own_loops,
+    python_arrays,
+    step_module,
+)
 _installed: list[bool] = []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -484,6 +485,39 @@ def jacobian_of_two_losses(p):
     return fit(p, Balanced)
 
 
+class Recomputed(Step):
+    """Computes its activations once more on the way back, by a tape of TensorFlow's own."""
+
+    def call(self, x):
+        hidden, last = self.body.layers
+        return last(tf.recompute_grad(lambda values: hidden(values))(x))
+
+
+@scenario
+def recomputed_activations(p):
+    return fit(p, lambda: Recomputed(clipped))
+
+
+class Potential(keras.Model):
+    """What it predicts is the gradient of a potential with respect to its inputs; the step is Keras' own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = dense(8, 1, inputs=6)
+
+    def call(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            potential = self.body(x)
+        return tape.gradient(potential, x)
+
+
+@scenario
+def predictions_that_are_gradients(p):
+    rows = floats(6, rows=UNEVEN), floats(6, seed=2, rows=UNEVEN)
+    return fit(p, Potential, rows, loss="mse", metrics=["mae"])
+
+
 @scenario
 def mixed_precision_clipped(p):
     """Scaled in float16, unscaled and clipped by hand."""
@@ -547,7 +581,13 @@ def own_loop_with_clip(p):
 
 @scenario
 def own_loop_with_clip_run_eagerly(p):
-    return own_loop(p, _clipping_step, compiled=False)
+    """What is clipped there is each worker's own, as TensorFlow says; it is said once."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        out = own_loop(p, _clipping_step, compiled=False)
+    texts = [str(w.message) for w in told if "before the optimizer sums them" in str(w.message)]
+    assert bool(texts) == (p.strategy.num_replicas_in_sync > 1) and all("tf.function" in text for text in texts), texts
+    return {f"bits:{k}": v for k, v in out.items()}
 
 
 @scenario
@@ -563,6 +603,29 @@ def own_loop_with_its_own_sum(p):
             context = tf.distribute.get_replica_context()
             gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
             optimizer.apply(tf.clip_by_global_norm(gradients, 0.05)[0], variables)
+            return loss
+
+        return step
+
+    return own_loop(p, step_of)
+
+
+@scenario
+def own_loop_with_adaptive_clip_and_two_optimizers(p):
+    """One optimizer is given gradients as they are, the other what a condition makes of them, and a table's."""
+
+    def step_of(model, optimizer, loss_of):
+        with p.strategy.scope():
+            other = keras.optimizers.SGD(0.1, momentum=0.9)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(x, y)
+            first, last = model.trainable_variables[:2], model.trainable_variables[2:]
+            gradients = tape.gradient(loss, [*first, *last])
+            optimizer.apply(gradients[:2], first)
+            found = conditional(adaptive(gradients[2:], last), last)
+            other.apply([g + 0.01 * v for g, v in zip(found, last, strict=True)], last)
             return loss
 
         return step

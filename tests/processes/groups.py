@@ -7,7 +7,8 @@ from tests.processes.loss_scenarios import SCENARIOS
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
 FLOAT32 = ["kinds_sgd", "kinds_adam", "kinds_adamw", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
-FLOAT32 += ["what_a_loop_exchanges"]
+FLOAT32 += ["what_a_loop_exchanges", "gradients_halved_on_condition", "gradients_of_an_embedding_clipped"]
+FLOAT32 += ["gradient_penalty", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "own_loop_with_clip"]
 THREE = [
     "kinds_adam",
     "last_batch_of_one_row",
@@ -21,6 +22,9 @@ THREE = [
     *("three_optimizers_with_shared_variables", "two_scaled_losses", "vae_with_add_loss", "distillation"),
     *("in_batch_contrastive_loss", "losses_that_compare_rows", "unreduced_loss", "added_losses", "own_compute_loss"),
     *("metric_functions_that_reduce", "logs_of_tensors"),
+    *("gradients_clip_by_global_norm", "gradients_of_an_embedding_clipped", "gan_with_clip", "gradient_penalty"),
+    *("gradient_penalty_of_an_embedding", "unreduced_losses", "states_that_say_how_they_are_joined"),
+    *("callbacks_draw_in_batches", "own_loop_with_clip"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -33,6 +37,8 @@ LOCAL = [
     *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic", "losses_that_compare_rows", "unreduced_loss"),
     *("added_losses", "own_compute_loss", "metric_functions_that_reduce", "metrics_of_an_own_step", "logs_of_tensors"),
     *("unreduced_loss_in_one_array", "logs_run_eagerly"),
+    *("overridden_apply", "overridden_update_step", "reduction_none", "states_that_say_how_they_are_joined"),
+    *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {
