@@ -8,7 +8,9 @@ strategy. In a step of `fit` or `evaluate`:
   where a tape gives them, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows
   of all workers.
 * Losses that are no mean over rows (sums, masked or weighted means, functions of the whole batch) are corrected with
-  the global divisor, or computed on the gathered global batch.
+  the global divisor, or computed on the gathered global batch; so are a user's metrics that are no sum over rows. What
+  a user's function does with its rows is found out on halves of a batch, see `halves`.
+* Logs are those of all workers' rows, whatever a step of the user's returns, see `step_logs`.
 * A worker that got no row for a step computes on a placeholder row and contributes nothing.
 * Metric variables are local until the end of an epoch; then they are summed, once, and moving statistics averaged.
 * What callbacks decide is the chief's decision; files are written by the chief.
