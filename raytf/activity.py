@@ -44,6 +44,8 @@ _LASTS_SECONDS = 2.0
 _FRAMES = 25
 # What names of TensorFlow's threads, which wait for nothing but work, begin with.
 _TENSORFLOWS = "tf_"
+# Calls that all workers make, or none.
+CALLS = ("", "model.fit()", "model.evaluate()")
 # Hooks of Keras' callbacks.
 _HOOK = "on_"
 
@@ -74,10 +76,21 @@ class Activity:
         self._usual_own, self._waited = 0.0, 0.0
         self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, OWN), 0.0)
         self._thread: threading.Thread | None = None
+        self.call = 0  # index in CALLS of the outermost one that it is in
         self.pending_input: Callable[[], float | None] | None = None
         self.waited_input: Callable[[], float] | None = None
         self.queued_writer: Callable[[], float] | None = None
         self.failing_storage: Callable[[], str] | None = None
+
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Notes in the block that the process is in one of `CALLS`, unless it is in another one already."""
+        around = self.call
+        self.call = around or CALLS.index(name)
+        try:
+            yield
+        finally:
+            self.call = around
 
     def train_here(self) -> None:
         """Says that the calling thread is the one that trains."""

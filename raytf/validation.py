@@ -67,3 +67,24 @@ def check_num_ps(strategy: str, num_ps: Any) -> None:
         )
     if strategy == "parameter_server" and not num_ps:
         raise ConfigError("strategy 'parameter_server' needs a parameter server", "num_ps=0", "Use num_ps=1 or more")
+
+
+_TUNES = "ray.tune.integration"
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raises ConfigError for a callback of Ray Tune's, which reports nothing from a worker: there is no trial there.
+
+    Args:
+        callbacks: of `fit`: one, several or None.
+    """
+    listed = callbacks if isinstance(callbacks, (list, tuple)) else getattr(callbacks, "callbacks", [callbacks])
+    for callback in listed:
+        found = next((kind for kind in type(callback).__mro__ if kind.__module__.startswith(_TUNES)), None)
+        if found is not None:
+            raise ConfigError(
+                "A callback of Ray Tune reports to a trial, and workers run outside of the trial's process",
+                f"{found.__module__}.{found.__name__} on a worker",
+                "Use raytf.ReportCallback() in a train loop, and after raytf.fit(...) in a trainable call "
+                "ray.tune.report({'loss': history.history['loss'][-1]}); KerasTrainer and sweep report by themselves",
+            )

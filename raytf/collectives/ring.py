@@ -42,9 +42,15 @@ _SENT_AT_ONCE = 1 << 20
 _READ_IN_PLACE = 1 << 17
 # What a process sends when each passes on all that the others have: little enough that the round trips cost more.
 _TRADED_BYTES = 32 << 10
+# Members of a ring from which on there are connections across it, so that little is traded in log2(n) hops.
+_LEAST_WITH_CHORDS = 4
+# Bytes whose way takes as long as a hop.
+_HOP_BYTES = 4 << 10
 # Which group, which of its exchanges, what is done, at which place in a step, and how long: workers that disagree must
 # not add what does not belong together.
 _HEADER = struct.Struct("<QQQQQ")
+# In the place of an exchange: how far the number of the call to the left that makes it stands.
+_CALL_BITS = 32
 # Bytes that are ready in shared memory, or where an array begins there; the largest says that it does not.
 _COUNT = struct.Struct("<Q")
 _ELSEWHERE = 2**64 - 1
@@ -75,7 +81,9 @@ os.register_at_fork(after_in_child=_abandon_rings)
 def connections() -> list[socket.socket]:
     """Those with the neighbours of all rings of this process that are open."""
     links = [link for one in _rings for link in one._links]
-    return [one for link in links for one in (link.data, link.watch) if one.fileno() >= 0]
+    chords = [chord for one in _rings for chord in one._chords]
+    found = [*((link.data, link.watch) for link in links), *((chord.following, chord.previous) for chord in chords)]
+    return [one for pair in found for one in pair if one.fileno() >= 0]
 
 
 class Ring:
@@ -86,6 +94,7 @@ class Ring:
         following, previous: `Link` to the next process and from the one before.
         timeout: seconds that a sum may wait for a neighbour that lives and sends nothing; None waits for ever.
         generation: of the group, from 0; what comes with another is refused.
+        chords: `Chord`s to those 2, 4, 8, ... places on.
 
     Attributes:
         alone: whether it only stands for a ring, see `healing.Detached`.
@@ -94,11 +103,18 @@ class Ring:
     alone = False
 
     def __init__(
-        self, rank: int, size: int, following: Link, previous: Link, timeout: float | None, generation: int = 0
+        self,
+        rank: int,
+        size: int,
+        following: Link,
+        previous: Link,
+        timeout: float | None,
+        generation: int = 0,
+        chords: Sequence[Chord] = (),
     ):
         self.rank, self.size, self.timeout, self.generation = rank, size, timeout, generation
         self.held: tuple[tuple[int, bytes], ...] = ()  # what the one before has passed on, the last ones
-        self._links = (following, previous)
+        self._links, self._chords = (following, previous), tuple(chords)
         self._next, self._previous = following.data, previous.data
         self._lookout = Lookout(
             rank, generation, [((rank + 1) % size, following.watch), ((rank - 1) % size, previous.watch)]
@@ -169,8 +185,9 @@ class Ring:
         return self._exchange_array(_ADD, array, place, sent, lambda ways: self._sum(array, fill, *ways))
 
     def trades(self, size: int) -> bool:
-        """Whether so many bytes of each process are few enough for `trade`."""
-        return (self.size - 1) * size <= _TRADED_BYTES
+        """Whether so many bytes of each process are few enough for `trade`: what it sends more costs less than hops."""
+        saved = 3 * (self.size - 1) if self._chords else 0  # of a sum around the ring, and of the rows before it
+        return (self.size - 1) * size <= max(_TRADED_BYTES, saved * _HOP_BYTES) and size <= _TRADED_BYTES
 
     def trade(self, content: np.ndarray, place: int = 0) -> np.ndarray:
         """What all processes have, by rank; each calls it with the same size and in the same order.
@@ -191,7 +208,20 @@ class Ring:
         found = np.empty((self.size, content.size), np.uint8)
         found[self.rank] = content
 
-        def work() -> None:
+        def across() -> None:
+            """In log2(n) hops (Bruck et al., 1997): each sends all that it has, to one twice as far each time."""
+            parts = np.empty_like(found)  # of this member and those before it
+            parts[0] = content
+            parts[1] = np.frombuffer(self._receive(content.size), np.uint8)
+            self._flush()
+            there = 2
+            for chord in self._chords:
+                more = min(there, self.size - there)
+                self._swap(chord, there, parts[:more], parts[there : there + more])
+                there += more
+            found[(self.rank - np.arange(self.size)) % self.size] = parts
+
+        def around() -> None:
             for phase in range(self.size - 1):
                 if phase:
                     self._send(found[(self.rank - phase) % self.size].tobytes())
@@ -199,25 +229,61 @@ class Ring:
                 found[(self.rank - 1 - phase) % self.size] = np.frombuffer(theirs, np.uint8)
             self._flush()
 
+        work = across if self._chords else around
         self._exchange(what, content.size, place, (self.size - 1) * content.size, work, content.tobytes())
         return found
+
+    def _swap(self, chord: Chord, distance: int, mine: np.ndarray, into: np.ndarray) -> None:
+        """Sends bytes to the member so many places on, and fills `into` by what comes from the one before."""
+        to_send, room = memoryview(mine.reshape(-1)), memoryview(into.reshape(-1))
+        while to_send or room:
+            moved = False
+            if to_send:
+                with contextlib.suppress(BlockingIOError), self._losing(distance):
+                    to_send = to_send[chord.following.send(to_send) :]
+                    moved = True
+            if room:
+                with contextlib.suppress(BlockingIOError), self._losing(-distance):
+                    count = chord.previous.recv_into(room)
+                    if not count:
+                        raise ConnectionResetError("it closed its connection")
+                    room, moved = room[count:], True
+            if not moved:
+                wanted = [(chord.following, select.POLLOUT)] if to_send else []
+                wanted += [(chord.previous, select.POLLIN)] if room else []
+                self._until(functools.partial(self._polling, wanted))
+
+    @contextlib.contextmanager
+    def _losing(self, distance: int):
+        """An error of a connection is the loss of the member so many places on."""
+        try:
+            yield
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise _LostError((self.rank + distance) % self.size, error) from error
+
+    def _polling(self, wanted: list[tuple[socket.socket, int]], watching: bool) -> select.poll:
+        made = select.poll()
+        for one, events in [*wanted, *([(self._lookout, select.POLLIN)] if watching else [])]:
+            made.register(one, events)
+        return made
 
     def sum_in_order(self, parts: np.ndarray, into: np.ndarray) -> None:
         """Sums the parts of all processes as `add` does on its way around the ring, with the same bits.
 
         Args:
-            parts: (processes, items) by rank, each with fewer bytes than are added at once; they are changed.
+            parts: (processes, items) by rank, each with fewer bytes than are added at once.
             into: gets the sum, as many items, a multiple of the number of processes.
         """
-        length = parts.shape[1] // self.size
-        for first in range(self.size):
-            segment = slice(first * length, (first + 1) * length)
-            total = parts[first, segment]
-            for step in range(1, self.size):
-                mine = parts[(first + step) % self.size, segment]
-                self._accumulate(mine, total)
-                total = mine
-            into[segment] = total
+        size, first = self.size, np.arange(self.size)
+        segments = parts.reshape(size, size, -1)  # of each part
+        total = segments[first, first]  # each segment begins with the member of its number
+        for step in range(1, size):
+            mine = segments[(first + step) % size, first]
+            self._accumulate(mine.reshape(-1), total.reshape(-1))
+            total = mine
+        into[:] = total.reshape(-1)
 
     def gather(self, array: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
         """Fills `array` with the parts of all processes; each calls it with the same bounds and in the same order.
@@ -283,6 +349,7 @@ class Ring:
         self, what: int, size: int, place: int, sent: int, work: Callable[[], None], first: bytes = b""
     ) -> None:
         """Makes an exchange by `work`; `first` are the first bytes of it that this process sends."""
+        place |= activity.here.call << _CALL_BITS
         with self._lock:
             if self._next.fileno() < 0:
                 raise self._broken()
@@ -400,7 +467,9 @@ class Ring:
         cause = self._lookout.tell(Cause(lost, self.rank, why))  # it counts now also if that one just left
         self._take_what_was_passed_on()
         self.close()
-        return PeerLostError(self.rank, str(cause), cause.lost)
+        has_left, call = heard is not None and heard.left, activity.here.call
+        alone = f"; this worker is in {activity.CALLS[call]}, {_TOGETHER}" if has_left and call else ""
+        return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
 
     def _take_what_was_passed_on(self) -> None:
         """Reads it from the socket, where it lies if the one before was lost between two sums."""
@@ -422,8 +491,8 @@ class Ring:
     def close(self) -> None:
         """Leaves the ring; the sums of all others fail."""
         self._lookout.close()
-        for link in self._links:
-            link.close()
+        for one in (*self._links, *self._chords):
+            one.close()
         self._memory = self._its_memory = None  # arrays that are in use keep it
         self._may_show = False
 
@@ -431,8 +500,8 @@ class Ring:
         """Closes a fork's copies of the connections: while one is open, nobody sees the death of the member itself."""
         self._lock = threading.Lock()
         self._lookout.abandon()
-        for link in self._links:
-            link.close()
+        for one in (*self._links, *self._chords):
+            one.close()
 
     def _agree(self, what: int, size: int, place: int, first: bytes) -> None:
         mine = _HEADER.pack(self.generation, self._sums, what, place, size)
@@ -450,6 +519,14 @@ class Ring:
                     f"All workers of a ring must be of one generation; worker {self.rank} is of generation "
                     f"{self.generation}, received: bytes of generation {generation} from worker "
                     f"{(self.rank - 1) % self.size}. They are refused: let all members join the newest ring."
+                )
+            previous, mine_in, its_in = (self.rank - 1) % self.size, place >> _CALL_BITS, other >> _CALL_BITS
+            place, other = place & (1 << _CALL_BITS) - 1, other & (1 << _CALL_BITS) - 1
+            if mine_in != its_in:
+                raise RaytfError(
+                    f"All workers must be in the same call when they exchange something; worker {self.rank} is in "
+                    f"{_called(mine_in)}, received: worker {previous} in {_called(its_in)}. "
+                    f"These are calls {_TOGETHER}."
                 )
             raise RaytfError(
                 f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
@@ -645,13 +722,16 @@ class Ring:
     def _wait(self, sending: bool = False, receiving: bool = False, answering: bool = False) -> None:
         """Until the next one takes bytes, the one before gives some, or the next one answers, as is asked for, or a
         member is lost."""
+        self._until(functools.partial(self._poll, sending, answering, receiving))
+
+    def _until(self, polling: Callable[[bool], select.poll]) -> None:
+        """Until something is ready of what `polling(whether it watches for a loss)` polls."""
         milliseconds = None if self.timeout is None else self.timeout * 1000
-        wanted = sending, answering, receiving
-        ready = [number for number, _ in self._poll(*wanted, True).poll(milliseconds)]
+        ready = [number for number, _ in polling(True).poll(milliseconds)]
         if not ready:
             raise TimeoutError(f"a neighbour sent nothing for {self.timeout} s")
         # what still arrives counts first
-        if ready == [self._lookout.fileno()] and not self._poll(*wanted, False).poll(_GRACE_SECONDS * 1000):
+        if ready == [self._lookout.fileno()] and not polling(False).poll(_GRACE_SECONDS * 1000):
             cause = self._lookout.cause()
             raise _LostError(cause.lost, ConnectionResetError(cause.why))
 
@@ -779,6 +859,13 @@ class _Parts:
             self._begun = 0
 
 
+_TOGETHER = "which all workers make, or none: let the chief alone use what model.evaluate() returns"
+
+
+def _called(call: int) -> str:
+    return activity.CALLS[call] or "none of fit and evaluate" if call < len(activity.CALLS) else "another call"
+
+
 def _named(what: int) -> str:
     return _NAMES[what] if what < len(_NAMES) else f"something unknown ({what})"
 
@@ -814,6 +901,30 @@ class Link:
     def close(self) -> None:
         self.data.close()
         self.watch.close()
+
+
+class Chord:
+    """Two connections of a member: to the one so many places on, and from the one so many places before.
+
+    Args:
+        following, previous: sockets.
+        host_gone: see `Link`.
+    """
+
+    def __init__(self, following: socket.socket, previous: socket.socket, host_gone: int = HOST_GONE):
+        self.following, self.previous = following, previous
+        for one in (following, previous):
+            one.setblocking(False)
+            _notice_lost_hosts(one, host_gone)
+
+    def close(self) -> None:
+        self.following.close()
+        self.previous.close()
+
+
+def chords(size: int) -> int:
+    """Returns how many chords a member of a ring has: to those 2, 4, 8, ... places on; few members have none."""
+    return 0 if size < _LEAST_WITH_CHORDS else (size - 1).bit_length() - 1
 
 
 def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
@@ -953,8 +1064,10 @@ class Listener:
             raise PeerLostError(rank, f"no connection to its neighbours ({type(error).__name__}: {error})") from error
         finally:
             self.close()
-        links = [Link(*sockets, host_gone=host_gone) for sockets in (following, previous)]
-        return Ring(rank, len(addresses), *links, patience, generation)
+        ends = len(_PURPOSES)
+        links = [Link(*sockets[:ends], host_gone=host_gone) for sockets in (following, previous)]
+        further = [Chord(*pair, host_gone=host_gone) for pair in zip(following[ends:], previous[ends:], strict=True)]
+        return Ring(rank, len(addresses), *links, patience, generation, further)
 
     def stop(self) -> None:
         """Ends a `join` that goes on, from another thread: it raises PeerLostError, unless all are there."""
@@ -986,9 +1099,9 @@ class _Meeting:
     ):
         size = len(addresses)
         self._generation = generation
-        self._refused: int | None = None  # the generation of a neighbour that knew the token
+        self._refused: tuple[int, int] | None = None  # (rank, generation) of one that knew the token
         self._rank, self._addresses, self._token, self._listening = rank, addresses, token, listening
-        self._next, self._previous = (rank + 1) % size, (rank - 1) % size
+        self._purposes = (*_PURPOSES, *range(len(_PURPOSES), len(_PURPOSES) + chords(size)))
         # by purpose
         self._went: dict[int, socket.socket] = {}
         self._came: dict[int, socket.socket] = {}
@@ -997,14 +1110,14 @@ class _Meeting:
         self._cancel, self._cancelled = None, False
 
     async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
-        """The connections to the next and from the one before: (data, watch) of each."""
+        """The connections to the next and from the one before: (data, watch, those of chords) of each."""
         self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
         if self._cancelled:
             raise asyncio.CancelledError
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
                 doors = [group.create_task(self._open(one)) for one in self._listening]
-                goers = [group.create_task(self._go(purpose)) for purpose in _PURPOSES]
+                goers = [group.create_task(self._go(purpose)) for purpose in self._purposes]
                 await self._all_came.wait()
                 await asyncio.wait(goers)
                 for door in doors:
@@ -1035,23 +1148,31 @@ class _Meeting:
 
     def _missing(self) -> str:
         if self._refused is not None:
+            rank, generation = self._refused
             return (
-                f"worker {self._previous} came with generation {self._refused} of the ring and was refused, as this is "
+                f"worker {rank} came with generation {generation} of the ring and was refused, as this is "
                 f"generation {self._generation}"
             )
-        if len(self._came) < len(_PURPOSES):
-            return f"worker {self._previous} did not connect in time"
-        return f"worker {self._next} did not answer in time"
+        for purpose in self._purposes:
+            if purpose not in self._came:
+                return f"worker {self._peer(purpose, -1)} did not connect in time"
+        missing = next((purpose for purpose in self._purposes if purpose not in self._went), _DATA)
+        return f"worker {self._peer(missing, 1)} did not answer in time"
+
+    def _peer(self, purpose: int, way: int) -> int:
+        """The rank of the member to which (way 1), or from which (way -1), a connection goes."""
+        distance = 1 if purpose in _PURPOSES else 1 << (purpose - len(_PURPOSES) + 1)
+        return (self._rank + way * distance) % len(self._addresses)
 
     def _proof(self, sender: int, hello: bytes, drawn: bytes) -> bytes:
         """What only a process that knows the token can say to just this hello and just this number."""
         return hmac.digest(self._token, struct.pack("<I", sender) + hello + drawn, "sha256")
 
     async def _go(self, purpose: int) -> None:
-        """Connects with the next."""
-        loop = asyncio.get_running_loop()
-        host, port = self._addresses[self._next]
-        local, missed = self._is_here(self._next), 0
+        """Connects with the next, or with one further on."""
+        loop, peer = asyncio.get_running_loop(), self._peer(purpose, 1)
+        host, port = self._addresses[peer]
+        local, missed = self._is_here(peer), 0
         while True:
             one = socket.socket(socket.AF_UNIX if local else _family(host))
             try:
@@ -1101,8 +1222,9 @@ class _Meeting:
         hello = _HELLO.pack(_MAGIC, self._rank, purpose, self._generation, secrets.token_bytes(TOKEN_BYTES))
         await _send(one, hello)
         drawn, proof = await _receive(one, TOKEN_BYTES), await _receive(one, _PROOF_BYTES)
-        if not hmac.compare_digest(proof, self._proof(self._next, hello, drawn)):
-            host, port = self._addresses[self._next]
+        peer = self._peer(purpose, 1)
+        if not hmac.compare_digest(proof, self._proof(peer, hello, drawn)):
+            host, port = self._addresses[peer]
             raise ConnectionAbortedError(f"what answers at {host}:{port} does not know the token of this ring")
         return self._proof(self._rank, hello, drawn)
 
@@ -1125,14 +1247,14 @@ class _Meeting:
             async with asyncio.timeout(_STRANGER_SECONDS):
                 hello = await _receive(one, _HELLO.size)
                 magic, rank, purpose, generation, _ = _HELLO.unpack(hello)
-                if magic != _MAGIC or rank != self._previous or purpose not in _PURPOSES:
+                if magic != _MAGIC or purpose not in self._purposes or rank != self._peer(purpose, -1):
                     return
                 drawn = secrets.token_bytes(TOKEN_BYTES)
                 await _send(one, drawn + self._proof(self._rank, hello, drawn))
                 if not hmac.compare_digest(await _receive(one, _PROOF_BYTES), self._proof(rank, hello, drawn)):
                     return
                 if generation != self._generation:  # only now is it known to be a neighbour's word
-                    self._refused = generation
+                    self._refused = rank, generation
                     return
                 await _send(one, _WELCOME)
             self._came.setdefault(purpose, one)
@@ -1141,7 +1263,7 @@ class _Meeting:
         finally:
             if one not in self._came.values():
                 one.close()
-        if len(self._came) == len(_PURPOSES):
+        if len(self._came) == len(self._purposes):
             self._all_came.set()
 
 

@@ -11,7 +11,11 @@ from typing import Any
 
 import h5py
 import keras
-from keras.src.backend import compute_output_spec  # shapes of a function of symbolic tensors, with arguments
+from keras.src.backend import (  # a mask goes with its tensor, which is gathered
+    compute_output_spec,  # shapes of a function of symbolic tensors, with arguments
+    get_keras_mask,
+    set_keras_mask,
+)
 from keras.src.backend.common import global_state  # where Keras keeps the seed generator of functions without one
 from keras.src.backend.tensorflow import core as backend_core  # its Variable is patched
 from keras.src.backend.tensorflow import nn as backend_nn  # moments of synchronized layers are patched
@@ -58,6 +62,7 @@ __all__ = [
     "compute_output_spec",
     "config_and_metadata",
     "data_adapter_utils",
+    "get_keras_mask",
     "is_default",
     "loss_module",
     "make_default_seed",
@@ -68,6 +73,7 @@ __all__ = [
     "saving_lib",
     "seed_module",
     "serialization_lib",
+    "set_keras_mask",
     "shared_seed_generator",
     "tracking",
 ]

@@ -105,6 +105,12 @@ def build_for(model, data_batch) -> None:
     model._symbolic_build(data_batch=data_batch)
 
 
+@uses("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter._first_batches")
+def first_batch(adapter):
+    """The first batch of a Python generator, which Keras has read for its shapes, and keeps; None of other data."""
+    return next(iter(getattr(adapter, "_first_batches", ())), None)
+
+
 @uses("keras.src.trainers.trainer:Trainer._compile_loss", "keras.src.trainers.trainer:Trainer._compile_metrics")
 def compiled_parts(model) -> tuple[Any, Any]:
     """(loss, metrics) as `compile` made them, or None each; `model.loss` and `model.metrics` hold what was given."""
@@ -191,6 +197,18 @@ def apply_scaled(optimizer, grads, variables) -> None:
 def place_of(optimizer, variable) -> int:
     """Where in its lists an optimizer has what it keeps for a variable."""
     return optimizer._get_variable_index(variable)
+
+
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
+def decays(optimizer, variable) -> bool:
+    """Whether an optimizer's weight decay includes a variable; what it was told to exclude is not public."""
+    return optimizer._use_weight_decay(variable)
+
+
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
+def decay_as(optimizer, included) -> None:
+    """Has an optimizer ask included(variable) which variables decay; see `decays`."""
+    optimizer._use_weight_decay = included
 
 
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer._var_key")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,38 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[Any]:
         yield before
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def patched_of(owner: Any, name: str, function: Callable) -> Iterator[None]:
+    """Within it a method of one object is function(original, *arguments); threads may be within it at a time.
+
+    Args:
+        owner: the object, which keeps attributes in a `__dict__`.
+        name: of the method.
+        function: the same in all threads, as far as they are within it together.
+    """
+    with _lock:
+        call = vars(owner).get(name)
+        if not hasattr(call, "raytf_within"):
+            before = call
+            call = replacing(getattr(owner, name), function)
+            call.raytf_within, call.raytf_before = 0, before
+            vars(owner)[name] = call
+        call.raytf_within += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            call.raytf_within -= 1
+            if not call.raytf_within:
+                if call.raytf_before is None:
+                    del vars(owner)[name]
+                else:
+                    vars(owner)[name] = call.raytf_before
+
+
+_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,10 @@ from tensorflow.python.distribute.values import (
     DistributedVariable,  # variables with a value for each replica
     PerReplicaSpec,  # of a batch that is divided over replicas
 )
-from tensorflow.python.eager import context  # eager mode within a graph, and the token of a coordinator's cluster
+from tensorflow.python.eager import (
+    context,  # eager mode within a graph, and the token of a coordinator's cluster
+    record,  # whether a tape may record: nothing public tells
+)
 from tensorflow.python.eager.polymorphic_function import polymorphic_function  # counts traces, and warns of many
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
@@ -207,6 +210,11 @@ def autograph_loader():
     from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph needs none
 
     return loader
+
+
+def may_record() -> bool:
+    """Whether a tape of this thread may record what is computed now."""
+    return record.could_possibly_record()
 
 
 @uses("tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
 from raytf.collectives.communicator import local_replicas
@@ -43,3 +45,62 @@ def distributed(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
             "Choose a batch_size that all replicas divide and drop the remainder, or one device for each worker",
         )
     return strategy.distribute_datasets_from_function(lambda _: dataset.rebatch(rows // devices))
+
+
+def has_sparse(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset holds sparse tensors, of which TensorFlow cannot cut parts without rows."""
+    return any(isinstance(spec, tf.SparseTensorSpec) for spec in tf.nest.flatten(dataset.element_spec))
+
+
+def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int):
+    """Returns this worker's part of a dataset of global batches, for each of its devices.
+
+    Every device gets a part of each batch, in which there may be no row: it knows all other dimensions all the same.
+
+    Args:
+        dataset: the same on all workers.
+        strategy: of the workers.
+        worker: rank of this one.
+    """
+    devices, replicas = local_replicas(strategy), strategy.num_replicas_in_sync
+
+    def part(batch, index):
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
+        rows = _row_count(leaves[0])
+        edges = [(number * (rows // replicas) + tf.minimum(number, rows % replicas)) for number in (index, index + 1)]
+        return tf.nest.map_structure(lambda leaf: _rows_between(leaf, *edges), batch)
+
+    indices = [tf.constant(worker * devices + i, tf.int64) for i in range(devices)]
+    whole = lambda batch: batch[0] if len(batch) == 1 else batch
+    if devices == 1:
+        return mark_worker_part(dataset.map(lambda *batch: part(whole(batch), indices[0])))
+
+    def parts(*batch):
+        made = [tf.data.Dataset.from_tensors(part(whole(batch), index)) for index in indices]
+        return functools.reduce(tf.data.Dataset.concatenate, made)
+
+    mixed = dataset.flat_map(parts)  # which reads a generator once
+    steps = int(dataset.cardinality())
+    mixed = mixed if steps < 0 else mixed.apply(tf.data.experimental.assert_cardinality(steps * devices))
+    return strategy.distribute_datasets_from_function(lambda _: mixed)
+
+
+def _row_count(leaf) -> tf.Tensor:
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.cast(leaf.nrows(), tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
+
+
+def _rows_between(leaf, start: tf.Tensor, stop: tf.Tensor):
+    if not hasattr(leaf, "shape") or (isinstance(leaf, tf.Tensor) and leaf.shape.rank == 0):
+        return leaf
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    others = leaf.dense_shape[1:]
+    begin, size = (
+        tf.concat([[first], rest], 0) for first, rest in ((start, tf.zeros_like(others)), (stop - start, others))
+    )
+    part = tf.sparse.slice(leaf, begin, size)
+    part = tf.SparseTensor(part.indices, part.values, size)
+    part.set_shape([None, *leaf.shape[1:]])
+    return part

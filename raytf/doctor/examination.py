@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import ray
 from ray import cloudpickle
@@ -32,6 +32,9 @@ _NETWORK_SECONDS = probe.LINK_SECONDS + probe.STEP_SECONDS
 _CLOSE_SECONDS = 3.0
 # Links of a node that are measured at a time.
 _THREADS = 8
+# Of so many nodes all links are measured; of more, so many of each node's.
+_ALL_LINKS_NODES = 16
+_LINKS = 8
 LEAST_SECONDS = 30.0
 
 
@@ -90,6 +93,9 @@ def run(
         cluster.ask_clocks()
         cluster.measure_network()
         left_out = []
+        nodes, links = len(cluster.found.nodes), len(cluster.found.links)
+        if links < nodes * (nodes - 1) and nodes > _ALL_LINKS_NODES:
+            left_out.append(f"{links} of {nodes * (nodes - 1)} links were measured, those of each node to some others")
         if storage is None:
             left_out.append("No shared storage was named (--storage)")
         else:
@@ -151,16 +157,15 @@ class _Cluster:
                 self.found.skew[name] = min(told[name] - before, 0.0) + max(told[name] - after, 0.0)
 
     def measure_network(self) -> None:
-        """Measures all links, and the rate to the next node, as the ring of a training uses it."""
+        """Measures links, see `links_of`, and the rate to the next node, as the ring of a training uses it."""
         asked = {name: self._actors[name].listen.remote() for name in self._answering()}
         open_at, errors = self._gathered(asked, _FACTS_SECONDS)
-        names, links = list(open_at), {}
-        for one in names:
-            for other in names:
-                if one != other:
-                    links[one, other] = self._actors[one].reach.remote(_address(other), open_at[other])
+        names = list(open_at)
+        pairs = links_of(names)
+        links = {(one, other): self._actors[one].reach.remote(_address(other), open_at[other]) for one, other in pairs}
         # A node has so many at a time, and each may take as long as a link may.
-        self.found.links = self._measured(links, _NETWORK_SECONDS * (1 + len(names) // _THREADS))
+        each = -(-len(pairs) // max(1, len(names)))
+        self.found.links = self._measured(links, _NETWORK_SECONDS * (1 + each // _THREADS))
         for name, error in errors.items():
             for other in names:
                 self.found.links[other, name] = {"error": f"{name} could not listen: {error}"}
@@ -281,6 +286,19 @@ class _Cluster:
                 cause = getattr(error, "cause", None) or error
                 errors[key] = f"{type(cause).__name__}: {first_line(cause)}"
         return told, errors
+
+
+def links_of(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the links to measure, (from, to): all of few nodes; of many, each node's to `_LINKS` others.
+
+    These are the next one, as in a training's ring, and others at growing distances, so that the number grows with that
+    of the nodes, and each node is both ends of as many.
+    """
+    count = len(names)
+    distances = range(1, count)
+    if count > _ALL_LINKS_NODES:
+        distances = sorted({max(i + 1, round(count ** (i / _LINKS))) for i in range(_LINKS)})
+    return [(names[i], names[(i + distance) % count]) for i in range(count) for distance in distances]
 
 
 def _value(ref):

@@ -416,6 +416,7 @@ def _check_steps(steps_per_epoch, data: arrays_module.Data, batch: int, drops: b
 
 def _callbacks(callbacks) -> list:
     found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    validation.check_callbacks(found)
     for callback in found:
         if not isinstance(callback, keras.callbacks.Callback):
             raise ConfigError(

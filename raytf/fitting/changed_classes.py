@@ -3,7 +3,7 @@
 Such a class travels by its name. A constructor may have changed it: Keras gives a functional-style subclass of
 `keras.Model` other bases, others count or register what they make, in the class or in variables of its module. So the
 class takes along its bases, its values, and those variables of the module that its code uses and some code changes. A
-value that does not pickle (a lock, a logger) stays what the import makes it.
+value that does not pickle (a lock, a logger), or is as large as data, stays what the import makes it.
 """
 
 from __future__ import annotations

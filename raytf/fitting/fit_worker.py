@@ -409,21 +409,26 @@ def _plain(value):
 
 
 def _predict(session, work: Work, model, sent, distribution) -> None:
-    """Each worker its rows of each step, alone; the driver puts them in order."""
+    """Each worker its rows of each step, alone; the driver puts them in order.
+
+    A `predict` of the model's own ends in Keras', which all workers call together, also those without a row, and which
+    gives each of them the rows of all: the chief hands these over.
+    """
     import numpy as np
     from keras import tree
 
     _, dataset = _dataset(work.rows["train"], session)
     step = _predict_function(model, distribution)
+    together = _predicts_itself(model) and session.size > 1
     parts: list[list] = []
     like = None  # the structure of the outputs, with the number of each
     for done, batch in enumerate(dataset, 1):
         rows = int(tree.flatten(batch)[0].shape[0])
-        if rows:
-            outputs = step(batch)
+        outputs = step(batch) if rows or together else None
+        if session.rank == 0 if together else rows:
             flat = [np.asarray(output) for output in tree.flatten(outputs)]
             like = tree.pack_sequence_as(outputs, list(range(len(flat)))) if like is None else like
-            parts.append([rows, flat])
+            parts.append([len(flat[0]), flat])
         else:
             parts.append([0, None])
         if done % work.chunk_steps == 0:
@@ -432,8 +437,14 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
     session.report({"parts": parts, "like": like, "ended": True}, None)
 
 
-def _predict_function(model, distribution) -> Callable:
+def _predicts_itself(model) -> bool:
+    """Whether the model has a `predict` of its own, which knows what to make of the rows."""
     import keras
+
+    return type(model).predict is not keras.Model.predict
+
+
+def _predict_function(model, distribution) -> Callable:
     import tensorflow as tf
 
     from raytf.compat.tensorflow import traced_apart
@@ -441,7 +452,7 @@ def _predict_function(model, distribution) -> Callable:
 
     if "predict" in _kept:
         return _kept["predict"]
-    if type(model).predict is not keras.Model.predict:  # which knows what to make of the rows
+    if _predicts_itself(model):
         part = lambda batch: worker_part.mark_worker_part(tf.data.Dataset.from_tensors(batch))
         return lambda batch: model.predict(part(batch), verbose=0)
 

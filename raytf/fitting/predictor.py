@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.data.block import BlockAccessor
 
+from raytf.console import quiet
 from raytf.data import columns
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
@@ -181,7 +182,8 @@ class _ModelSource(_Source):
         self.load = self._read
 
     def _read(self):
-        from raytf.fitting import transport
+        with quiet.native():
+            from raytf.fitting import transport
 
         data, values, settings = ray.get(self._sent) if isinstance(self._sent, ray.ObjectRef) else self._sent
         transport.apply_settings(settings)
@@ -245,15 +247,22 @@ class _Loaded:
                     stacklevel=2,
                 )
             return columns.parse(told["features"], "features")
-        inputs = getattr(self._model, "inputs", None) or []
-        if inputs and {one.name for one in inputs} <= set(names):
-            alone = len(inputs) == 1 and not isinstance(self._model.input, dict)
-            return columns.parse(inputs[0].name if alone else {one.name: one.name for one in inputs}, "features")
+        names_of_inputs = [one.name for one in getattr(self._model, "inputs", None) or []]
+        if names_of_inputs and set(names_of_inputs) <= set(names):
+            by_name = {name: name for name in names_of_inputs}
+            return columns.parse(by_name if self._takes_names() else names_of_inputs[0], "features")
         raise ConfigError(
             "A Predictor needs features=..., the columns that the model takes, unless the run's checkpoint names them",
             f"none, and a batch with {', '.join(map(repr, names))}",
             "Name the columns as for raytf.KerasTrainer",
         )
+
+    def _takes_names(self) -> bool:
+        """Returns whether the model takes a dict of its inputs, as several are always fed."""
+        import keras
+
+        model = self._model
+        return len(model.inputs) > 1 or (not isinstance(model, keras.Sequential) and isinstance(model.input, dict))
 
 
 def _tensors(table: pa.Table, spec: BatchSpec):

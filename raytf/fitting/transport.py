@@ -29,16 +29,15 @@ import tensorflow as tf
 
 from raytf.compat import keras_objects
 from raytf.compat.keras import TRACKED, BaseOptimizer, DynamicBackend, as_array, make_node_key, tracking
-from raytf.compat.tensorflow import DistributedVariable, TrackedStructure, default_of, function_arguments, structure_of
-from raytf.compat.tensorflow import Function as TfFunction
+from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, in_a_line
-from raytf.fitting import changed_classes
+from raytf.fitting import changed_classes, tensorflow_objects
 
 # What belongs to a process, and is made anew: of all objects, of layers and of models.
 _ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
 _ANEW_OF_LAYERS = ("_losses", "_loss_ids", "build", "quantize")
 _ANEW_OF_MODELS = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "stop_training")
-_ANEW_OF_MODELS += ("_distribute_strategy", "_raytf_last", "_raytf_sync_batches", "_raytf_synchronize")
+_ANEW_OF_MODELS += ("_distribute_strategy", "_raytf_last", "_raytf_notes", "_raytf_sync_batches", "_raytf_synchronize")
 _PREDICATES = {
     "variables": lambda x: isinstance(x, keras.Variable),
     "trainable_variables": lambda x: isinstance(x, keras.Variable) and x.trainable,
@@ -49,6 +48,8 @@ _PREDICATES = {
 }
 # Of a callback: what Keras sets anew for each training.
 _OF_A_TRAINING = ("_model", "params", "_params", "validation_data")
+# Bytes of a value of an importable class or its module that goes along.
+_MOST_OF_A_CLASS = 16 << 20
 # Of a class that Python code defines (Py_TPFLAGS_HEAPTYPE), see `type.__flags__`.
 _OF_PYTHON = 1 << 9
 _reading = threading.local()
@@ -161,11 +162,9 @@ class _Pickler(ray.cloudpickle.Pickler):
         if isinstance(value, TRACKED):
             items = dict.copy(value) if isinstance(value, dict) else list(value)
             return self._deferred(value, (_new_tracked, (type(value),)), (value.tracker, items), _set_tracked)
-        if isinstance(value, TrackedStructure):  # whose constructor would look into what has no state yet
-            return _plain, (structure_of(value),)
         if isinstance(value, DynamicBackend):
             return DynamicBackend, (keras_objects.backend_of(value),)
-        reduced = self._of_tensorflow(value)
+        reduced = tensorflow_objects.reduced(value)
         return self._object(value) if reduced is NotImplemented else reduced
 
     def _object(self, value):
@@ -191,34 +190,18 @@ class _Pickler(ray.cloudpickle.Pickler):
         return changed_classes.imported, (kind.__module__, kind.__qualname__)
 
     def _pickles(self, value) -> bool:
-        """Whether a value can be written."""
+        """Whether a value can be written, and is not as large as data, which a module reads at its import."""
+        file = io.BytesIO()
         try:
-            _Pickler(io.BytesIO(), self._known, classes=False).write(value)
+            _Pickler(file, self._known, classes=False).write(value)
         except Exception:
             return False
-        return True
+        return file.tell() <= _MOST_OF_A_CLASS
 
     def _deferred(self, value, made: tuple, state, setter):
         """What makes an object; its state follows."""
         self._states.append((value, setter, state))
         return made
-
-    def _of_tensorflow(self, value):
-        if isinstance(value, TfFunction):
-            return _tf_function, function_arguments(value)
-        if isinstance(value, tf.lookup.StaticHashTable):
-            keys, values = value.export()
-            return _static_table, (keys.numpy(), values.numpy(), _types(value), default_of(value).numpy())
-        if isinstance(value, tf.lookup.experimental.MutableHashTable):
-            keys, values = value.export()
-            return _mutable_table, (keys.numpy(), values.numpy(), _types(value), default_of(value).numpy())
-        if isinstance(value, tf.random.Generator):
-            return _generator, (value.state.numpy(), value.algorithm)
-        if isinstance(value, tf.distribute.Strategy):
-            return tf.distribute.get_strategy, ()
-        if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-            raise pickle.PicklingError(f"a symbolic tensor ({value.name}) that some function has left behind")
-        return NotImplemented
 
     def _numbered(self, value, state, setter):
         return self._deferred(value, (_new, (type(value), self.sent.add(value))), state, setter)
@@ -287,10 +270,6 @@ def _tracker_state(tracker) -> dict[str, Any]:
     own = {name: test for name, (test, _) in tracker.config.items() if name not in _PREDICATES}
     rest = {k: v for k, v in vars(tracker).items() if k not in ("config", "stored_ids")}
     return {"stores": stores, "own": own, "rest": rest}
-
-
-def _types(table):
-    return table.key_dtype, table.value_dtype
 
 
 # ------------------------------------------------------------------------------------------ at the reader
@@ -397,30 +376,6 @@ def _set_tracked(made, state) -> None:
     (plain.extend if plain is list else plain.update)(made, items)
 
 
-def _plain(value):
-    return value
-
-
-def _tf_function(function, given):
-    return tf.function(function, **given)
-
-
-def _static_table(keys, values, types, default):
-    initializer = tf.lookup.KeyValueTensorInitializer(keys, values, *types)
-    return tf.lookup.StaticHashTable(initializer, default)
-
-
-def _mutable_table(keys, values, types, default):
-    table = tf.lookup.experimental.MutableHashTable(*types, default)
-    if len(keys):
-        table.insert(tf.constant(keys, types[0]), tf.constant(values, types[1]))
-    return table
-
-
-def _generator(state, algorithm):
-    return tf.random.Generator.from_state(state, algorithm)
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file, known: Sent | None):
         super().__init__(file)
@@ -441,15 +396,16 @@ class _Unpickler(pickle.Unpickler):
 # ------------------------------------------------------------------------------------------ for both
 
 
-def write(value, known: Sent | None = None) -> tuple[bytes, Sent]:
+def write(value, known: Sent | None = None, classes: bool = True) -> tuple[bytes, Sent]:
     """(the bytes of an object without the values of its variables, the objects in it).
 
     Args:
         value: anything.
         known: objects that the reader has: they are only named, and others bring their values.
+        classes: whether importable classes bring what has happened to them since their import.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, known)
+    pickler = _Pickler(file, known, classes)
     pickler.write(value)
     return file.getvalue(), pickler.sent
 
@@ -521,7 +477,7 @@ def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, b
             if name in _OF_A_TRAINING:
                 continue
             try:
-                mine[name] = write(value, known)[0]
+                mine[name] = write(value, known, classes=False)[0]
             except Exception:
                 if not type(callback).__module__.startswith("keras."):  # whose files and writers are nobody else's
                     lost.append(f"{type(callback).__name__}.{name}")

@@ -36,6 +36,8 @@ _IDLE_SECONDS = 600.0
 # Between two looks at whether somebody waits for room.
 _LOOK_SECONDS = 0.5
 _GIVEN_BACK_SECONDS = 5.0
+# States of a placement group that the cluster has no room for.
+_WAITING = ("PENDING", "RESCHEDULING")
 # An idle worker answers at once, unless it is stopped or has gone.
 _ANSWER_SECONDS = 5.0
 
@@ -54,7 +56,7 @@ class Group:
         self.key = _key(scaling_config, run_config, setup)
         self.model: str | None = None
         self._warned = Entries("warned")
-        self._reservation = Reservation({})
+        self._reservation = Reservation({}, cleaned=True)
         workers, each = scaling_config.num_workers, per_worker(scaling_config)
         selectors = label_selectors(scaling_config, workers)
         self._reservation.take(workers, each, scaling_config.placement_strategy, selectors)
@@ -153,9 +155,14 @@ class _Shelf:
 
 
 def wanted() -> bool:
-    """Whether anything in the cluster waits for resources."""
+    """Whether anything in the cluster waits for resources: a task, an actor, or a placement group of any driver.
+
+    Placement groups are asked for by name: the load that Ray reports need not hold those that were tried in vain.
+    """
     state = get_cluster_resource_state(ray_core.gcs_client())
-    return bool(state.pending_resource_requests or state.pending_gang_resource_requests)
+    if state.pending_resource_requests or state.pending_gang_resource_requests:
+        return True
+    return any(group["state"] in _WAITING for group in placement_group_table().values())
 
 
 _shelf = _Shelf()

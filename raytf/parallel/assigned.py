@@ -1,4 +1,5 @@
-"""What variables held before callbacks assigned them something else: for a process that is to go on before that."""
+"""What callbacks assign: which variables, for workers that agree on them, and what these held before, for a process
+that is to go on before that."""
 
 from __future__ import annotations
 
@@ -11,8 +12,32 @@ from raytf.collectives import healing
 from raytf.errors import RaytfError
 from raytf.parallel import own_state
 
-# The one that is in force.
-_watches: list[weakref.ref] = []
+# The one of each class that is in force.
+_watches: dict[type, weakref.ref] = {}
+
+
+class Noted:
+    """Notes which variables are assigned from Python, or in compiled functions, but in training steps, as long as it is
+    referred to."""
+
+    def __init__(self):
+        self._assigned: dict[int, object] = {}
+        self._traced: dict[int, object] = {}
+        _watches[type(self)] = weakref.ref(self)
+
+    def note(self, variable) -> None:
+        """Called before a variable is assigned."""
+        if variable.synchronization == "on_read":  # a metric's, which each worker has for itself
+            return
+        if not healing.here.executes and not _in_a_replica():
+            noted = self._assigned if tf.executing_eagerly() else self._traced
+            noted[id(variable)] = variable
+
+    def taken(self) -> set[int]:
+        """The ids of variables that were assigned since the last call, or may have been."""
+        found = self._assigned.keys() | self._traced.keys()
+        self._assigned = {}
+        return found
 
 
 class Watch:
@@ -28,7 +53,7 @@ class Watch:
         self._model, self._ids = model, None
         self._held: dict[int, tuple] = {}
         self._traced: set[str] = set()
-        _watches[:] = [weakref.ref(self)]
+        _watches[type(self)] = weakref.ref(self)
 
     def before(self) -> list[tuple]:
         """(variable, its bytes) of those that were assigned since, as they were before.
@@ -50,12 +75,16 @@ class Watch:
             self._ids = {id(v) for v in own_state.alike(self._model)}
         if id(variable) not in self._ids:
             return
-        in_a_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-        if in_a_replica or not tf.executing_eagerly():
+        if _in_a_replica() or not tf.executing_eagerly():
             self._traced.add(variable.path)
             _in_graphs(self._model)[id(variable)] = variable
             return
         self._held[id(variable)] = variable, np.array(own_state.here(self._model.distribute_strategy, variable))
+
+
+def _in_a_replica() -> bool:
+    """Whether a strategy runs this in a replica; callbacks are called without a strategy, or in its scope."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 def in_graphs(model) -> list:
@@ -72,6 +101,7 @@ def _in_graphs(model) -> dict:
 
 def tell(variable) -> None:
     """Says that a `keras.Variable` is about to be assigned."""
-    watch = _watches[0]() if _watches else None
-    if watch is not None:
-        watch.note(variable)
+    for held in _watches.values():
+        watch = held()
+        if watch is not None:
+            watch.note(variable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 from keras.callbacks import (
     BackupAndRestore,
     CSVLogger,
+    LambdaCallback,
     ModelCheckpoint,
     RemoteMonitor,
     TensorBoard,
@@ -20,7 +22,7 @@ from keras.callbacks import (
 from raytf.collectives import communicator, exchange, healing
 from raytf.compat import keras_objects
 from raytf.compat.versions import at_least
-from raytf.parallel import chief_callbacks, double_writes, model_optimizers
+from raytf.parallel import assigned, chief_callbacks, double_writes, model_optimizers
 from raytf.storage import scratch
 
 # Keras callbacks that write files, and the attribute that says where.
@@ -36,50 +38,92 @@ _ALONE = (*_ORBAX, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
-    """Stands after the user's callbacks: every worker takes the chief's state and learning rate, and stops with all."""
+    """Stands after the user's callbacks: every worker takes what the chief's callbacks assigned, and stops with all."""
+
+    def __init__(self):
+        super().__init__()
+        self._noted = assigned.Noted()
 
     def on_train_begin(self, logs=None):
         """The chief's variables and first epoch: a callback before this one may have restored them."""
         model = self.model
-        chief = communicator.is_chief(model.distribute_strategy)
-        variables = [
-            v
-            for v in (*model.variables, *model_optimizers.variables(model))
-            if tf.as_dtype(v.dtype) in exchange.SUMMABLE
-        ]
-        for group in communicator.groups(variables):  # not all at once: they may be most of a worker's memory
-            local = [communicator.read(v) for v in group]
-            values = communicator.from_chief(model.distribute_strategy, local)
-            for variable, old, value in zip(group, local, values, strict=True):
-                if not chief and not np.array_equal(old, value):
-                    variable.assign(value)
+        self._take_chiefs(_shared_variables(model, with_metrics=True))
         (first_epoch,) = communicator.from_chief(
             model.distribute_strategy, [np.int64(keras_objects.first_epoch(model))]
         )
         keras_objects.set_first_epoch(model, int(first_epoch))
+        self._noted.taken()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._agree()
 
     def on_epoch_end(self, epoch, logs=None):
-        model = self.model
-        settable = [one for one in model_optimizers.of(model).values() if settable_rate(one) is not None]
-        local = np.array([float(one.learning_rate) for one in settable], np.float64)
-        (chiefs,) = communicator.from_chief(model.distribute_strategy, [local])
-        for optimizer, old, rate in zip(settable, local, chiefs, strict=True):
-            if rate != old:
-                optimizer.learning_rate = float(rate)
-        self._agree_to_stop()
+        self._agree()
 
-    def _agree_to_stop(self):
-        (votes,) = communicator.sum_over_workers(
-            self.model.distribute_strategy, [np.int32(bool(self.model.stop_training))]
-        )
-        self.model.stop_training = bool(votes > 0)
+    def _agree(self):
+        """What one worker's callbacks have assigned, or that it stops, holds for all, with the chief's values."""
+        model, mine = self.model, self._noted.taken()
+        told = np.array([bool(model.stop_training), bool(mine)], np.int32)
+        ((stops, assigns),) = communicator.sum_over_workers(model.distribute_strategy, [told])
+        model.stop_training = bool(stops > 0)
+        if assigns:
+            variables = _shared_variables(model)
+            assigned_here = np.array([id(v) in mine for v in variables], np.int32)
+            (counts,) = communicator.sum_over_workers(model.distribute_strategy, [assigned_here])
+            self._take_chiefs(self._different([v for v, n in zip(variables, counts, strict=True) if n]))
+
+    def _different(self, variables: list) -> list:
+        """Of variables those that do not hold the same on all workers; most callbacks assign the same on all."""
+        strategy = self.model.distribute_strategy
+        mine = np.array([_digest(communicator.read(v)) for v in variables], np.int64)
+        (chiefs,) = communicator.from_chief(strategy, [mine])
+        (others,) = communicator.sum_over_workers(strategy, [(mine != chiefs).astype(np.int32)])
+        return [v for v, n in zip(variables, others, strict=True) if n]
+
+    def _take_chiefs(self, variables: list) -> None:
+        strategy = self.model.distribute_strategy
+        for group in communicator.groups(variables):  # not all at once: they may be most of a worker's memory
+            local = [communicator.read(v) for v in group]
+            values = communicator.from_chief(strategy, local)
+            for variable, old, value in zip(group, local, values, strict=True):
+                if not communicator.is_chief(strategy) and not np.array_equal(old, value):
+                    variable.assign(value)
+        self._noted.taken()  # what this has assigned is the same on all
 
 
 class _BatchAgreement(_Agreement):
-    """Used where a callback looks at batches and may stop the training between two of them."""
+    """Used where a callback looks at batches and may stop the training between two of them, or assign.
+
+    Args:
+        begins: whether a callback is told of the begin of a batch.
+    """
+
+    def __init__(self, begins: bool):
+        super().__init__()
+        self._begins = begins
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._begins:
+            self._agree()
 
     def on_train_batch_end(self, batch, logs=None):
-        self._agree_to_stop()
+        self._agree()
+
+
+def _shared_variables(model, with_metrics: bool = False) -> list:
+    """Those of a model and its optimizers that workers can exchange, in the same order on all of them."""
+    left_out = set() if with_metrics else {id(v) for v in model.metrics_variables}
+    return [
+        v
+        for v in (*model.variables, *model_optimizers.variables(model))
+        if tf.as_dtype(v.dtype) in exchange.SUMMABLE and id(v) not in left_out
+    ]
+
+
+def _digest(array: np.ndarray) -> int:
+    """A number that differs where the bytes do."""
+    found = hashlib.blake2b(exchange.bytes_of(array), digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True)
 
 
 def settable_rate(optimizer):
@@ -102,6 +146,15 @@ def looks_at_batches(callback) -> bool:
         return tracked
     base = keras.callbacks.Callback
     hooks = chief_callbacks.BATCH_HOOKS
+    return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
+
+
+def _sees_begins(callback) -> bool:
+    """Whether a callback, which is none of Keras' own or raytf's, is told before a batch, where it may assign."""
+    if type(callback).__module__.partition(".")[0] in ("keras", "raytf") and not isinstance(callback, LambdaCallback):
+        return False
+    base = keras.callbacks.Callback
+    hooks = ("on_train_batch_begin", "on_batch_begin")
     return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
 
 
@@ -147,13 +200,13 @@ def prepared(model, callbacks):
     # a callback of one worker alone is enough: what is exchanged after a batch needs all
     looking = any(looks_at_batches(c) for c in listed)
     unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
-    told = np.array([looking, len(unknown)], np.int32)
-    ((looking, writing),) = communicator.sum_over_workers(model.distribute_strategy, [told])
+    told = np.array([looking, len(unknown), any(map(_sees_begins, listed))], np.int32)
+    ((looking, writing, begins),) = communicator.sum_over_workers(model.distribute_strategy, [told])
     batches = bool(looking)
     ends, kept = contextlib.ExitStack(), listed
     if not communicator.is_chief(model.distribute_strategy):
         kept = list(_redirected(listed, lambda: ends.enter_context(scratch.folder())))
-    agreement = _BatchAgreement() if batches else _Agreement()
+    agreement = _BatchAgreement(bool(begins)) if batches else _Agreement()
     after = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
     kept = [c for c in kept if c not in after]
     if writing:

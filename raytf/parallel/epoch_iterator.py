@@ -14,7 +14,7 @@ from raytf.collectives.communicator import local_replicas, many_replicas, spans_
 from raytf.compat import keras_objects
 from raytf.compat.keras import EpochIterator, backend_trainer
 from raytf.compat.patching import overrides, patch
-from raytf.compat.tensorflow import replica_spec
+from raytf.compat.tensorflow import rank, replica_spec
 from raytf.data import worker_part
 from raytf.parallel import model_optimizers
 
@@ -73,10 +73,14 @@ class _WorkerEpochIterator(_EpochIterator):
         self._distributed_dataset = dataset
 
     def _distribute(self, dataset, strategy):
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        whole = policy != tf.data.experimental.AutoShardPolicy.OFF and not worker_part.is_worker_part(dataset)
+        if whole and worker_part.has_sparse(dataset):
+            return worker_part.cut(dataset, strategy, rank(strategy) if spans_workers(strategy) else 0)
         if not spans_workers(strategy):
             return strategy.experimental_distribute_dataset(dataset)
         if not worker_part.is_worker_part(dataset):
-            if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+            if policy == tf.data.experimental.AutoShardPolicy.OFF:
                 # each batch is cut into one for each worker, so the number of batches is not that of the steps
                 self.data_adapter._raytf_unknown_batches = True
                 self._num_batches = None
@@ -109,18 +113,28 @@ def newest_iterator():
     return _newest[0]()
 
 
-def _example_batch(iterator, strategy):
+def _example_batch(iterator, strategy, eager: bool):
     """A batch with the shapes and dtypes of the data, as far as a step's graph knows them, too.
 
     No row is read for it: a generator would not give it again, and a dataset that shuffles would shuffle otherwise.
+
+    Args:
+        iterator: an epoch iterator.
+        strategy: its.
+        eager: the model's step runs without a graph, and may need to know every size.
     """
     dataset = iterator._distributed_dataset
     spec = tf.nest.map_structure(replica_spec, dataset.element_spec)
-    if all(isinstance(s, tf.OptionalSpec) or s.shape.rank is not None for s in tf.nest.flatten(spec)):
+    shapes = [s.shape for s in tf.nest.flatten(spec) if not isinstance(s, tf.OptionalSpec)]
+    known = (lambda shape: shape[1:].is_fully_defined()) if eager else (lambda shape: shape.rank is not None)
+    if all(map(known, shapes)):
         return tf.nest.map_structure(_example, spec)
+    first = keras_objects.first_batch(iterator.data_adapter)
+    if first is not None:
+        return first
     warnings.warn(
-        "The ranks of the data are unknown, so one batch is read to learn them, which a generator does not give again. "
-        "Name the shapes: from_generator(..., output_signature=...), or tensor.set_shape(...) in map.",
+        "The shapes of the data are unknown, so one batch is read to learn them, which a generator would not give "
+        "again. Name the shapes: from_generator(..., output_signature=...), or tensor.set_shape(...) in map.",
         stacklevel=2,
     )
     batch = next(iter(dataset))
@@ -148,6 +162,6 @@ def maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     if built:
         return None
     if iterator is not None:
-        data_batch = _example_batch(iterator, strategy)
+        data_batch = _example_batch(iterator, strategy, self.run_eagerly)
     with strategy.scope():
         model_optimizers.build(self, data_batch)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import threading
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import tree
 
-from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum
 from raytf.compat import keras_objects
 from raytf.compat.keras import added_to_masks, compile_utils, loss_module
 from raytf.compat.patching import patch
+from raytf.parallel import halves, step_logs, whole_batch
 from raytf.parallel import step as step_module
+
+# Functions of Keras' losses that compare rows, with some arguments at least.
+_COMPARING = ("circle", "dice", "tversky")
 
 
 @patch((loss_module, "reduce_weighted_values"))
@@ -25,6 +29,8 @@ def reduce_weighted_values(
     """A worker's loss, such that the mean over workers weighted with their rows is the loss of the global batch."""
     step = step_module.current()
     loss = original(values, sample_weight, mask, reduction, dtype)
+    if step is not None and len(values.shape) == 0:
+        step_module.state.scalar = True
     if step is None or reduction in (None, "none") or len(values.shape) == 0:
         return loss
     if reduction == "sum":
@@ -44,82 +50,52 @@ def reduce_weighted_values(
     return loss * tf.cast(tf.math.divide_no_nan(own, total + added), loss.dtype) * step.upscale(loss.dtype)
 
 
-def _gathered(tensor, rows, offset, total):
-    """The rows of all replicas in order, with this replica's own rows in the place of its copy of them.
-
-    Gradients flow into the own rows alone; the sum over replicas then is the gradient of the whole.
-    """
-    placed = tf.pad(tensor[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (tensor.shape.rank - 1))
-    if tensor.dtype not in exchange.SUMMABLE:
-        (summed,) = all_sum([tf.cast(placed, tf.int32)])
-        return tf.cast(summed, tensor.dtype)
-    (summed,) = all_sum([tf.stop_gradient(placed)])
-    return tf.stop_gradient(summed - placed) + placed
-
-
-def _of_all_replicas(step: step_module.Step, tensors) -> list:
-    """Each tensor `_gathered`; they need not have as many rows as the batch, nor as each other."""
-    context = tf.distribute.get_replica_context()
-    index = context.replica_id_in_sync_group
-    own = tf.stack([tf.where(step.rows > 0, tf.shape(t)[0], 0) for t in tensors])
-    (counts,) = all_sum([tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.int32)[:, None] * own])
-    offsets, totals = tf.reduce_sum(counts[:index], 0), tf.reduce_sum(counts, 0)
-    return [_gathered(t, own[i], offsets[i], totals[i]) for i, t in enumerate(tensors)]
-
-
-def _whole_batch_loss(step: step_module.Step, function, y_true, y_pred, sample_weight):
-    """A loss that reduces its batch by itself, computed on the global batch."""
-    given = (y_true, y_pred) if sample_weight is None else (y_true, y_pred, sample_weight)
-    gathered = iter(_of_all_replicas(step, [tf.convert_to_tensor(t) for t in tree.flatten(given) if t is not None]))
-    value = function(*tree.map_structure(lambda t: None if t is None else next(gathered), given))
-    # The value stands for every replica; its gradient is this replica's own part, which must not be weighted again.
-    return tf.stop_gradient(value) + (value - tf.stop_gradient(value)) * step.upscale(value.dtype)
-
-
 def _has_rows(y_pred) -> bool:
     return all(len(t.shape) > 0 for t in tree.flatten(y_pred) if t is not None)
 
 
 @patch((loss_module.Loss, "__call__"))
 def loss_call(original, self, y_true, y_pred, sample_weight=None):
-    """`Loss.__call__`; where `call` returns a scalar of its own, it is given the global batch."""
+    """`Loss.__call__`; where `call` compares rows, or returns a scalar of its own, it is given the global batch."""
     step = step_module.current()
-    if step is None or getattr(step_module.state, "whole_batch", False) or not _has_rows(y_pred):
+    if step is None or not _has_rows(y_pred):
         return original(self, y_true, y_pred, sample_weight)
-    with _watched(self), step_module.within(scalar=None):
-        value = original(self, y_true, y_pred, sample_weight)
-        scalar = step_module.state.scalar
-    if not scalar:
-        return value
-    with step_module.within(whole_batch=True, step=None):
-        return _whole_batch_loss(step, functools.partial(original, self), y_true, y_pred, sample_weight)
+    given = y_true, y_pred, sample_weight
+    whole = lambda its: original(self, *its)
+    if _is_by_row(step, self, y_true, y_pred):
+        with step_module.within(scalar=False):
+            value = original(self, *given)
+            scalar = step_module.state.scalar
+        if not scalar:
+            return value
+    return whole_batch.computed(step, whole, given)
 
 
-_watchers: dict[int, int] = {}
-_lock = threading.Lock()
+def _is_by_row(step: step_module.Step, loss, y_true, y_pred) -> bool:
+    """Whether a loss has a value for each row that needs no other, or this cannot be found out."""
+    function = getattr(loss, "fn", None)
+    keras_own = lambda it: (getattr(it, "__module__", None) or "").startswith("keras.")
+    known = keras_own(type(loss)) and (function is None or keras_own(function))
+    if known and getattr(function, "__name__", "") not in _COMPARING:
+        return True
+    as_tensor = lambda t: None if t is None else keras.ops.convert_to_tensor(t, dtype=loss.dtype)
+
+    def call(given):
+        return loss.call(*tree.map_structure(as_tensor, given))
+
+    found = halves.known(step, loss, call, (y_true, y_pred))
+    return _taken_as_by_row(found, f"The loss {loss.name!r}")
 
 
-@contextlib.contextmanager
-def _watched(loss):
-    """Notes for this thread's replica whether `loss.call` gave a scalar; replicas of one process take turns in it."""
-    with _lock:
-        _watchers[id(loss)] = _watchers.get(id(loss), 0) + 1
-        if _watchers[id(loss)] == 1:
-            call = loss.call
-
-            def noted(*args, **kwargs):
-                values = call(*args, **kwargs)
-                step_module.state.scalar = len(values.shape) == 0
-                return values
-
-            loss.__dict__["call"] = noted
-    try:
-        yield
-    finally:
-        with _lock:
-            _watchers[id(loss)] -= 1
-            if not _watchers[id(loss)]:
-                del _watchers[id(loss)], loss.__dict__["call"]
+def _taken_as_by_row(found: halves.Outcome, what: str) -> bool:
+    if found.why:
+        warnings.warn(
+            f"{what} could not be tried on rows that are made up ({found.why}), so that it is not known whether it "
+            "compares rows: then a worker would compare its own rows alone. Let it end with a mean "
+            "(keras.ops.mean), and it is computed on the rows of all workers",
+            stacklevel=2,
+        )
+    return found.unknown or found.rows
 
 
 class _UserLoss:
@@ -133,11 +109,18 @@ class _UserLoss:
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         step = step_module.current()
-        value = self.loss(y_true, y_pred, sample_weight)
-        if step is None or len(value.shape) > 0 or not _has_rows(y_pred):
-            return value
-        with step_module.within(whole_batch=True, step=None):
-            return _whole_batch_loss(step, self.loss, y_true, y_pred, sample_weight)
+        given = y_true, y_pred, sample_weight
+        if step is None or not _has_rows(y_pred):
+            return self.loss(*given)
+        function = lambda its: self.loss(*its)
+        found = halves.known(step, self.loss, function, given)
+        if not found.unknown and not found.rows:
+            return whole_batch.computed(step, function, given)
+        value = self.loss(*given)
+        if len(value.shape) == 0:
+            return whole_batch.computed(step, function, given)
+        _taken_as_by_row(found, f"The loss {getattr(self.loss, 'name', None) or type(self.loss).__name__!r}")
+        return value
 
 
 @patch((compile_utils.CompileLoss, "build"))
@@ -154,11 +137,142 @@ def compile_loss_build(original, self, y_true, y_pred):
 @patch((loss_module, "scale_loss_for_distribution"), (loss_module, "unscale_loss_for_distribution"))
 def scale_for_distribution(original, value):
     """In a step a loss is not divided by the number of replicas: gradients are weighted with rows instead."""
-    return (
-        value
-        if step_module.current() is not None or getattr(step_module.state, "whole_batch", False)
-        else original(value)
+    within = step_module.current() is not None or whole_batch.current() is not None or step_module.is_trial()
+    return value if within else original(value)
+
+
+# ---------------------------------------------------------------------------------------------- compute_loss
+
+
+def own_compute_loss(model) -> bool:
+    """Whether a model computes its loss in a way of its own."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
+    """A `compute_loss` of the user's; what is no mean over rows is computed on the rows of all replicas."""
+    step = step_module.current()
+    if step is None:
+        return original(*args, **kwargs)
+    call = lambda its: original(*its[0], **its[1])
+    given, rows = (args, kwargs), step.known_rows
+    found = halves.known(step, model, call, given, rows)
+    if halves.MEAN not in found.ways and not found.rows and not found.unknown:
+        return whole_batch.computed(step, call, _needed(original, call, given, rows), rows)
+    if found.why:
+        warnings.warn(
+            f"{type(model).__name__}.compute_loss could not be tried on rows that are made up ({found.why}): it is "
+            "taken for a mean over rows. If it is something else, compute it from the arguments of compute_loss alone, "
+            "and it is computed on the rows of all workers",
+            stacklevel=2,
+        )
+    return original(*args, **kwargs)
+
+
+def _needed(original: Callable, call: Callable, given: tuple, rows: int | None) -> tuple:
+    """The arguments, without inputs that are not looked at: nothing is gathered for them."""
+    bound = inspect.signature(original).bind(*given[0], **given[1])
+    if bound.arguments.get("x") is None:
+        return given
+    bound.arguments["x"] = None
+    without = bound.args, bound.kwargs
+    return given if halves.outcome(call, without, rows).unknown else without
+
+
+# -------------------------------------------------------------------------------------------------- add_loss
+
+
+@patch((keras.layers.Layer, "__call__"))
+def layer_call(original, self, *args, **kwargs):
+    """`Layer.__call__`; what a layer is called with is kept for `add_loss`, as long as the call lasts."""
+    if step_module.current() is None:
+        return original(self, *args, **kwargs)
+    calls = getattr(step_module.state, "calls", None) or []
+    with step_module.within(calls=[*calls, _Call(self, original, args, kwargs)]):
+        return original(self, *args, **kwargs)
+
+
+class _Call:
+    """A call of a layer, and how many losses it has added so far."""
+
+    def __init__(self, layer, original: Callable, args, kwargs):
+        self.layer, self._original, self.given, self.added = layer, original, (args, kwargs), 0
+
+    def losses(self, given, training: bool | None = None) -> list:
+        """What the layer adds when it is called with something else."""
+        args, kwargs = given
+        if training is not None and keras_objects.takes_training(self.layer):
+            kwargs = kwargs | {"training": training}
+        found: list = []
+        with step_module.within(adding=(self.layer, found)):
+            self._original(self.layer, *args, **kwargs)
+        return found
+
+
+@patch((keras.layers.Layer, "add_loss"))
+def add_loss(original, self, loss):
+    """`Layer.add_loss`; the sum of a batch's rows is scaled, so that the mean over workers is that of all rows.
+
+    Each replica has a list of its own: Keras keeps one for all, which replicas that take turns would clear.
+    """
+    if step_module.is_trial():
+        layer, found = getattr(step_module.state, "adding", None) or (None, None)
+        if layer is self:
+            found += [keras.ops.sum(one) for one in tree.flatten(loss)]
+        return
+    original(self, loss)
+    step, shown = step_module.current(), step_logs.seen()
+    if step is None or shown is None:
+        return
+    call = next((one for one in reversed(getattr(step_module.state, "calls", None) or []) if one.layer is self), None)
+    for one in tree.flatten(loss):
+        added = one if call is None else _added(step, call, one)
+        shown.added.setdefault(id(self), []).append(added)
+
+
+@patch((keras.layers.Layer, "_clear_losses"))
+def clear_losses(original, self):
+    """`Layer._clear_losses`, which the call of a model begins with; a trial leaves what was added."""
+    if step_module.is_trial():
+        return
+    original(self)
+    if step_logs.seen() is not None:
+        step_logs.seen().added.pop(id(self), None)
+
+
+@patch((keras.layers.Layer, "_get_own_losses"))
+def own_losses(original, self):
+    """`Layer._get_own_losses`; this replica's, or their means over the rows of all in what is computed on all rows."""
+    shown, whole = step_logs.seen(), whole_batch.current()
+    if shown is None or (whole is None and step_module.current() is None and not step_module.is_trial()):
+        return original(self)
+    added = shown.added.get(id(self), [])
+    if step_module.is_trial():
+        return [tf.zeros((), one.dtype) for one in added]
+    return list(added) if whole is None else [whole_batch.mean_over_replicas(whole.step, one) for one in added]
+
+
+def _added(step: step_module.Step, call: _Call, loss: tf.Tensor) -> tf.Tensor:
+    place = call.added
+    call.added += 1
+
+    def one(given):
+        # without noise and statistics of a batch, unless it is added in training alone
+        without = call.losses(given, training=False)
+        return without[place] if place < len(without) else call.losses(given, training=True)[place]
+
+    found = halves.known(step, call.layer, one, call.given, step.known_rows, place=place)
+    if found.ways & {halves.SAME, halves.MEAN} or (found.unknown and not found.why):
+        return loss
+    if halves.SUM in found.ways:
+        return keras.ops.sum(loss) * step.upscale(loss.dtype)
+    what = f"could not be tried on rows that are made up ({found.why})" if found.why else "is neither a mean nor a sum"
+    warnings.warn(
+        f"A loss that the layer {call.layer.name!r} adds {what}: each worker computes it from its own rows, and their "
+        "mean is taken. Add a mean or a sum over rows, or compute it in compute_loss, from y_pred",
+        stacklevel=2,
     )
+    return loss
 
 
 @patch((keras.metrics.Mean, "update_state"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import keras
@@ -13,14 +14,14 @@ import tensorflow as tf
 from keras import tree
 
 from raytf import activity
-from raytf.collectives import communicator, exchange
+from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum, local_replicas, many_replicas, wide
 from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core, backend_trainer
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import traced_apart
 from raytf.errors import RaytfError
-from raytf.parallel import assigned, local_sgd
+from raytf.parallel import assigned, halves, joined_state, local_sgd, step_logs, whole_batch
 from raytf.parallel import step as step_module
 
 
@@ -70,7 +71,7 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
     local, rows = model.__dict__.get("_raytf_last", (logs, 1))
     known = {id(v): np.asarray(total) for v, total in totals}
     values = [[known[id(v)] if id(v) in known else _chiefs_own(model, v) for v in its] for its in own]
-    return values, [] if assign else means, _logs(model, local, rows, totals)
+    return values, [] if assign else means, _logs(model, local, rows, totals, epoch=True)
 
 
 def together(
@@ -216,7 +217,8 @@ def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in model.metrics_variables]
     with keras.StatelessScope(state_mapping=zeros):  # a read would sum them over workers
         names = list(model.get_metrics_result())
-    if not isinstance(logs, dict) or set(logs) != set(names):
+        found, variables = step_logs.notes_of(model).found, _variables_of_names(model)
+    if not isinstance(logs, dict) or step_logs.by_metrics(found, logs, variables) != set(names):
         raise RaytfError("the logs of its last step were its own")
     return dict.fromkeys(names, 0.0), int(rows)
 
@@ -240,6 +242,12 @@ def direct_assign(original, self, value):
     """
     assigned.tell(self)
     held = keras_objects.held_by(self)
+    shown, whole = step_logs.seen(), whole_batch.current()
+    if shown is not None:
+        shown.written.add(id(self))
+    if whole is not None and self.aggregation == "sum" and _is_read_as_a_sum(held):
+        before = tf.convert_to_tensor(held)
+        value = tf.where(whole.counts, tf.cast(value, before.dtype), before)
     written = getattr(step_module.state, "written", None)
     if written is not None and not getattr(step_module.state, "reduced", False):
         written[id(self)] = self
@@ -247,14 +255,18 @@ def direct_assign(original, self, value):
         # with a read of it, which nobody asks for, all workers would meet for each variable of each metric
         held.assign(tf.cast(value, held.dtype), read_value=False)
         return
-    if tf.distribute.in_cross_replica_context() or not step_module.is_shared(self):
+    if tf.distribute.in_cross_replica_context():
         original(self, value)
+        return
+    if not step_module.is_shared(self):
+        if not joined_state.assigned(self, value):
+            original(self, value)
         return
     before = tf.convert_to_tensor(held)
     value = tf.cast(value, before.dtype)
     step = step_module.current()
-    if step is not None and id(self) in step.shared:
-        value = tf.where(step.rows > 0, value, before)
+    if step is not None:
+        value = joined_state.of_shared(step, self, before, value)
     if self.aggregation == "sum":
         held.assign_add(value - before)
     elif self.aggregation == "none":
@@ -269,31 +281,19 @@ def _assign_mean(variable, strategy, value):
 
 
 def _synchronize_function(strategy, metrics, averaged, assign):
-    replicas = strategy.num_replicas_in_sync
-
     def replica():
-        context = tf.distribute.get_replica_context()
-        first = tf.equal(context.replica_id_in_sync_group, 0)
-        local = []
-        for variable in (*metrics, *averaged):
-            value = tf.convert_to_tensor(variable.value)
-            once = step_module.is_shared(variable) or variable.aggregation in ("only_first_replica", "none")
-            if once and len(local) < len(metrics):
-                value = tf.where(first, value, tf.zeros_like(value))
-            local.append(value if len(local) < len(metrics) else wide(value))
-        summed = all_sum(local) if local else []
+        values = [tf.convert_to_tensor(variable.value) for variable in metrics]
+        wider = [wide(tf.convert_to_tensor(variable.value)) for variable in averaged]
+        totals, summed = _summed(metrics, values, wider)
+        replicas = strategy.num_replicas_in_sync
         means = [
             tf.cast(value / tf.cast(replicas, value.dtype), variable.dtype)
-            for variable, value in zip(averaged, summed[len(metrics) :], strict=True)
+            for variable, value in zip(averaged, summed, strict=True)
         ]
         for variable, value in zip(averaged, means, strict=True) if assign else ():
             with step_module.within(inline_merge=local_replicas(strategy) == 1):
                 variable.assign(value)
-        totals = summed[: len(metrics)]
-        return [
-            t / tf.cast(replicas, t.dtype) if v.aggregation == "mean" and not step_module.is_shared(v) else t
-            for v, t in zip(metrics, totals, strict=True)
-        ], means
+        return totals, means
 
     def synchronize():
         return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], strategy.run(replica))
@@ -301,22 +301,138 @@ def _synchronize_function(strategy, metrics, averaged, assign):
     return traced_apart(synchronize, autograph=False)
 
 
-def global_logs(model, logs, rows):
-    """The logs that one process would have: from global metrics, or the mean over rows of what a step returned."""
-    return _logs(model, logs, rows, synchronize(model))
+def _summed(metrics: Sequence, values: Sequence[tf.Tensor], others: Sequence[tf.Tensor] = ()) -> tuple[list, list]:
+    """In a replica: (the values of metrics' variables over all replicas, the sums of others)."""
+    context = tf.distribute.get_replica_context()
+    first = tf.equal(context.replica_id_in_sync_group, 0)
+    local = [
+        tf.where(first, value, tf.zeros_like(value)) if _counts_once(variable) else value
+        for variable, value in zip(metrics, values, strict=True)
+    ]
+    summed = all_sum([*local, *others]) if (local or others) else []
+    replicas = context.num_replicas_in_sync
+    totals = [
+        t / tf.cast(replicas, t.dtype) if v.aggregation == "mean" and not step_module.is_shared(v) else t
+        for v, t in zip(metrics, summed, strict=False)
+    ]
+    return totals, summed[len(local) :]
 
 
-def _logs(model, logs, rows, totals):
+def _counts_once(variable) -> bool:
+    return step_module.is_shared(variable) or variable.aggregation in ("only_first_replica", "none")
+
+
+# -------------------------------------------------------------------------------------------------- in a step
+
+
+def may_compare(metric) -> bool:
+    """Whether it is not known that a metric sums over rows: it is a user's, or wraps a function."""
+    return type(metric) is keras.metrics.MeanMetricWrapper or not type(metric).__module__.startswith("keras.")
+
+
+def update_state(metric, original, *args, **kwargs):
+    """`Metric.update_state` of a metric of the user's; what is no sum over rows is given the rows of all replicas.
+
+    One replica counts then, for all.
+    """
+    step = step_module.current()
+    given, rows = (args, kwargs), None if step is None else step.known_rows
+    if step is None or not any(halves.has_rows(leaf, rows) for leaf in tree.flatten(given)):
+        return original(*args, **kwargs)
+
+    def added(its):
+        """What the metric's variables hold behind an update, if they were zero before."""
+        variables = list(metric.variables)
+        with keras.StatelessScope(state_mapping=[(v, tf.zeros(v.shape, v.dtype)) for v in variables]) as scope:
+            original(*its[0], **its[1])
+        return [scope.get_current_value(v) for v in variables]
+
+    found = halves.known(step, metric, added, given, rows)
+    if halves.SUM in found.ways or found.unknown:
+        if found.why:
+            warnings.warn(
+                f"The metric {metric.name!r} could not be tried on rows that are made up ({found.why}): it is taken "
+                "for one that sums over rows. If it does not, each worker's rows count for themselves",
+                stacklevel=2,
+            )
+        return original(*args, **kwargs)
+    return whole_batch.computed(step, lambda its: original(*its[0], **its[1]), given, rows)
+
+
+def result(metric, original):
+    """`Metric.result` in a step: it is kept whose result a tensor is; in eager mode it is that over all rows."""
+    shown, step = step_logs.seen(), step_module.current()
+    if shown is None:
+        return original()
+    value = original()
+    if step is not None and tf.executing_eagerly():
+        value = _over_all_rows(metric, step, shown, original)
+    flat = value.items() if isinstance(value, dict) else [(None, value)]
+    for key, each in flat:
+        shown.results[id(each)] = each, step_logs.Origin(metric, key)
+    return value
+
+
+def before_step(model, shown: step_logs.Seen) -> None:
+    """Keeps what metrics hold before a step, where this replica may have no rows in it."""
+    step = step_module.current()
+    if step is not None and step.partial:
+        shown.before = {id(v): tf.identity(v.value) for v in model.metrics_variables}
+
+
+def result_in_step(origin: step_logs.Origin) -> tf.Tensor:
+    """A metric's result over the rows of all replicas, in a step, behind its updates."""
+    metric = origin.metric
+    value = _over_all_rows(metric, step_module.current(), step_logs.seen(), metric.result)
+    return value if origin.key is None else value[origin.key]
+
+
+def _over_all_rows(metric, step: step_module.Step, shown: step_logs.Seen, function):
+    variables = [v for v in metric.variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE]
+    values = [tf.convert_to_tensor(v.value) for v in variables]
+    values = [
+        tf.where(step.rows > 0, value, shown.before[id(v)]) if id(v) in shown.before else value
+        for v, value in zip(variables, values, strict=True)
+    ]
+    totals, _ = _summed(variables, values)
+    with step_module.within(seen=None), keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))):
+        return function()
+
+
+# ---------------------------------------------------------------------------------------------------- of logs
+
+
+def global_logs(model, logs, rows, epoch: bool = False):
+    """The logs that one process would have, of an execution of steps or of an epoch; see `step_logs`."""
+    return _logs(model, logs, rows, synchronize(model), epoch)
+
+
+def _logs(model, logs, rows, totals, epoch: bool):
+    found = step_logs.notes_of(model).found
     logs = logs if isinstance(logs, dict) else {}
     with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
-        metrics = dict(model.get_metrics_result())
-        if set(logs) == set(metrics):
-            return metrics
-        named = {m.name: m.result() for m in model.metrics if m.name in logs}
-    others = {name: value for name, value in logs.items() if name not in named}
-    values = [np.asarray(v, np.float64) * float(rows) for v in tree.flatten(others)]
-    *sums, total = communicator.sum_over_workers(model.distribute_strategy, [*values, np.float64(rows)])
-    return named | tree.pack_sequence_as(others, [v / total for v in sums])
+        results = dict(model.get_metrics_result())
+        named = set()
+        if epoch or all(origin.metric is not None for origin in found.origins):
+            named = step_logs.by_metrics(found, logs, _variables_of_names(model))
+        if named == set(results) == set(logs):
+            return results
+        whole = step_logs.of_all_workers(model.distribute_strategy, logs, rows, found, _result_of)
+        return whole | {name: results[name] for name in named}
+
+
+def _result_of(origin: step_logs.Origin):
+    value = origin.metric.result()
+    return value if origin.key is None else value[origin.key]
+
+
+def _variables_of_names(model) -> dict[str, list]:
+    """The names of the metrics' results, and the variables behind each."""
+    found = {}
+    for metric in model.metrics:
+        value = metric.result()
+        found |= dict.fromkeys(value if isinstance(value, dict) else [metric.name], metric.variables)
+    return found
 
 
 @patch((backend_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"))
@@ -326,6 +442,10 @@ def get_metrics_result_or_logs(original, self, logs):
     if known is not None:
         return known
     if not many_replicas(self.distribute_strategy):
-        return original(self, logs)
+        results, notes = original(self, logs), step_logs.notes_of(self)
+        if results is logs or notes.last is None:
+            return results
+        named = step_logs.by_metrics(notes.found, logs, _variables_of_names(self))
+        return {name: results[name] if name in named else value for name, value in logs.items()}
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))
-    return global_logs(self, local, rows)
+    return global_logs(self, local, rows, epoch=True)

@@ -9,91 +9,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf.collectives import gradient_ring
-from raytf.collectives.communicator import all_sum, local_replicas, wide
+from raytf.collectives.communicator import all_sum, local_replicas
 from raytf.compat import keras_objects
 from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn, seed_module
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
 from raytf.errors import ConfigError
-from raytf.parallel import local_sgd
+from raytf.parallel import gradients, local_sgd
 from raytf.parallel import step as step_module
 
 # Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
 _REPLICA_SEED = 1_000_003
 
 
-def _reduced_gradients(grads):
-    """Gradients of the global batch: in a step of `fit` the mean over rows, elsewhere the sum over replicas."""
-    step = step_module.current()
-    ring = gradient_ring.of(tf.distribute.get_strategy())
-    in_ring = [i for i, g in enumerate(grads) if ring is not None and isinstance(g, tf.Tensor) and g.dtype.is_floating]
-    in_collectives = [i for i, g in enumerate(grads) if g is not None and i not in in_ring]
-    reduced = list(grads)
-    rows = None
-    if in_ring:
-        summed, rows = ring.sum(
-            [grads[i] for i in in_ring], None if step is None else step.rows, last=not in_collectives
-        )
-        for i, g in zip(in_ring, summed, strict=True):
-            reduced[i] = g
-    if in_collectives:
-        for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
-            reduced[i] = g
-    if ring is not None and in_collectives:
-        given = [i for i, g in enumerate(reduced) if g is not None]
-        for i, g in zip(given, ring.commit([reduced[i] for i in given]), strict=True):
-            reduced[i] = g
-    return reduced
-
-
-def _in_collectives(grads, step, rows):
-    """The same through TensorFlow's collectives; `rows` are those of all workers where they are known already."""
-    if step is None:
-        return all_sum(grads)
-    # a sum over the rows of all may be larger than float16 can be, where their mean is not
-    local = [_map_dense(lambda d: _weighted(wide(d), step), g) for g in grads]
-    if rows is None:
-        *local, rows = all_sum([*local, tf.cast(step.rows, _wide(local))])
-    else:
-        local = all_sum(local)
-    scale = tf.maximum(rows, 1.0)
-    means = [_map_dense(lambda d: d / tf.cast(scale, d.dtype), g) for g in local]
-    return [_map_dense(functools.partial(tf.cast, dtype=g.dtype), m) for g, m in zip(grads, means, strict=True)]
-
-
-def _wide(grads):
-    """A dtype for the row count: that of the first gradient, so that it shares its collective, unless too narrow."""
-    dtype = next((g.dtype for g in grads if isinstance(g, tf.Tensor)), tf.float32)
-    return dtype if dtype in (tf.float32, tf.float64) else tf.float32
-
-
-def _map_dense(function, gradient):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
-    return function(gradient)
-
-
-def _weighted(gradient, step: step_module.Step):
-    return _of_rows(gradient * tf.cast(step.rows, gradient.dtype), step)
-
-
-def _of_rows(gradient, step: step_module.Step):
-    """Zeros where this worker has no row; a placeholder row may give NaN, and NaN times zero rows is NaN."""
-    return tf.where(step.rows > 0, gradient, tf.zeros_like(gradient)) if step.partial else gradient
-
-
-def _local_gradients(grads) -> list:
-    """This worker's gradients alone."""
-    step = step_module.current()
-    if step is None:
-        return grads
-    return [g if g is None else _map_dense(lambda d: _of_rows(d, step), g) for g in grads]
-
-
 @patch((BaseOptimizer, "apply"), (keras.optimizers.LossScaleOptimizer, "apply"))
 def apply(original, self, grads, trainable_variables=None):
-    """`Optimizer.apply`: sums gradients over workers first, then works as in one process."""
+    """`Optimizer.apply`: works as in one process, on the gradients of all workers."""
     if getattr(step_module.state, "reduced", False) or not step_module.in_replica_of_many():
         return original(self, grads, trainable_variables)
     if trainable_variables is not None:
@@ -101,13 +32,14 @@ def apply(original, self, grads, trainable_variables=None):
     grads = [tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads]
     strategy = tf.distribute.get_strategy()
     local = local_sgd.every(strategy) > 1
-    grads = _local_gradients(grads) if local else _reduced_gradients(grads)
+    weights = trainable_variables or keras_objects.trained_by(self)
+    grads = gradients.of_this_worker(grads) if local else gradients.for_optimizer(grads, weights)
     # what needs no gradient, as the count of iterations, must not change before they are all there: see `healing`
     after = [] if local else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
     with tf.control_dependencies(after), step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
         result = original(self, grads, trainable_variables)
     if local:
-        local_sgd.average_when_due(self.iterations, trainable_variables or keras_objects.trained_by(self))
+        local_sgd.average_when_due(self.iterations, weights)
     return result
 
 
@@ -215,7 +147,7 @@ def _from_all_losses(step, rows, *upstream):
 def moments_sync(original, x, axes, keepdims):
     """Mean and variance over the rows of all replicas, as Keras computes them, in a step of `fit`.
 
-    A replica's loss is the mean over its own rows and gets its weight with the gradients, see `_reduced_gradients`.
+    A replica's loss is the mean over its own rows and gets its weight with the gradients, see `gradients.mean`.
     What flows back from another replica's loss must bring that one's weight, and a placeholder row has none.
     """
     step = step_module.current()

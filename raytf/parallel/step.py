@@ -24,11 +24,26 @@ state = threading.local()
 class Step:
     """What one replica knows of the step that it is tracing or running."""
 
-    def __init__(self, rows: tf.Tensor, partial: bool, shared: frozenset[int] = frozenset()):
+    def __init__(self, rows: tf.Tensor, partial: bool, shared: frozenset[int] = frozenset(), states=None):
         self.rows = rows  # int32 scalar, this replica's real rows
         self.partial = partial  # whether the number of rows may differ between replicas or steps
         self.shared = shared  # ids of variables of all replicas to which one without rows must not add
+        self.states = states  # a `joined_state.States`, or None where nobody is to be told of them
         self._global_rows: list[tf.Tensor] = []
+        self._alike: dict[int, object] = {}  # by id: tensors that are the same on all workers
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def note_alike(self, tensor) -> None:
+        """Keeps that a tensor, or the handle of a variable, is the same on all workers."""
+        self._alike[id(tensor)] = tensor
+
+    def is_alike(self, tensor) -> bool:
+        """Whether that was noted of a tensor."""
+        return id(tensor) in self._alike
+
+    def is_nested(self) -> bool:
+        """Whether the code that is traced now lies in a function, condition or loop within the step."""
+        return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
 
     def global_rows(self) -> tf.Tensor:
         """Rows of all replicas, float64 scalar of at least 1; costs a collective at the first call in a step.
@@ -46,6 +61,18 @@ class Step:
         """Global rows over this replica's rows: undoes the weight that the gradients will get."""
         return tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
 
+    @property
+    def known_rows(self) -> int | None:
+        """The length of what has rows, where it is known as the step is traced; that of a placeholder is one."""
+        rows = tf.get_static_value(self.rows)
+        return None if rows is None else max(int(rows), 1)
+
+    @property
+    def notes(self):
+        """What is known of the model's functions, see `step_logs.Notes`; None outside of a model's own step."""
+        seen = getattr(state, "seen", None)
+        return None if seen is None else seen.notes
+
 
 def _is_visible(tensor) -> bool:
     """Whether code that is traced or runs now may use a tensor: of this graph, of one around it, or of none."""
@@ -60,6 +87,11 @@ def _is_visible(tensor) -> bool:
 def current() -> Step | None:
     """The step of `fit` or `evaluate` that this thread traces or runs, or None outside of one."""
     return getattr(state, "step", None)
+
+
+def is_trial() -> bool:
+    """Whether a user's function is tried on rows that are made up; see `halves`."""
+    return getattr(state, "trial", False)
 
 
 @contextlib.contextmanager
@@ -90,7 +122,9 @@ def count_rows(leaf) -> tuple[tf.Tensor, bool]:
     if isinstance(leaf, tf.SparseTensor):
         return tf.cast(leaf.dense_shape[0], tf.int32), True
     static = tf.TensorShape(leaf.shape)
-    return tf.shape(leaf)[0], tf.executing_eagerly() or static.rank is None or not static[0]
+    if tf.executing_eagerly() or static.rank is None or not static[0]:
+        return tf.shape(leaf)[0], True
+    return tf.constant(static[0], tf.int32), False
 
 
 def local_parts(strategy, data):
@@ -131,6 +165,15 @@ def with_placeholder(data, rows):
     """Puts one row of zeros in the place of an empty batch: layers and losses need not survive zero rows."""
 
     def fill(tensor):
+        if isinstance(tensor, tf.SparseTensor):  # without rows it has no values either
+            size = tf.concat([tf.maximum(tensor.dense_shape[:1], 1), tensor.dense_shape[1:]], 0)
+            filled = tf.SparseTensor(tensor.indices, tensor.values, size)
+            filled.set_shape([None, *tensor.shape[1:]])
+            return filled
+        if isinstance(tensor, tf.RaggedTensor):
+            no_values = lambda: tf.zeros([2], tensor.row_splits.dtype)
+            splits = tf.cond(rows > 0, lambda: tensor.row_splits, no_values)
+            return tf.RaggedTensor.from_row_splits(tensor.values, splits, validate=False)
         if not isinstance(tensor, tf.Tensor) or tensor.shape.rank == 0:
             return tensor
 
@@ -146,12 +189,16 @@ def with_placeholder(data, rows):
 def step_variables(model) -> list:
     """Variables that a forward pass changes by what it sees: metrics and moving statistics (no frozen weights).
 
-    Those of synchronized layers are left out: they follow the rows of all replicas. So do numbers that are no floats:
-    a step that is counted is one on every replica, and a condition on the count must hold on all or none.
+    Those of synchronized layers are left out: they follow the rows of all replicas, as what is joined where it is
+    assigned. So are numbers that are no floats: a step that is counted is one on every replica, and a condition on the
+    count must hold on all or none.
     """
     own = [layer for layer in keras_objects.layers_of(model) if not getattr(layer, "synchronized", False)]
     states = [
-        v for layer in own for v in keras_objects.own_variables(layer)[1] if keras.backend.is_float_dtype(v.dtype)
+        v
+        for layer in own
+        for v in keras_objects.own_variables(layer)[1]
+        if keras.backend.is_float_dtype(v.dtype) and not is_joined(v)
     ]
     return list({id(v): v for v in (*model.metrics_variables, *states)}.values())
 
@@ -177,8 +224,18 @@ def is_shared(variable) -> bool:
     return isinstance(keras_objects.held_by(variable), AggregatingVariable)
 
 
-def one_replica_step(model, function):
-    """Wraps `train_step` or `test_step`: (data) -> (its outputs, this replica's rows)."""
+def is_joined(variable) -> bool:
+    """Whether a variable's `aggregation` says how replicas' values of it become one when they are assigned."""
+    return says_how_to_join(variable) and not is_shared(variable)
+
+
+def says_how_to_join(variable) -> bool:
+    """Whether that is said of it, and it is no metric's, which is joined when an epoch ends."""
+    return variable.aggregation != "none" and variable.synchronization != "on_read"
+
+
+def one_replica_step(model, function, states=None):
+    """Wraps `train_step` or `test_step`: (data) -> (its outputs, this replica's rows); `states` see `Step`."""
 
     def step(data):
         # without this, what needs no data (the count of iterations) runs once more when the data has ended
@@ -189,13 +246,13 @@ def one_replica_step(model, function):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         rows, partial = count_rows(first_leaf(x))
         if not partial:
-            with within(step=Step(rows, partial)):
+            with within(step=Step(rows, partial, states=states)):
                 return function(data), rows
         variables = step_variables(model)
         shared = frozenset(id(v) for v in variables if is_shared(v))  # these are never changed in vain
         variables = [v for v in variables if id(v) not in shared]
         before = [tf.identity(v.value) for v in variables]
-        with within(step=Step(rows, partial, shared)):
+        with within(step=Step(rows, partial, shared, states)):
             outputs = function(with_placeholder(data, rows))
 
         def put_back():

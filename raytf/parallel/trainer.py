@@ -5,7 +5,8 @@ and `predict` of several workers equal those of one process on the same global b
 strategy. In a step of `fit` or `evaluate`:
 
 * A loss is the mean over this worker's rows. Gradients are weighted with the number of rows, summed over workers
-  once, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows of all workers.
+  where a tape gives them, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows
+  of all workers.
 * Losses that are no mean over rows (sums, masked or weighted means, functions of the whole batch) are corrected with
   the global divisor, or computed on the gathered global batch.
 * A worker that got no row for a step computes on a placeholder row and contributes nothing.
@@ -13,7 +14,7 @@ strategy. In a step of `fit` or `evaluate`:
 * What callbacks decide is the chief's decision; files are written by the chief.
 
 In a custom loop under `strategy.run` an optimizer sums gradients over replicas as TensorFlow's guides say, before
-clipping and accumulation.
+clipping and accumulation, its own and what a compiled loop does before (`own_loops`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from raytf import activity
-from raytf.collectives import communicator, healing
-from raytf.collectives.communicator import local_replicas, many_replicas
+from raytf import activity, validation
+from raytf.collectives import communicator, exchange, healing
+from raytf.collectives.communicator import local_replicas, many_replicas, spans_workers
 from raytf.compat import keras_objects, patching, selfcheck, versions
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
@@ -37,20 +38,35 @@ from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
     epoch_iterator,
+    gradients,
     iterator_ends,
+    joined_state,
     local_sgd,
     losses,
     metrics,
     model_optimizers,
+    observed,
     optimizers,
+    own_loops,
     own_state,
     python_arrays,
+    step_logs,
     verbosity,
 )
 from raytf.parallel import step as step_module
 
 # Those that say what stands in the place of Keras' functions, beside this one.
-REPLACING = (epoch_iterator, iterator_ends, losses, metrics, optimizers, python_arrays, step_module)
+REPLACING = (
+    epoch_iterator,
+    gradients,
+    iterator_ends,
+    losses,
+    metrics,
+    optimizers,
+    own_loops,
+    python_arrays,
+    step_module,
+)
 _installed: list[bool] = []
 
 
@@ -63,19 +79,19 @@ def _make_function(original, self, step_function):
     """
     strategy = self.distribute_strategy
     training = step_function == self.train_step
+    step_function = observed.step_of(self, step_function, training)
     if not many_replicas(strategy):
         return _told(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
-    replica_step = step_module.one_replica_step(self, step_function)
+    states = joined_state.States(self, self.__dict__.setdefault("_raytf_named", set())) if training else None
+    replica_step = step_module.one_replica_step(self, step_function, states)
     if training:
         replica_step = own_state.passing_on(self, replica_step)
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data):
         outputs, rows = strategy.run(replica_step, args=(data,))
-        local = strategy.experimental_local_results
-        mean = lambda v: local(v)[0] if local_replicas(strategy) == 1 else tf.reduce_mean(local(v), axis=0)
-        return tree.map_structure(mean, outputs), tf.reduce_sum(local(rows))
+        return step_logs.joined(strategy, outputs, rows, step_logs.notes_of(self).of[training])
 
     one_step = keras_objects.autoconverted(self, one_step)
     if not self.run_eagerly:
@@ -113,9 +129,18 @@ def _make_function(original, self, step_function):
                 break
         return result
 
+    def together(iterator) -> bool:
+        """Whether all steps of an execution may be made by one call."""
+        if compiled is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            return False
+        if self.steps_per_execution == 1 or not spans_workers(strategy) or exchange.of(strategy) is not None:
+            return True
+        # TensorFlow's collectives cannot change their shapes within a call, as rows that are gathered do
+        compiled.get_concrete_function(iterator)
+        return not step_logs.notes_of(self).gathers
+
     def function(iterator):
-        is_tf = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
-        outputs, rows = compiled(iterator) if is_tf and compiled else eager_steps(iterator)
+        outputs, rows = compiled(iterator) if together(iterator) else eager_steps(iterator)
         self.__dict__["_raytf_last"] = (outputs, rows)
         if not training:
             return outputs
@@ -130,10 +155,11 @@ def _make_function(original, self, step_function):
 
 def _told(model, function: Callable, training: bool) -> Callable:
     """An execution of steps that tells `activity` when it begins and ends."""
-    here = activity.here
+    here, notes = activity.here, step_logs.notes_of(model)
     if not training:
 
         def tested(iterator):
+            notes.last = False
             with here.within(activity.VALIDATION):
                 return function(iterator)
 
@@ -141,6 +167,7 @@ def _told(model, function: Callable, training: bool) -> Callable:
 
     def trained(iterator):
         here.at(activity.STEP)
+        notes.last = True
         own_state.resumes(model)
         try:
             with healing.here.execution():
@@ -184,9 +211,11 @@ def _refuse_what_cannot_work(model, strategy):
 @patch((backend_trainer.TensorFlowTrainer, "fit"))
 def _fit(original, self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
     """Callbacks and seeds are agreed on with the other workers; the chief alone shows what `verbose` asks for."""
+    validation.check_callbacks(callbacks)
     verbose, callbacks = verbosity.for_fit(verbose, callbacks)
     with contextlib.ExitStack() as ends:
         ends.callback(activity.here.at, activity.BEGIN)  # what follows is the user's own
+        ends.enter_context(activity.here.calling("model.fit()"))
         return _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
 
 
@@ -219,11 +248,18 @@ def _agree_on_seed(strategy):
 @patch((backend_trainer.TensorFlowTrainer, "evaluate"))
 def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
     """Refused where it cannot be right; the chief alone shows what `verbose` asks for."""
-    if many_replicas(self.distribute_strategy):
-        _refuse_what_cannot_work(self, self.distribute_strategy)
-        if self.built:
-            metrics.synchronize(self)
-    return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+    with activity.here.calling("model.evaluate()"):
+        if many_replicas(self.distribute_strategy):
+            _refuse_what_cannot_work(self, self.distribute_strategy)
+            if self.built:
+                metrics.synchronize(self)
+        notes = step_logs.notes_of(self)
+        before = notes.last, self.__dict__.get("_raytf_last")
+        try:
+            return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
+        finally:
+            if before[0]:  # within `fit`, whose epoch ends with the logs of its own last step
+                notes.last, self.__dict__["_raytf_last"] = before
 
 
 @patch((backend_trainer.TensorFlowTrainer, "predict"))

@@ -8,6 +8,7 @@ their optimizer changes those, by additions that the servers make one at a time.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from raytf.errors import ConfigError
 
 # Of a seed generator's counter, between two steps: more than a model draws in one.
 _DRAWS = 1 << 16
+# What an optimizer has as attributes that belong to no variable.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.number, types.FunctionType)
 
 
 class RemoteModel:
@@ -51,9 +54,10 @@ class RemoteModel:
         with strategy.scope():
             for variable in (*self._trainable, *self._states):
                 self.parts[id(variable)] = self._placed(variable, partitioner)
-            self._optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+            self._optimizer = _copied(model.optimizer)
             shards = [part for v in self._trainable for part in self.parts[id(v)]]
             created = _built(self._optimizer, shards)
+        self._decay_as_the_models()
         iterations = self._optimizer.iterations
         # Keras reads, adds and writes, which loses steps where several workers do so
         iterations.assign_add = lambda value: iterations.value.assign_add(tf.cast(value, iterations.dtype))
@@ -70,6 +74,20 @@ class RemoteModel:
                 f"clipnorm={self._optimizer.clipnorm} with a variable_partitioner",
                 "Use global_clipnorm or clipvalue",
             )
+
+    def _decay_as_the_models(self) -> None:
+        """Leaves out of weight decay all parts of what the model's optimizer leaves out, by name or by variable."""
+        whole = {
+            keras_objects.key_of(self._optimizer, part): variable
+            for variable in self._trainable
+            for part in self.parts[id(variable)]
+        }
+        keras_objects.decay_as(
+            self._optimizer,
+            lambda part: keras_objects.decays(
+                self._model.optimizer, whole[keras_objects.key_of(self._optimizer, part)].value
+            ),
+        )
 
     def _placed(self, variable, partitioner) -> list:
         value = np.asarray(variable)
@@ -97,8 +115,7 @@ class RemoteModel:
 
     def _matched(self, created: list[tuple]) -> list[tuple[Any, list]]:
         """(variable of the model's optimizer, its server variables) for each."""
-        plain = type(self._model.optimizer).from_config(self._model.optimizer.get_config())
-        whole = _built(plain, self._trainable)
+        whole = _built(_copied(self._model.optimizer), self._trainable)
         first = np.cumsum([0, *(len(self.parts[id(v)]) for v in self._trainable)])
         owner = {shard: i for i, start in enumerate(first[:-1]) for shard in range(start, first[i + 1])}
         by_key: dict[tuple, list] = {}
@@ -252,6 +269,15 @@ def _looked_up(layers, parts):
     finally:
         for layer in layers:
             del layer.call
+
+
+def _copied(optimizer):
+    """An optimizer of the same kind that is not built, with what was set in the other one beside its config."""
+    made = type(optimizer).from_config(optimizer.get_config())
+    for name, value in vars(optimizer).items():
+        if not name.startswith("_") and name not in ("built", "name") and isinstance(value, _PLAIN):
+            setattr(made, name, value)
+    return made
 
 
 def _built(optimizer, variables) -> list[tuple]:

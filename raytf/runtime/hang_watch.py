@@ -1,6 +1,7 @@
 """Watches the workers of a run: says who waits for whom, with its stack, ends what does not go on, and names slow ones.
 
-A thread asks every worker's process about twice a second what it does (`activity.told`). It is answered by another
+A thread asks the workers' processes what they do (`activity.told`), about twice a second; of many a part in turn, and
+all where one waits or is silent for longer than usual. It is answered by another
 thread than the one that trains, so that a worker in a step, a callback or a lock of its own answers all the same; one
 that does not is looked at by another process of its host.
 """
@@ -8,6 +9,7 @@ that does not is looked at by another process of its host.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -21,7 +23,7 @@ from raytf.console import output
 from raytf.runtime import stacks, watchdog
 from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.guard import Place
-from raytf.runtime.hangs import Hang, Judge
+from raytf.runtime.hangs import Hang, Judge, Turns
 from raytf.runtime.stragglers import Stragglers
 
 _LOOK_SECONDS = 0.5
@@ -35,6 +37,8 @@ _FAR_STACK_SECONDS = 15.0
 _POLL_SECONDS, _CLOSES_SECONDS = 0.2, 2.0
 # What is said comes within the limit, with the looks that lead to it.
 _LEAD_SECONDS = 1.5
+# Questions of a look: each takes about half a millisecond of this process.
+_AT_ONCE = 64
 # Ticks of a processor between two looks that a process does not use by asking and answering alone.
 _WORKING_TICKS = 20
 
@@ -78,6 +82,7 @@ class HangWatch:
         self._asked: dict[int, Any] = {}
         self._silent: dict[int, float] = {}
         self._ticks: dict[int, tuple[float, int]] = {}  # of silent ones, when silence and processor time were noted
+        self._turns = Turns(_AT_ONCE)
         self._last = time.monotonic()
         self._said: Hang | None = None
         self._stragglers = Stragglers()
@@ -155,8 +160,9 @@ class HangWatch:
         done = set(
             ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[0] if self._asked else ()
         )
-        for rank in self._places.keys() - self._over.keys():
-            ref = self._asked.get(rank)
+        ranks = self._places.keys() - self._over.keys()
+        for rank in ranks & self._asked.keys():
+            ref = self._asked[rank]
             told = self._answer(ref) if ref in done else None
             if ref in done:
                 self._asked.pop(rank)
@@ -165,11 +171,20 @@ class HangWatch:
                     self._told |= {rank: told} if told else {}
                 self._silent.pop(rank, None)
                 self._ticks.pop(rank, None)
-            elif ref is not None and (ref in done or not self._through_others):
+            elif ref in done or not self._through_others:
                 self._silent[rank] = self._silent.get(rank, 0.0) + passed
-            if rank not in self._asked:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    self._asked[rank] = self._execute(rank, activity.told)
+        for rank in self._turns.of(ranks - self._asked.keys(), self._all_at_once()):
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._asked[rank] = self._execute(rank, activity.told)
+
+    def _all_at_once(self) -> bool:
+        """Whether every worker is to be asked now, as one may stand still, or not all have told anything yet."""
+        told = self._told.values()
+        if max(self._silent.values(), default=0.0) >= _SILENT_SECONDS or len(self._told) < len(self._places):
+            return True
+        waiting = (its["meeting"][2] for its in told if its["meeting"] is not None)
+        lasting = (its["seconds"] for its in told)
+        return max(itertools.chain(waiting, lasting), default=0.0) >= self._limit / 2
 
     @staticmethod
     def _answer(ref) -> Mapping[str, Any] | None:

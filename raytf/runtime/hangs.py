@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import heapq
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from raytf import activity
@@ -56,6 +57,28 @@ class Hang:
 
     def __str__(self) -> str:
         return f"{self.what} since {self.seconds:.0f} s; {self.waiting}"
+
+
+class Turns:
+    """Chooses whom to ask now: those that were not asked for longest. Pure.
+
+    Args:
+        most: how many at once, at least 1.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._asked: dict[int, int] = {}
+        self._looks = 0
+
+    def of(self, ranks: Collection[int], everybody: bool = False) -> set[int]:
+        """Returns those of `ranks` to ask at this look; all of them where `everybody` is to be asked."""
+        self._looks += 1
+        chosen = list(ranks)
+        if not everybody and len(chosen) > self._most:
+            chosen = heapq.nsmallest(self._most, chosen, key=lambda rank: (self._asked.get(rank, 0), rank))
+        self._asked.update(dict.fromkeys(chosen, self._looks))
+        return set(chosen)
 
 
 class Judge:

@@ -58,14 +58,17 @@ class Reservation:
     Args:
         beside: resources of each task that stands beside Ray Train's workers, by its name.
         seconds: how long the driver waits for it, or None: for as long as other work holds the cluster.
+        cleaned: give the group back, too, when this process dies and is an actor's, such as a trial of Ray Tune: Ray
+            itself does so only when the whole job has ended.
 
     Attributes:
         group: the placement group, or None.
         places: the bundle of each task beside the workers, by name.
     """
 
-    def __init__(self, beside: Mapping[str, Mapping[str, float]], seconds: float | None = None):
-        self._beside, self._seconds = dict(beside), seconds
+    def __init__(self, beside: Mapping[str, Mapping[str, float]], seconds: float | None = None, cleaned: bool = False):
+        self._beside, self._seconds, self._cleaned = dict(beside), seconds, cleaned
+        self._cleaner = None
         self._name, self._number = f"raytf-{uuid.uuid4().hex}", 0
         self.group: PlacementGroup | None = None
         self.places: dict[str, int] = {}
@@ -89,6 +92,7 @@ class Reservation:
         nodes = sum(node["Alive"] for node in ray.nodes())
         self._bundles, self.places = layout(workers, each, self._beside, strategy, nodes)
         self._workers, self._number = workers, self._number + 1
+        self._start_cleaner()
         selectors = for_all(selectors, len(self._bundles))
         self.group = placement_group(
             self._bundles, strategy, name=f"{self._name}-{self._number}", bundle_label_selector=selectors
@@ -168,13 +172,42 @@ class Reservation:
         if self.group is not None:
             remove_placement_group(self.group)
             self.group, self._workers = None, 0
+        if self._cleaner is not None:
+            ray.kill(self._cleaner)
+            self._cleaner = None
+
+    def _start_cleaner(self) -> None:
+        context = ray.get_runtime_context()
+        if self._cleaned and context.get_actor_id() is not None:
+            options = {"num_cpus": 0, "lifetime": "detached", "name": f"{self._name}-cleaner", "max_restarts": 0}
+            self._cleaner = ray.remote(_Cleaner).options(**options).remote()
+            self._cleaner.watch.remote(context.current_actor, self._name)
 
     def release(self) -> None:
         """Gives back the group, and those that copies of this have made, as Ray Train's controller does."""
         self.drop()
-        for found in placement_group_table().values():
-            if found["name"].startswith(self._name) and found["state"] != "REMOVED":
-                remove_placement_group(get_placement_group(found["name"]))
+        _remove_named(self._name)
+
+
+def _remove_named(prefix: str) -> None:
+    """Gives back all groups whose names begin with a prefix."""
+    for found in placement_group_table().values():
+        if found["name"].startswith(prefix) and found["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(found["name"]))
+
+
+class _Cleaner:
+    """Gives back the groups of an actor when that has died. It outlives that one, and then ends itself."""
+
+    def watch(self, owner, prefix: str) -> None:
+        """Waits for the death of `owner`; a call that it is too busy to answer is none."""
+        try:
+            while True:
+                ray.get(owner.__ray_ready__.remote())
+                time.sleep(_TICK_SECONDS)
+        except ray.exceptions.RayActorError:
+            _remove_named(prefix)
+        ray.actor.exit_actor()
 
 
 def for_all(selectors: list[dict] | None, bundles: int) -> list[dict] | None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import pathlib
 import pickle
@@ -32,22 +31,15 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
-
-import numpy as np
 
 from raytf import liveness
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import finishing, planted, priority, snapshot_store
-from raytf.storage.images import Archive, Image, Piece, flat
-from raytf.storage.snapshot_store import MANIFEST
+from raytf.storage.snapshot_buffers import Buffer, Part, Plan, needs_of
 from raytf.storage.snapshot_writer import LONGEST_SECONDS
 
 _END_SECONDS = 5.0
 _LONGEST_MESSAGE = 1 << 16
-_ALIGNED = 64
-# What belongs to a snapshot grows: histories, counters.
-_ROOM = 1 << 20
 # So many of the last ones are told.
 _TOLD = 100
 # One that is written, one that waits, one that is held, one that is pinned, one to fill: as long as all of them have
@@ -83,145 +75,6 @@ class NotKeptError(RaytfError, OSError):
 
 class NoRoomError(NotKeptError):
     """A snapshot found no memory, as the storage has not taken what lies there in the time that there was."""
-
-
-# A file as it is, an `.npz` of arrays by name, a zip, or an image.
-Part = bytes | str | Mapping[str, np.ndarray] | Archive | Piece
-
-
-class _Buffer:
-    """Shared memory without a name; it is gone with the last process that has it open."""
-
-    def __init__(self, number: int):
-        self.number = number
-        self.descriptor = os.memfd_create("raytf_snapshot")
-        self.size = 0
-        self.busy: int | None = None  # the request that lies in it
-        self.image: Image | None = None  # what lies at its beginning
-        self._map: mmap.mmap | None = None
-        self.memory = np.empty(0, np.uint8)
-
-    def grow(self, size: int) -> None:
-        """Makes it so large; what is in it stays."""
-        if size <= self.size:
-            return
-        self._unmap()
-        os.ftruncate(self.descriptor, size)
-        self._map, self.size = mmap.mmap(self.descriptor, size), size
-        with contextlib.suppress(OSError, AttributeError):  # pages of 2 MB are had, and copied to, faster
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = np.frombuffer(self._map, np.uint8)
-
-    def touch(self) -> None:
-        """Has the pages ready, without the interpreter's lock."""
-        self.memory[:: mmap.PAGESIZE] = 0
-
-    def lay(self, image: Image | None) -> None:
-        """Has an image at the beginning, but for its arrays."""
-        if image is not None and self.image is not image:
-            for at, text in image.texts:
-                self.put(at, text)
-        self.image = image
-
-    def put(self, at: int, content) -> None:
-        found = np.frombuffer(content, np.uint8)
-        self.memory[at : at + len(found)] = found
-
-    def put_array(self, at: int, value: np.ndarray) -> None:
-        found = flat(value)
-        self.memory[at : at + len(found)] = found
-
-    def _unmap(self) -> None:
-        self.memory = np.empty(0, np.uint8)
-        if self._map is not None:
-            self._map.close()
-            self._map = None
-
-    def empty(self) -> None:
-        """Gives its memory back."""
-        self._unmap()
-        self.size, self.image = 0, None
-        os.ftruncate(self.descriptor, 0)
-
-    def close(self) -> None:
-        self._unmap()
-        os.close(self.descriptor)
-
-
-class _Plan:
-    """What goes where in a buffer: an image first, then everything else."""
-
-    def __init__(self, parts: Mapping[str, Part]):
-        images = [part.image for part in parts.values() if isinstance(part, (Archive, Piece))]
-        if len(images) > 1:
-            raise ConfigError("A snapshot has one file with an image", f"{len(images)}", "Write the others as bytes")
-        self.image = images[0] if images else None
-        self.size = self.image.size if self.image else 0
-        self.texts: list[tuple[int, bytes]] = []
-        self.values: list[tuple[int, np.ndarray]] = []
-        self.head = [self._part(file, part) for file, part in parts.items()]
-
-    def _part(self, file: str, part: Part) -> dict:
-        snapshot_store.check_name(file)
-        if file == MANIFEST:
-            raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave it out")
-        if isinstance(part, (Archive, Piece)):
-            sizes = [(at, size) for at, size in part.image.places]
-            if [value.nbytes for value in part.values] != [size for _, size in sizes]:
-                raise ValueError(f"the arrays of {file} are not those of its image")
-            self.values += [(at, value) for (at, _), value in zip(sizes, part.values, strict=True)]
-            if isinstance(part, Piece):
-                return {"file": file, "at": 0, "size": part.image.size}
-            return {"file": file, "members": [[name, *self._member(content)] for name, content in part.members]}
-        if isinstance(part, Mapping):
-            return {"file": file, "arrays": [self._array(key, np.asarray(value)) for key, value in part.items()]}
-        return {"file": file, **dict(zip(("at", "size"), self._member(part), strict=True))}
-
-    def _member(self, content) -> tuple[int, int]:
-        if isinstance(content, Image):
-            return 0, content.size
-        content = content.encode() if isinstance(content, str) else content
-        at = self._room(len(content))
-        self.texts.append((at, content))
-        return at, len(content)
-
-    def _array(self, key: str, value: np.ndarray) -> list:
-        if value.dtype.hasobject:
-            raise ConfigError("Arrays of a snapshot hold numbers", f"{key!r} of Python objects", "Store them as texts")
-        at = self._room(value.nbytes)
-        self.values.append((at, value))
-        return [key, _kind(value.dtype), value.shape, at]
-
-    def _room(self, size: int) -> int:
-        at = -(-self.size // _ALIGNED) * _ALIGNED
-        self.size = at + size
-        return at
-
-    def end(self, **what: Any) -> None:
-        """Adds its description, which is the last of it."""
-        head = json.dumps({"parts": self.head, **what}).encode()
-        self.head_at = self._room(len(head))
-        self.texts.append((self.head_at, head))
-
-    @property
-    def needs(self) -> int:
-        """Bytes of the buffer that is made for it: some more, as what belongs to a snapshot grows."""
-        return self.size + min(_ROOM, self.size // 8)
-
-    def fill(self, buffer: _Buffer) -> None:
-        """Copies everything."""
-        if buffer.size < self.size:
-            buffer.grow(self.needs)
-        buffer.lay(self.image)
-        for place, value in self.values:
-            buffer.put_array(place, value)
-        for place, content in self.texts:
-            buffer.put(place, content)
-
-
-def _kind(dtype: np.dtype) -> str:
-    """A dtype as a text; of those that are not numpy's, as bfloat16, what `numpy.savez` makes of them."""
-    return np.lib.format.dtype_to_descr(dtype) if dtype.isbuiltin == 1 else f"|V{dtype.itemsize}"
 
 
 class _Other:
@@ -290,7 +143,7 @@ class SnapshotWriter:
         self._said: set[str] = set()
         given = {"folder": folder, "keep": max(1, keep), "cpus": cpus}
         settings = pickle.dumps({"filesystem": _pickled(filesystem), **given})
-        self._buffers = [_Buffer(number) for number in range(_BUFFERS)]
+        self._buffers = [Buffer(number) for number in range(_BUFFERS)]
         self._control, self._errors = None, os.memfd_create("raytf_snapshot_errors")
         self._start(settings)
 
@@ -345,7 +198,7 @@ class SnapshotWriter:
             NotKeptError: the other process has ended.
         """
         snapshot_store.check_name(name)
-        plan = _Plan(parts)
+        plan = Plan(parts)
         plan.end(name=name, writers=writers, index=index)
         if self._readied is not None:
             self._readied.join()
@@ -367,7 +220,7 @@ class SnapshotWriter:
         if self._count:
             return
         self._holds = self._holds or held
-        needs = size + min(_ROOM, size // 8)
+        needs = needs_of(size)
         count = min(_BUFFERS - 2, max(1, self._most(needs) // needs)) if needs else 0
         for buffer in self._buffers[:count]:
             buffer.grow(needs)
@@ -383,7 +236,7 @@ class SnapshotWriter:
         """Bytes that all buffers may have."""
         return max(_FEW_BYTES, (1 + self._holds) * needs)
 
-    def _write(self, name: str, plan: _Plan, buffer: _Buffer, held: bool, pinned: bool) -> int:
+    def _write(self, name: str, plan: Plan, buffer: Buffer, held: bool, pinned: bool) -> int:
         plan.fill(buffer)
         self._count += 1
         buffer.busy, before = self._count, self._held
@@ -504,7 +357,7 @@ class SnapshotWriter:
             os.close(self._errors)
             self._reap(0.0)
 
-    def _free(self, name: str, needs: int, held: bool, pinned: bool) -> _Buffer | None:
+    def _free(self, name: str, needs: int, held: bool, pinned: bool) -> Buffer | None:
         """A buffer to fill: one in which nothing lies, or a snapshot that waits though a newer one does, too.
 
         None: there is no more memory for it, and it is left out, or waits.
@@ -531,12 +384,12 @@ class SnapshotWriter:
             self._leave_out(found.busy)
         return found
 
-    def _has_room(self, buffer: _Buffer, needs: int) -> bool:
+    def _has_room(self, buffer: Buffer, needs: int) -> bool:
         if buffer.size >= needs:
             return True
         return sum(one.size for one in self._buffers) - buffer.size + needs <= self._most(needs)
 
-    def _wait_and_write(self, name: str, plan: _Plan) -> int:
+    def _wait_and_write(self, name: str, plan: Plan) -> int:
         """`_write` of one that is pinned, once the other side is done with what lies there, or could not write it."""
         began, asked = time.monotonic(), False
         with self.held_up():
@@ -564,7 +417,7 @@ class SnapshotWriter:
             self._control.send(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):
             self._drain(0.0)
-            raise NotKeptError(self._names[self._count], self._how_it_ended()) from None
+            raise NotKeptError(self._names.get(self._count, "of the last steps"), self._how_it_ended()) from None
 
     def _drain(self, seconds: float) -> None:
         """Takes what the other side said, and waits so long for the first."""

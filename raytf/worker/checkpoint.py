@@ -256,8 +256,7 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
         with checkpoint_files.whole(folder) as whole:
             file = os.path.join(whole, MODEL)
             checkpoint_files.check_archive(file, name)
-            with scratch.named():  # Keras unpacks vocabularies there
-                model.load_weights(file)
+            model.load_weights(file)
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
         seeds = keras_objects.seeds_of_layers(model)

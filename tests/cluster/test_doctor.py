@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from cluster import local, namespaces
-from tests.docs import blocks
+from tests import blocks
 from tests.faulty_hosts import own, plant_in_the_network
 
 ROOT = pathlib.Path(__file__).parents[2]

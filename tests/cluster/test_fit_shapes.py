@@ -155,12 +155,12 @@ def test_three_inputs_that_only_a_step_takes():
     numbers = np.random.default_rng(0)
     parts = tuple(numbers.normal(size=(ROWS, 3)) for _ in range(3))
     mine, its = three_towers(), three_towers()
-    raytf.fit(mine, *parts, epochs=2, shuffle=False, **TWO)
     batches = tf.data.Dataset.from_tensor_slices(parts).batch(BATCH)
+    raytf.fit(mine, batches, epochs=2, num_workers=2, verbose=0)
     its.fit(batches, epochs=2, verbose=0)
     for a, b in zip(mine.get_weights(), its.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-9)
-    found = raytf.evaluate(mine, *parts, batch_size=BATCH, num_workers=2)
+    found = raytf.evaluate(mine, batches, num_workers=2)
     np.testing.assert_allclose(found, its.evaluate(batches, verbose=0), atol=1e-9)
 
 

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from raytf.runtime.processes import Process
-from tests.docs import blocks
+from tests import blocks
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import zipfile
 
 import pytest
 
-from tests.docs import blocks
+from tests import blocks
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]

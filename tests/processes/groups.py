@@ -7,7 +7,8 @@ from tests.processes.all_scenarios import SCENARIOS
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
 FLOAT32 = ["kinds_sgd", "kinds_adam", "kinds_adamw", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
-FLOAT32 += ["what_a_loop_exchanges"]
+FLOAT32 += ["what_a_loop_exchanges", "gradients_halved_on_condition", "gradients_of_an_embedding_clipped"]
+FLOAT32 += ["gradient_penalty", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "own_loop_with_clip"]
 THREE = [
     "kinds_adam",
     "last_batch_of_one_row",
@@ -21,6 +22,12 @@ THREE = [
     *("three_optimizers_with_shared_variables", "two_scaled_losses", "vae_with_add_loss", "distillation"),
     "in_batch_contrastive_loss",
     *("padded_lists_without_mask", "python_generator_is_read_once", "datasets_that_know_how_often_they_are_read"),
+    *("sparse_rows_of_which_a_worker_has_none", "lists_of_which_a_worker_has_none", "sparse_rows_of_a_generator"),
+    *("losses_that_compare_rows", "unreduced_loss", "added_losses", "own_compute_loss"),
+    *("metric_functions_that_reduce", "logs_of_tensors"),
+    *("gradients_clip_by_global_norm", "gradients_of_an_embedding_clipped", "gan_with_clip", "gradient_penalty"),
+    *("gradient_penalty_of_an_embedding", "unreduced_losses", "states_that_say_how_they_are_joined"),
+    *("callbacks_draw_in_batches", "own_loop_with_clip"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -30,7 +37,12 @@ LOCAL = [
     *("steps_per_execution", "run_eagerly", "global_clipnorm_and_ema", "regularization_and_own_add_loss"),
     *("learning_rate_schedule_and_clipvalue", "batch_logs", "train_step_OwnStep", "train_step_BareLogs", "on_batch"),
     *("arrays_of_python_functions", "python_generator_is_read_once", "datasets_that_know_how_often_they_are_read"),
-    *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic"),
+    *("sparse_rows_of_which_a_worker_has_none", "lists_of_which_a_worker_has_none", "sparse_rows_of_a_generator"),
+    *("gan_dcgan", "gan_wgan_gp", "gan_pix2pix", "actor_critic", "losses_that_compare_rows", "unreduced_loss"),
+    *("added_losses", "own_compute_loss", "metric_functions_that_reduce", "metrics_of_an_own_step", "logs_of_tensors"),
+    *("unreduced_loss_in_one_array", "logs_run_eagerly"),
+    *("overridden_apply", "overridden_update_step", "reduction_none", "states_that_say_how_they_are_joined"),
+    *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {
@@ -48,7 +60,8 @@ _LONG = [
     *("gan_in_conditions", "gan_in_conditions_in_long_executions", "three_optimizers_with_shared_variables", "losses"),
     *("steps_per_execution_goes_back_where_it_does_not_help", "steps_per_execution_chosen_by_measurement"),
     *("batch_normalization", "metrics_that_are_no_averages", "sample_weight", "arrays_of_python_functions"),
-    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore"),
+    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore", "losses_that_compare_rows"),
+    *("own_compute_loss", "logs_of_tensors", "metric_functions_that_reduce", "circle_loss_with_weights"),
 ]
 # What `make test-fast` compares, once.
 FAST = {("float64", "2"): [name for name in FLOAT64 if name not in _LONG]}

@@ -194,3 +194,25 @@ def objects_from_the_chief(p):
     if communicator.spans_workers(p.strategy):
         own = [signed.broadcast(p.strategy, one) for one in own]
     return {f"{i}": np.asarray([one["rank"], len(one["rows"]), one["rows"].sum()]) for i, one in enumerate(own)}
+
+
+@scenario
+def sparse_rows_of_a_generator(p):
+    """Batches of unknown sizes, of which the last has fewer rows than there are workers; SciPy's matrices."""
+    import scipy.sparse
+
+    random = np.random.default_rng(2)
+    dense = random.normal(size=(11, 12)) * (random.random((11, 12)) < 0.3)
+    y = random.normal(size=(11, 1))
+
+    def batches():
+        for begin, end in ((0, 4), (4, 7), (7, 10), (10, 11)):
+            yield scipy.sparse.csr_matrix(dense[begin:end]), y[begin:end]
+
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((12,), sparse=True), layers.Dense(3, "tanh"), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    history = model.fit(batches(), epochs=1, verbose=0)
+    found = model.evaluate(batches(), verbose=0, return_dict=True)
+    return results(model, history) | {f"e:{key}": np.asarray(value) for key, value in found.items()}

@@ -231,7 +231,7 @@ def test_a_checkpoint_that_an_older_raytf_wrote_is_still_read(version):
 def test_the_format_is_described_for_its_readers():
     """Every field of `state.json`, every file and every version is in its page, and nothing else."""
     text = (pathlib.Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-format.md").read_text()
-    files, state, versions, _ = (
+    files, state, _, versions, _ = (
         re.findall(r"^\| `?([\w.]+)`? \|", part, re.MULTILINE)[1:] for part in text.split("\n## ")
     )
     assert state == ["version", *(field.name for field in dataclasses.fields(checkpoint.State))]

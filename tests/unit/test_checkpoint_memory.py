@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.fs
 import pytest
 
-from raytf.storage import checkpoint_files, snapshots
+from raytf.storage import checkpoint_files, snapshot_buffers, snapshots
 from raytf.storage.checkpoint_files import State
 from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
 from raytf.storage.step_folders import name_of
@@ -90,7 +90,7 @@ def test_all_that_the_first_one_needs_is_there_before_the_first_step(tmp_path, m
     keeper = Keeper(LOCAL, str(tmp_path / "run"))
     keeper.ready(model)
     monkeypatch.setattr(ModelFile, "_lay_out", None)
-    monkeypatch.setattr(snapshots._Buffer, "grow", None)
+    monkeypatch.setattr(snapshot_buffers.Buffer, "grow", None)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert keeper.keep(name_of(1), model, checkpoint.parts(model, State(0, 1, 0, False, [])))
     keeper._writer.finish(60.0)
@@ -116,7 +116,7 @@ def memory(writer) -> int:
 
 
 def one(size: int = 100_000) -> int:
-    plan = snapshots._Plan(parts_of(1, size))
+    plan = snapshot_buffers.Plan(parts_of(1, size))
     plan.end(name=name_of(1), writers=1, index=None)
     return plan.needs
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.compat import keras_plugin, matrix, smoke
-from tests.processes import optimizer_scenarios
+from tests.processes import loss_scenarios
 
 
 def test_scenarios_of_parity():
     named = {*matrix.PARITY, *matrix.FEW}
-    assert sorted(named - optimizer_scenarios.SCENARIOS.keys()) == []
+    assert sorted(named - loss_scenarios.SCENARIOS.keys()) == []
 
 
 def test_checks_and_the_table_of_the_page():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raytf.storage import scattered
-from raytf.storage.snapshots import Archive, Image
+from raytf.storage.images import Archive, Image
 from raytf.worker.model_file import ModelFile
 from tests.unit import kinds_of_models
 

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from raytf.cli import main
-from tests.docs import blocks
+from tests import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [*blocks.pages(), "CHANGELOG.md"]

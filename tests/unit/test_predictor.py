@@ -100,6 +100,14 @@ def test_lists_and_tuples_of_outputs_and_names_of_inputs():
         "predictions_0": (ROWS, 1),
         "predictions_1_z": (ROWS, 2),
     }
+    alone = keras.Sequential([keras.Input((3,), name="a"), keras.layers.Dense(1)])
+    both = build({})
+    batch = {"first": BATCH["a"], "second": INPUTS["second"], "a": BATCH["a"]}
+    for model, inputs in ((alone, BATCH["a"]), (both, INPUTS)):
+        found, expected = raytf.Predictor(model, keep=[])(batch), model.predict(inputs, verbose=0)
+        expected = expected if isinstance(expected, dict) else {"predictions": expected}
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_of_a_notebook_is_sent_once_and_read_once():

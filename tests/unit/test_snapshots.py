@@ -22,9 +22,10 @@ from raytf import liveness
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, priority, scattered, snapshot_writer
 from raytf.storage.checkpoint_files import State
+from raytf.storage.images import Archive, Image
 from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, needless
-from raytf.storage.snapshots import Archive, Image, NotKeptError, SnapshotWriter, _Other, wait_for_writers
+from raytf.storage.snapshots import NotKeptError, SnapshotWriter, _Other, wait_for_writers
 from raytf.storage.step_folders import name_of, step_of
 
 LOCAL = pyarrow.fs.LocalFileSystem()

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import raytf
-from tests.docs import blocks
+from tests import blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
 

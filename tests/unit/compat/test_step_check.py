@@ -17,8 +17,8 @@ from raytf.train import dry_run, entry
 OVERRIDDEN = "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._start"
 
 def other_results():
-    from raytf.parallel import optimizers
-    optimizers._reduced_gradients = lambda grads: grads
+    from raytf.parallel import gradients
+    gradients.mean = list
     return dry_run._look_at_versions()
 
 def other_signature():

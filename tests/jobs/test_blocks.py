@@ -11,7 +11,7 @@ import sysconfig
 import pytest
 
 from cluster import local
-from tests.docs import blocks
+from tests import blocks
 
 PAGES = [page for page in blocks.pages() if any(block.runs for block in blocks.blocks_of(page))]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

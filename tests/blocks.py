@@ -15,7 +15,7 @@ import dataclasses
 import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 RUN = ("python", "bash")
 # What is shown and never runs: output, other languages of configuration.
 SHOWN = ("text", "json", "yaml", "toml", "html")

@@ -1,0 +1,62 @@
+"""Objects of TensorFlow that no pickle takes, as what makes them anew: functions, tables, generators, structures."""
+
+from __future__ import annotations
+
+import pickle
+
+import tensorflow as tf
+
+from raytf.compat.tensorflow import Function as TfFunction
+from raytf.compat.tensorflow import TrackedStructure, default_of, function_arguments, structure_of
+
+
+def reduced(value):
+    """Returns (function, arguments) that make an object in another process, NotImplemented for any other one.
+
+    Raises:
+        pickle.PicklingError: it belongs to the graph of a function.
+    """
+    if isinstance(value, TrackedStructure):  # whose constructor would look into what has no state yet
+        return _plain, (structure_of(value),)
+    if isinstance(value, TfFunction):
+        return _function, function_arguments(value)
+    if isinstance(value, tf.lookup.StaticHashTable):
+        return _static_table, _table(value)
+    if isinstance(value, tf.lookup.experimental.MutableHashTable):
+        return _mutable_table, _table(value)
+    if isinstance(value, tf.random.Generator):
+        return _generator, (value.state.numpy(), value.algorithm)
+    if isinstance(value, tf.distribute.Strategy):
+        return tf.distribute.get_strategy, ()
+    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+        raise pickle.PicklingError(f"a symbolic tensor ({value.name}) that some function has left behind")
+    return NotImplemented
+
+
+def _table(table) -> tuple:
+    keys, values = table.export()
+    return keys.numpy(), values.numpy(), (table.key_dtype, table.value_dtype), default_of(table).numpy()
+
+
+def _plain(value):
+    return value
+
+
+def _function(function, given):
+    return tf.function(function, **given)
+
+
+def _static_table(keys, values, types, default):
+    initializer = tf.lookup.KeyValueTensorInitializer(keys, values, *types)
+    return tf.lookup.StaticHashTable(initializer, default)
+
+
+def _mutable_table(keys, values, types, default):
+    table = tf.lookup.experimental.MutableHashTable(*types, default)
+    if len(keys):
+        table.insert(tf.constant(keys, types[0]), tf.constant(values, types[1]))
+    return table
+
+
+def _generator(state, algorithm):
+    return tf.random.Generator.from_state(state, algorithm)

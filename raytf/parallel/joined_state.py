@@ -1,0 +1,111 @@
+"""State that layers keep themselves, beside weights: counters, running means, codebooks.
+
+Where a variable's `aggregation` says how workers' values become one, they do when a step assigns it: "sum" adds what
+each worker adds to it, "mean" is the mean over the rows of all, "only_first_replica" is the chief's. Without one each
+worker has its own until the epoch ends; that is said once, for each variable that follows the rows of a batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import tensorflow as tf
+
+from raytf.collectives import communicator
+from raytf.collectives.communicator import all_sum, local_replicas
+from raytf.compat import keras_objects
+from raytf.parallel import gradients
+from raytf.parallel import step as step_module
+
+
+def assigned(variable: keras.Variable, value) -> bool:
+    """Assigns a variable within a step, with what all workers assign; False where it is not joined, and not assigned.
+
+    Called in a replica's context.
+    """
+    step = step_module.current()
+    if step is None or getattr(step_module.state, "reduced", False):
+        return False
+    if not step_module.is_joined(variable):
+        if step.states is not None:
+            step.states.note(step, variable, value)
+        return False
+    strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
+    held = keras_objects.held_by(variable)
+    value = tf.cast(value, held.dtype)
+    # a replica that assigned it by TensorFlow's way would meet the others once more
+    mine = strategy.experimental_local_results(held)[_number_here(context, strategy)]
+    mine.assign(_joined(step, context, variable.aggregation, tf.convert_to_tensor(mine), value))
+    return True
+
+
+def of_shared(step: step_module.Step, variable: keras.Variable, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """What a replica assigns to a variable that all replicas share, and that adds up or averages what they assign."""
+    if getattr(step_module.state, "reduced", False):
+        return value
+    if not step_module.says_how_to_join(variable):
+        if step.states is not None:
+            step.states.note(step, variable, value)
+        return tf.where(step.rows > 0, value, before) if id(variable) in step.shared else value
+    if variable.aggregation == "sum":
+        return tf.where(step.rows > 0, value, before)
+    return _joined(step, tf.distribute.get_replica_context(), variable.aggregation, before, value)
+
+
+def _number_here(context, strategy) -> int:
+    number = tf.get_static_value(context.replica_id_in_sync_group)
+    return int(number) % local_replicas(strategy) if local_replicas(strategy) > 1 else 0
+
+
+def _joined(step: step_module.Step, context, aggregation: str, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    if aggregation == "sum":
+        (added,) = all_sum([tf.where(step.rows > 0, value - before, tf.zeros_like(before))])
+        return before + added
+    if gradients.known_alike(step, value) or not gradients.follows_rows(value):
+        return value
+    if aggregation == "mean":
+        (joined,) = gradients.mean([value if value.dtype.is_floating else tf.cast(value, tf.float64)])
+        return tf.cast(joined if value.dtype.is_floating else tf.round(joined), value.dtype)
+    first = tf.equal(context.replica_id_in_sync_group, 0)
+    number = value if value.dtype in (tf.float64, tf.float32, tf.int64, tf.int32) else tf.cast(value, tf.int32)
+    (chiefs,) = all_sum([tf.where(first, number, tf.zeros_like(number))])
+    return tf.cast(chiefs, value.dtype)
+
+
+class States:
+    """The states of a model's layers that no `aggregation` joins, as far as the layers are the user's own.
+
+    Args:
+        model: its layers are built.
+        named: paths that were named already; more are added.
+    """
+
+    def __init__(self, model, named: set[str]):
+        self._named = named
+        self._layers = {
+            id(variable): layer
+            for layer in keras_objects.layers_of(model)
+            if not type(layer).__module__.startswith("keras.")
+            and not isinstance(layer, keras.layers.BatchNormalization)
+            for variable in keras_objects.own_variables(layer)[1]
+        }
+
+    def note(self, step: step_module.Step, variable: keras.Variable, value) -> None:
+        """Warns once of a variable that is assigned something which follows the rows of this worker."""
+        layer = self._layers.get(id(variable))
+        if layer is None or variable.path in self._named or tf.executing_eagerly():
+            return
+        if gradients.known_alike(step, value) or not gradients.follows_rows(value):
+            return
+        self._named.add(variable.path)
+        if not communicator.is_chief(tf.distribute.get_strategy()):
+            return
+        what = "the mean of all workers'" if keras.backend.is_float_dtype(variable.dtype) else "the chief's"
+        warnings.warn(
+            f"{type(layer).__name__} {layer.name!r} keeps {variable.path!r}, which follows the rows of a batch: each "
+            f"worker has its own, of its rows, and {what} after each epoch, which is not what one process would have. "
+            'Say in add_weight how they are joined: aggregation="sum" adds up what each worker adds to it, "mean" '
+            'takes the mean over the rows of all, and "only_first_replica" the chief\'s',
+            stacklevel=2,
+        )

@@ -1,0 +1,192 @@
+"""Gradients in loops of users' own, under `strategy.run`: a tape gives a replica's own, and an optimizer sums them.
+
+What lies between the two is to act on the sums, as in one process. So where an optimizer is given a function of what
+tapes gave, that function is computed once more, of the sums: its operations are copied in the graph. What the loop has
+summed itself is not summed again.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from raytf.compat.patching import patch
+from raytf.parallel import step as step_module
+
+_READS = ("ReadVariableOp", "ResourceGather")
+_TAPED, _ALIKE = "taped", "alike"
+# Beyond so many a gradient is summed as it is given.
+_MOST_OPERATIONS = 50_000
+
+
+class Loop:
+    """What tapes and sums have given to the replica that this thread traces or runs."""
+
+    def __init__(self):
+        self._of_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # names, as tensors hold their graph
+        self._eager: dict[int, tuple] = {}
+        self.warned = False
+
+    def note(self, tensor, kind: str) -> None:
+        """Keeps whether a tensor is a tape's, or the same on all replicas."""
+        if hasattr(tensor, "numpy"):
+            self._eager[id(tensor)] = tensor, kind
+        else:
+            self._of_graphs.setdefault(tensor.graph, {})[tensor.name] = kind
+
+    @property
+    def has_taped(self) -> bool:
+        """Whether a tape has given a gradient outside of graphs."""
+        return any(kind == _TAPED for _, kind in self._eager.values())
+
+    def kind_of(self, tensor) -> str | None:
+        """What was noted."""
+        if hasattr(tensor, "numpy"):
+            return self._eager.get(id(tensor), (None, None))[1]
+        return self._of_graphs.get(tensor.graph, {}).get(tensor.name)
+
+
+def _loop() -> Loop:
+    known = getattr(step_module.state, "loop", None)
+    if known is None:
+        known = step_module.state.loop = Loop()
+    return known
+
+
+def _is_one() -> bool:
+    return step_module.current() is None and step_module.in_replica_of_many()
+
+
+def note_taped(gradients) -> None:
+    """Notes gradients with respect to variables, in a loop of the user's own."""
+    if _is_one():
+        for gradient in gradients:
+            if isinstance(gradient, tf.Tensor):
+                _loop().note(gradient, _TAPED)
+
+
+@patch((tf.distribute.ReplicaContext, "all_reduce"))
+def all_reduce(original, self, reduce_op, value, options=None):
+    """`ReplicaContext.all_reduce`; an optimizer does not sum again what is a function of its results."""
+    found = original(self, reduce_op, value, options)
+    if _is_one():
+        for one in tf.nest.flatten(found, expand_composites=True):
+            _loop().note(one, _ALIKE)
+    return found
+
+
+def for_optimizer(grads: Sequence, total) -> list:
+    """What an optimizer is given in a loop of the user's own, as gradients of all replicas.
+
+    Args:
+        grads: gradients, some of which may be None.
+        total: total(gradients) -> their sums over replicas.
+    """
+    if not _is_one():
+        return total(grads)
+    loop, found = _loop(), list(grads)
+    ways = {i: _Way(loop, _content(g)) for i, g in enumerate(grads) if g is not None}
+    changed = [i for i, way in ways.items() if way.taped and way.operations]
+    liftable = all(ways[i].liftable and isinstance(grads[i], tf.Tensor) for i in changed)
+    if changed and not liftable and not loop.warned:
+        loop.warned = True
+        warnings.warn(
+            "What this loop does to gradients before the optimizer sums them is done to each worker's own. "
+            + (
+                "Compile its step by tf.function, and it is done to the sums"
+                if tf.executing_eagerly()
+                else "Sum them before, by tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, "
+                "gradients); the optimizer does not sum them again"
+            ),
+            stacklevel=2,
+        )
+    lifted = changed if liftable else []
+    left = [i for i, way in ways.items() if not way.alike and i not in lifted]
+    sources = list({id(t): t for i in lifted for t in ways[i].taped}.values())
+    if left or sources:
+        summed = total([*(grads[i] for i in left), *sources])
+        for i, value in zip(left, summed, strict=False):
+            found[i] = value
+        values = {t.name: value for t, value in zip(sources, summed[len(left) :], strict=True)}
+        for i in lifted:
+            found[i] = ways[i].of(values)
+    return found
+
+
+def _content(gradient):
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+class _Way:
+    """From what tapes gave to a gradient that an optimizer is given.
+
+    Attributes:
+        alike: whether it is a function of variables, and of what the loop has summed itself.
+        taped: the tapes' gradients that it is a function of.
+        operations: that lie between, in order.
+        liftable: whether these can be computed of something else.
+    """
+
+    def __init__(self, loop: Loop, tensor):
+        self._tensor, self.taped, self.operations = tensor, [], []
+        kind = loop.kind_of(tensor)
+        self.alike = kind == _ALIKE
+        self.liftable = True
+        if kind is not None:
+            self.taped = [tensor] if kind == _TAPED else []
+            return
+        if hasattr(tensor, "numpy"):  # where it comes from is not known
+            self.taped, self.operations, self.liftable = ([tensor], [None], False) if loop.has_taped else ([], [], True)
+            return
+        seen, unknown, summed = self._look(loop)
+        self.alike = summed and not unknown and not self.taped
+        ends = {t.name for t in self.taped}
+        for operation in tensor.graph.get_operations() if self.taped else ():  # in the order in which they were made
+            if operation.name in seen and any(t.name in ends for t in operation.inputs):
+                self.operations.append(operation)
+                ends |= {t.name for t in operation.outputs}
+                self.liftable &= not operation.op_def.is_stateful
+
+    def _look(self, loop: Loop) -> tuple[set[str], bool, bool]:
+        """(names of operations before, whether some are more than functions, whether one is the loop's own sum)."""
+        seen, left, unknown, summed = set(), [self._tensor], False, False
+        looked: set[str] = set()
+        while left:
+            tensor = left.pop()
+            if hasattr(tensor, "numpy") or tensor.name in looked:
+                continue
+            looked.add(tensor.name)
+            kind = loop.kind_of(tensor)
+            if kind == _TAPED:
+                self.taped.append(tensor)
+            elif kind == _ALIKE:
+                summed = True
+            elif tensor.op.type not in _READS:
+                seen.add(tensor.op.name)
+                unknown |= tensor.op.op_def.is_stateful or tensor.op.type == "Placeholder"
+                left += tensor.op.inputs
+            if len(seen) > _MOST_OPERATIONS:
+                self.taped.clear()
+                return seen, True, False
+        return seen, unknown, summed
+
+    def of(self, values: dict[str, tf.Tensor]) -> tf.Tensor:
+        """The same function of other values, by the names of those in `taped`."""
+        graph, values = self._tensor.graph, dict(values)
+        for operation in self.operations:
+            attributes = {k: v for k, v in operation.node_def.attr.items() if k != "_class"}
+            made = graph.create_op(
+                operation.type,
+                [values.get(t.name, t) for t in operation.inputs],
+                [t.dtype for t in operation.outputs],
+                attrs=attributes,
+                op_def=operation.op_def,
+                name=f"{operation.name}_of_all",
+            )
+            for before, after in zip(operation.outputs, made.outputs, strict=True):
+                after.set_shape(before.shape)
+                values[before.name] = after
+        return values[self._tensor.name]

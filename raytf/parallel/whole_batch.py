@@ -1,0 +1,153 @@
+"""Functions that are computed on the rows of all replicas, by each of them.
+
+Each replica has the same value; its gradient flows into the replica's own rows, and into all else that the function
+knows (weights of its own) as on one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras import tree
+
+from raytf.collectives import exchange
+from raytf.collectives.communicator import all_sum, spans_workers
+from raytf.compat.keras import get_keras_mask, set_keras_mask
+from raytf.parallel import halves
+from raytf.parallel import step as step_module
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What a function that is given the rows of all replicas needs to know.
+
+    Args:
+        step: of this replica.
+        counts: bool scalar, whether this replica is the one whose metrics count: the first that has rows.
+    """
+
+    step: step_module.Step
+    counts: tf.Tensor
+
+
+def current() -> Whole | None:
+    """Of the function that is computed on all rows at present, or None."""
+    return getattr(step_module.state, "whole_batch", None)
+
+
+def computed(step: step_module.Step, function: Callable, given: Any, rows: int | None = halves.ANY) -> Any:
+    """The value of function(given) for the rows of all replicas.
+
+    In a step the gradient of a value is weighted with this replica's share of the rows: the part that flows into the
+    rows is scaled up before, and what else the function depends on gets, together, what one process would give it.
+
+    Args:
+        given: a nest of tensors, of which those with rows are gathered, and of what else there is.
+        rows: see `halves.has_rows`.
+
+    Returns:
+        Scalars as they are. Of what has a value for each row, this replica's own; a sum of these has the gradient of
+        the sum over all rows.
+    """
+    leaves = tree.flatten(given)
+    places = [i for i, leaf in enumerate(leaves) if halves.has_rows(leaf, rows)]
+    if step.notes is not None:
+        step.notes.gathers = True
+    gathered, extent, counts = _of_all_replicas(step, [tf.convert_to_tensor(leaves[i]) for i in places])
+    for i, whole in zip(places, gathered, strict=True):
+        leaves[i] = whole
+    with step_module.within(whole_batch=Whole(step, counts), step=None):
+        value = function(tree.pack_sequence_as(given, leaves))
+    return tree.map_structure(lambda v: _own_part(step, v, extent) if _is_by_row(v) else v, value)
+
+
+def _is_by_row(value: Any) -> bool:
+    return tf.is_tensor(value) and value.shape.rank != 0 and value.dtype.is_floating
+
+
+def _own_part(step: step_module.Step, values: tf.Tensor, extent: tuple) -> tf.Tensor:
+    """Of a value for each row, or for some of them, this replica's; see `computed` for the gradient."""
+    offset, total = extent
+    each = tf.equal(tf.shape(values)[0], total)  # else there are values for some rows, and nobody knows whose
+    begin, count = tf.where(each, offset, 0), tf.where(each, step.rows, tf.shape(values)[0])
+    own = values[begin : begin + count]
+    shares = tf.reduce_sum(values) * tf.cast(
+        tf.math.divide_no_nan(tf.cast(step.rows, tf.float64), step.global_rows() * tf.cast(tf.size(own), tf.float64)),
+        values.dtype,
+    )
+    return tf.stop_gradient(own) + (shares - tf.stop_gradient(shares))
+
+
+def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple, tf.Tensor]:
+    """(each tensor of all replicas, (where the own rows of the first begin, how many it has), `Whole.counts`).
+
+    They need not have as many rows as the batch, nor as each other.
+    """
+    context = tf.distribute.get_replica_context()
+    index = context.replica_id_in_sync_group
+    own = tf.stack([tf.where(step.rows > 0, tf.shape(t)[0], 0) for t in tensors])
+    (counts,) = all_sum([tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.int32)[:, None] * own])
+    offsets, totals = tf.reduce_sum(counts[:index], 0), tf.reduce_sum(counts, 0)
+    first = tf.equal(tf.cast(index, tf.int64), tf.argmax(tf.cast(counts[:, 0] > 0, tf.int32)))
+    scale = step.upscale(tf.float64)
+    found = []
+    for i, tensor in enumerate(tensors):
+        whole = _gathered(tensor, own[i], offsets[i], totals[i], scale)
+        mask = get_keras_mask(tensor)
+        if mask is not None:
+            set_keras_mask(whole, _gathered(mask, own[i], offsets[i], totals[i], scale))
+        found.append(whole)
+    return found, (offsets[0], totals[0]), first
+
+
+def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
+    """The rows of all replicas in order; gradients flow into the own rows alone, scaled."""
+    if not tensor.dtype.is_floating:
+        return _with_rows(_joined(tensor, rows, offset, total), tensor)
+
+    @tf.custom_gradient
+    def joined(own):
+        def back(upstream):
+            mine = upstream[offset : offset + rows] * tf.cast(scale, upstream.dtype)
+            return tf.pad(mine, [[0, tf.shape(own)[0] - rows]] + [[0, 0]] * (own.shape.rank - 1))
+
+        return _joined(own, rows, offset, total), back
+
+    return _with_rows(joined(tensor), tensor)
+
+
+def _joined(own: tf.Tensor, rows, offset, total) -> tf.Tensor:
+    """The rows of all replicas in order."""
+    if not spans_workers(tf.distribute.get_strategy()):
+        return tf.distribute.get_replica_context().merge_call(_concatenated, args=(own, rows))
+    placed = tf.pad(own[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (own.shape.rank - 1))
+    if placed.dtype in exchange.SUMMABLE:
+        return all_sum([placed])[0]
+    return tf.cast(all_sum([tf.cast(placed, tf.int32)])[0], placed.dtype)
+
+
+def _concatenated(strategy, own, rows) -> tf.Tensor:
+    """The same in one process: TensorFlow's collectives cannot change their shapes within an execution of steps."""
+    local = strategy.experimental_local_results
+    return tf.concat([part[:count] for part, count in zip(local(own), local(rows), strict=True)], 0)
+
+
+def _with_rows(whole: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+    if not tf.executing_eagerly():
+        whole.set_shape([None, *own.shape[1:]])
+    return whole
+
+
+def mean_over_replicas(step: step_module.Step, value: tf.Tensor) -> tf.Tensor:
+    """The mean over the rows of all replicas of what is a mean over each one's; with the gradient of the own value."""
+
+    @tf.custom_gradient
+    def joined(own):
+        wide = tf.cast(own, tf.float64) * tf.cast(step.rows, tf.float64)
+        (total,) = all_sum([tf.where(step.rows > 0, wide, tf.zeros_like(wide))])
+        return tf.cast(total / step.global_rows(), own.dtype), tf.identity
+
+    return joined(value)

@@ -1,0 +1,164 @@
+"""What of a snapshot lies where in shared memory, and that memory: see `snapshots`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from raytf.errors import ConfigError
+from raytf.storage import snapshot_store
+from raytf.storage.images import Archive, Image, Piece, flat
+from raytf.storage.snapshot_store import MANIFEST
+
+_ALIGNED = 64
+# What belongs to a snapshot grows: histories, counters.
+_ROOM = 1 << 20
+
+# A file as it is, an `.npz` of arrays by name, a zip, or an image.
+Part = bytes | str | Mapping[str, np.ndarray] | Archive | Piece
+
+
+def needs_of(size: int) -> int:
+    """Bytes of the buffer that is made for a snapshot of so many: some more, as what belongs to one grows."""
+    return size + min(_ROOM, size // 8)
+
+
+class Buffer:
+    """Shared memory without a name; it is gone with the last process that has it open."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.descriptor = os.memfd_create("raytf_snapshot")
+        self.size = 0
+        self.busy: int | None = None  # the request that lies in it
+        self.image: Image | None = None  # what lies at its beginning
+        self._map: mmap.mmap | None = None
+        self.memory = np.empty(0, np.uint8)
+
+    def grow(self, size: int) -> None:
+        """Makes it so large; what is in it stays."""
+        if size <= self.size:
+            return
+        self._unmap()
+        os.ftruncate(self.descriptor, size)
+        self._map, self.size = mmap.mmap(self.descriptor, size), size
+        with contextlib.suppress(OSError, AttributeError):  # pages of 2 MB are had, and copied to, faster
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = np.frombuffer(self._map, np.uint8)
+
+    def touch(self) -> None:
+        """Has the pages ready, without the interpreter's lock."""
+        self.memory[:: mmap.PAGESIZE] = 0
+
+    def lay(self, image: Image | None) -> None:
+        """Has an image at the beginning, but for its arrays."""
+        if image is not None and self.image is not image:
+            for at, text in image.texts:
+                self.put(at, text)
+        self.image = image
+
+    def put(self, at: int, content) -> None:
+        found = np.frombuffer(content, np.uint8)
+        self.memory[at : at + len(found)] = found
+
+    def put_array(self, at: int, value: np.ndarray) -> None:
+        found = flat(value)
+        self.memory[at : at + len(found)] = found
+
+    def _unmap(self) -> None:
+        self.memory = np.empty(0, np.uint8)
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def empty(self) -> None:
+        """Gives its memory back."""
+        self._unmap()
+        self.size, self.image = 0, None
+        os.ftruncate(self.descriptor, 0)
+
+    def close(self) -> None:
+        self._unmap()
+        os.close(self.descriptor)
+
+
+class Plan:
+    """What goes where in a buffer: an image first, then everything else."""
+
+    def __init__(self, parts: Mapping[str, Part]):
+        images = [part.image for part in parts.values() if isinstance(part, (Archive, Piece))]
+        if len(images) > 1:
+            raise ConfigError("A snapshot has one file with an image", f"{len(images)}", "Write the others as bytes")
+        self.image = images[0] if images else None
+        self.size = self.image.size if self.image else 0
+        self.texts: list[tuple[int, bytes]] = []
+        self.values: list[tuple[int, np.ndarray]] = []
+        self.head = [self._part(file, part) for file, part in parts.items()]
+
+    def _part(self, file: str, part: Part) -> dict:
+        snapshot_store.check_name(file)
+        if file == MANIFEST:
+            raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave it out")
+        if isinstance(part, (Archive, Piece)):
+            sizes = [(at, size) for at, size in part.image.places]
+            if [value.nbytes for value in part.values] != [size for _, size in sizes]:
+                raise ValueError(f"the arrays of {file} are not those of its image")
+            self.values += [(at, value) for (at, _), value in zip(sizes, part.values, strict=True)]
+            if isinstance(part, Piece):
+                return {"file": file, "at": 0, "size": part.image.size}
+            return {"file": file, "members": [[name, *self._member(content)] for name, content in part.members]}
+        if isinstance(part, Mapping):
+            return {"file": file, "arrays": [self._array(key, np.asarray(value)) for key, value in part.items()]}
+        return {"file": file, **dict(zip(("at", "size"), self._member(part), strict=True))}
+
+    def _member(self, content) -> tuple[int, int]:
+        if isinstance(content, Image):
+            return 0, content.size
+        content = content.encode() if isinstance(content, str) else content
+        at = self._room(len(content))
+        self.texts.append((at, content))
+        return at, len(content)
+
+    def _array(self, key: str, value: np.ndarray) -> list:
+        if value.dtype.hasobject:
+            raise ConfigError("Arrays of a snapshot hold numbers", f"{key!r} of Python objects", "Store them as texts")
+        at = self._room(value.nbytes)
+        self.values.append((at, value))
+        return [key, _kind(value.dtype), value.shape, at]
+
+    def _room(self, size: int) -> int:
+        at = -(-self.size // _ALIGNED) * _ALIGNED
+        self.size = at + size
+        return at
+
+    def end(self, **what: Any) -> None:
+        """Adds its description, which is the last of it."""
+        head = json.dumps({"parts": self.head, **what}).encode()
+        self.head_at = self._room(len(head))
+        self.texts.append((self.head_at, head))
+
+    @property
+    def needs(self) -> int:
+        """Bytes of the buffer that is made for it: some more, as what belongs to a snapshot grows."""
+        return needs_of(self.size)
+
+    def fill(self, buffer: Buffer) -> None:
+        """Copies everything."""
+        if buffer.size < self.size:
+            buffer.grow(self.needs)
+        buffer.lay(self.image)
+        for place, value in self.values:
+            buffer.put_array(place, value)
+        for place, content in self.texts:
+            buffer.put(place, content)
+
+
+def _kind(dtype: np.dtype) -> str:
+    """A dtype as a text; of those that are not numpy's, as bfloat16, what `numpy.savez` makes of them."""
+    return np.lib.format.dtype_to_descr(dtype) if dtype.isbuiltin == 1 else f"|V{dtype.itemsize}"

@@ -1,0 +1,169 @@
+"""What functions do with rows, found out on halves of a batch."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import layers, ops
+
+from raytf.parallel import halves, losses, step_logs, trainer
+from raytf.parallel import step as step_module
+
+PER_ROW = {
+    "mse": lambda y, p: ops.mean(ops.square(y - p), axis=-1),
+    "a value for each place": lambda y, p: ops.abs(y - p),
+    "keras": keras.losses.cosine_similarity,
+}
+COMPARING = {
+    "contrastive": lambda y, p: ops.logsumexp(ops.matmul(p, ops.transpose(p)), axis=-1),
+    "centered": lambda y, p: ops.mean(ops.square(p - ops.mean(p, axis=0)), axis=-1),
+    "ranked": lambda y, p: ops.cast(ops.argsort(p[:, 0]), "float32") + y[:, 0],
+    "of the rows before": lambda y, p: ops.cumsum(p[:, 0]),
+    "of a part": lambda y, p: tf.boolean_mask(p[:, 0], p[:, 0] > 0.5),
+    "one for all": lambda y, p: ops.mean(y - p)[None],
+}
+MEANS = {"mean": lambda y, p: ops.mean(ops.square(y - p)), "mean and more": lambda y, p: 3 + ops.mean(y - p)}
+SUMS = {"sum": lambda y, p: ops.sum(ops.square(y - p)), "scaled": lambda y, p: ops.sum(y - p) / 50}
+NEITHER = {
+    "root": lambda y, p: ops.sqrt(ops.mean(ops.square(y - p))),
+    "spread": lambda y, p: ops.std(p),
+    "ratio of sums": lambda y, p: ops.sum(y * p) / ops.sum(p * p),
+    "largest": lambda y, p: ops.max(p),
+}
+
+
+def tried(function, *shape, dtypes=(tf.float32, tf.float32), rows=halves.ANY):
+    specs = tuple(tf.TensorSpec((None, *shape), dtype) for dtype in dtypes)
+    return halves.outcome(lambda its: function(*its), specs, rows)
+
+
+@pytest.mark.parametrize("name", [*PER_ROW, *COMPARING])
+def test_whether_a_value_of_a_row_needs_others(name):
+    found = tried((PER_ROW | COMPARING)[name], 3)
+    assert (found.rows, found.why) == (name in PER_ROW, None)
+
+
+@pytest.mark.parametrize("name", [*MEANS, *SUMS, *NEITHER])
+def test_how_halves_make_the_whole(name):
+    ways = tried((MEANS | SUMS | NEITHER)[name], 3).ways
+    assert ways == ({"mean"} if name in MEANS else {"sum"} if name in SUMS else set())
+
+
+@settings(max_examples=10)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=2),
+    power=st.integers(1, 3),
+    weight=st.floats(-3, 3).filter(lambda w: abs(w) > 0.01),
+    dtype=st.sampled_from([tf.float16, tf.bfloat16, tf.float32, tf.float64]),
+)
+def test_any_mean_over_rows_is_one_and_any_sum_a_sum(shape, power, weight, dtype):
+    each = lambda y, p: weight * tf.reduce_mean((0.5 + y - p) ** power, axis=list(range(1, p.shape.rank)))
+    dtypes = (dtype, dtype)
+    assert tried(each, *shape, dtypes=dtypes).rows
+    assert "mean" in tried(lambda y, p: tf.reduce_mean(each(y, p)), *shape, dtypes=dtypes).ways
+    assert "sum" in tried(lambda y, p: tf.reduce_sum(each(y, p)), *shape, dtypes=dtypes).ways
+
+
+def test_classes_are_rows_of_what_a_loss_knows():
+    specs = (tf.TensorSpec((None,), tf.int64), tf.TensorSpec((None, 7), tf.float32))
+    found = halves.outcome(lambda its: keras.losses.sparse_categorical_crossentropy(*its), specs)
+    assert found.rows
+
+
+def test_rows_may_be_taken_in_twos_and_threes():
+    pairs = lambda y, p: ops.mean(ops.square(ops.subtract(*ops.unstack(ops.reshape(p, (-1, 2, 3)), axis=1))))
+    triples = lambda y, p: ops.mean(ops.reshape(p, (-1, 3, 3)) ** 2)
+    assert tried(pairs, 3).ways == tried(triples, 3).ways == {"mean"}
+
+
+def test_large_rows_are_tried_with_small_ones():
+    seen = []
+
+    def function(y, p):
+        seen.append(p.shape.num_elements())
+        return ops.mean(y - p, axis=(1, 2, 3))
+
+    assert tried(function, 2048, 2048, 8).rows
+    assert max(seen) <= 1 << 12
+
+
+def test_what_has_no_rows_is_given_as_it_is():
+    """Positions of a sequence, or weights of classes."""
+    weights = tf.constant([1.0, 2.0, 3.0])
+    call = lambda its: ops.mean(its[0] * its[1], axis=-1)
+    assert halves.outcome(call, (tf.TensorSpec((None, 3)), weights), None).rows
+
+
+def test_noise_and_what_cannot_be_tried_are_told_apart():
+    noisy = tried(lambda y, p: ops.mean(p + keras.random.normal((3,))), 3)
+    assert noisy.unknown and not noisy.why
+    failed = tried(lambda y, p: ops.mean(p) + undefined, 3)  # noqa: F821
+    assert failed.unknown and "undefined" in failed.why
+
+
+def test_a_trial_leaves_no_trace():
+    trainer.install()
+    state = keras.Variable(1.0)
+    generator = keras.random.SeedGenerator(3)
+    before = np.asarray(generator.state)
+    metric = keras.metrics.Mean()
+
+    def function(y, p):
+        state.assign_add(1.0)
+        metric.update_state(p)
+        return ops.mean(p) + state + ops.mean(keras.random.normal((2,), seed=generator))
+
+    tried(function, 3)
+    assert (float(state), float(metric.count)) == (1.0, 0.0)
+    np.testing.assert_array_equal(generator.state, before)
+
+
+class Adds(layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        self.add_loss(self.function(x))
+        return x
+
+
+def stepping(rows=8):
+    return step_module.within(
+        step=step_module.Step(tf.constant(rows), True), seen=step_logs.Seen(step_logs.Notes()), calls=None
+    )
+
+
+def test_an_added_loss_that_is_neither_a_mean_nor_a_sum_is_warned_of_with_what_mends_it():
+    trainer.install()
+    layer = Adds(ops.std)
+    with stepping(), pytest.warns(UserWarning, match="is neither a mean nor a sum.*compute_loss"):
+        layer(tf.random.normal((8, 3)))
+
+
+def test_a_compute_loss_that_cannot_be_tried_is_warned_of():
+    trainer.install()
+
+    class Kept(keras.Model):
+        def call(self, x):
+            return x
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return ops.mean(self.kept - y_pred)
+
+    model = Kept()
+    model.kept = tf.ones((8, 3))  # rows that are no argument
+    with stepping(), pytest.warns(UserWarning, match="Kept.compute_loss could not be tried.*from the arguments"):
+        losses.compute_loss(model, model.compute_loss, y=tf.ones((8, 3)), y_pred=tf.ones((8, 3)))
+
+
+def test_losses_that_were_added_stay_when_others_are_tried():
+    trainer.install()
+    model = keras.Sequential([Adds(ops.mean), Adds(lambda x: 2 * ops.mean(x))])
+    with stepping():
+        model(tf.ones((8, 3)))
+        assert [float(loss) for loss in model.losses] == [1.0, 2.0]

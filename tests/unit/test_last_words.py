@@ -1,0 +1,30 @@
+"""Of all processes that are about to be ended the last words are taken at once, with one deadline. No Ray."""
+
+import threading
+
+import pytest
+
+from raytf.runtime import watchdog
+from raytf.runtime.watchdog import Watchdog
+
+
+@pytest.fixture
+def watches():
+    """A watchdog that does not look by itself, which would take Ray."""
+    return object.__new__(Watchdog)
+
+
+def test_all_are_asked_at_once(watches):
+    together = threading.Barrier(8, timeout=60.0)  # none answers before all are asked
+    watches._last_words = lambda key: (together.wait(), key)
+    found = watches._words_of(list(range(8)))
+    assert {key: kept for key, (_, kept) in found.items()} == {key: key for key in range(8)}
+
+
+def test_one_that_never_answers_holds_up_none_of_the_others(watches, monkeypatch):
+    monkeypatch.setattr(watchdog, "_WORDS_SECONDS", 0.5)
+    ended = threading.Event()
+    watches._last_words = lambda key: ended.wait() if key == 0 else ("words", key)
+    found = watches._words_of([0, 1, 2])
+    assert found == {1: ("words", 1), 2: ("words", 2)}
+    ended.set()
