@@ -184,3 +184,6 @@ class Asker:
     def ask(self, function: Callable, *arguments):
         answer, self.unread = self._processes.ask(ask, function, *arguments)
         return answer
+
+    def __getattr__(self, name: str):
+        return getattr(self._processes, name)

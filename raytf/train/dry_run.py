@@ -21,6 +21,7 @@ from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
+from raytf.train import verify
 
 # Keys of the config that the trainer reads, and compares where they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))
@@ -33,7 +34,7 @@ _MEASURED_STEPS = 5
 
 
 def inspect(
-    pickled: bytes, block: StoredDataset, rows: int | None = None
+    pickled: bytes, block: StoredDataset, rows: int | None = None, order: verify.Order | None = None
 ) -> ConfigError | UnsupportedVersionError | Tried:
     """What is wrong with the model or the columns, for the driver to raise; else what the model is.
 
@@ -43,11 +44,28 @@ def inspect(
         pickled: (build_model, config, the `batch_spec.BatchSpec`), by cloudpickle.
         block: a block of the training data.
         rows: of the steps that are measured, or None for no figures.
+        order: how two workers are compared with one device meanwhile, or None.
     """
     block = block.here()
     warning = _in_a_copy(_look_at_versions) if versions.untested() else None
     if isinstance(warning, Exception):
         return warning
+    running = None if order is None else verify.begin(verify.trial_of(pickled, block, order))
+    said = _tried(pickled, block, rows, warning)
+    if running is None:
+        return said
+    if not isinstance(said, Tried):
+        verify.cancel(running)
+        return said
+    proof = verify.outcome(running, order.seconds, order.cpu_seconds)
+    if proof is None and not order.goes_on:
+        verify.cancel(running)
+        proof = verify.Proof(skipped="it took too long")
+    return dataclasses.replace(said, proof=proof, running=running if proof is None else None)
+
+
+def _tried(pickled: bytes, block: StoredDataset, rows: int | None, warning: str | None) -> ConfigError | Tried:
+    """`inspect`, for versions that fit."""
 
     def answer() -> ConfigError | Tried:
         # no Ray from here on
@@ -90,11 +108,15 @@ class Tried:
         facts: figures, where they were asked for.
         identity: what the model and the columns' types are, see `fingerprint.of_model`.
         warning: a line of versions that raytf is not tested with and fits all the same, or None.
+        proof: what came of comparing two workers with one device, or None.
+        running: the comparison, where it goes on in the process that was asked, or None.
     """
 
     facts: ModelFacts | None
     identity: dict
     warning: str | None = None
+    proof: verify.Proof | None = None
+    running: verify.Running | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
