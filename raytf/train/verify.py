@@ -122,7 +122,7 @@ class Running:
     reader: int
 
 
-def trial_of(pickled: bytes, block: StoredDataset, order: Order) -> Callable[[], Any]:
+def trial_of(pickled: bytes, block: StoredDataset, order: Order) -> Callable[[], Any] | Proof:
     """What makes the trial of a KerasTrainer's model, for `begin`.
 
     Args:
@@ -130,26 +130,22 @@ def trial_of(pickled: bytes, block: StoredDataset, order: Order) -> Callable[[],
         block: a block of the training data, of this process.
         order: how the comparison is made.
     """
-    validation = None if order.validation is None else order.validation.here()
+    found = few_rows(block)
+    others = None if order.validation is None else few_rows(order.validation.here())
 
-    def made():
+    def trial():
         from raytf.worker.verification import Trial
 
         build_model, config, batch = cloudpickle.loads(pickled)
-        found = few_rows(block)
-        if found is None:
-            return Proof(skipped="the data has one row")
-        rows, first = found
-        others = None if validation is None else few_rows(validation)
         return Trial(
             build=lambda: build_model(dict(config)),
             batch=batch,
-            rows=rows,
+            rows=found[0],
             validation=None if others is None else others[0],
-            global_batch=first,
+            global_batch=found[1],
         )
 
-    return made
+    return trial if found is not None else Proof(skipped="the data has one row")
 
 
 def few_rows(block: StoredDataset) -> tuple[StoredDataset, int] | None:
@@ -168,12 +164,12 @@ def few_rows(block: StoredDataset) -> tuple[StoredDataset, int] | None:
 # ------------------------------------------------------------------------------------------ the processes
 
 
-def begin(make_trial: Callable[[], Any]) -> Running:
+def begin(trial: Callable[[], Any] | Proof) -> Running:
     """Starts a comparison in processes of their own, which end with this one.
 
     Args:
-        make_trial: returns the `verification.Trial`, or a `Proof` where there is nothing to try; called in another
-            process.
+        trial: returns the `verification.Trial`; called in each process that trains, as what is made of it may run
+            TensorFlow. A `Proof` where there is nothing to try.
     """
     reader, writer = os.pipe()
     asking = os.getpid()
@@ -191,7 +187,6 @@ def begin(make_trial: Callable[[], Any]) -> Running:
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
         try:
             with autograph.in_memory():
-                trial = make_trial()
                 said = trial if isinstance(trial, Proof) else _Supervisor(trial, asking).proof()
         except BaseException as error:
             said = Proof(failed=in_a_line(error))
@@ -331,18 +326,18 @@ class _Supervisor:
     """Has one device and two workers train, compares them, and has the one device train again where they differ.
 
     Args:
-        trial: a `verification.Trial`.
+        trial: returns a `verification.Trial`.
         asking: the process for which this is done.
     """
 
-    def __init__(self, trial, asking: int):
-        self._trial, self._asking = trial, asking
+    def __init__(self, trial: Callable[[], Any], asking: int):
+        self._trial, self._asking, self._eagerly = trial, asking, True
         self._until = time.monotonic() + _DEADLINE_SECONDS
 
     def proof(self) -> Proof:
         found = self._compared()
-        if found.failed is not None and self._trial.eagerly and found.failed.startswith("one device"):
-            self._trial = dataclasses.replace(self._trial, eagerly=False)  # what is written for graphs alone
+        if found.failed is not None and found.failed.startswith("one device"):
+            self._eagerly = False  # it may be written for graphs alone
             return self._compared()
         return found
 
@@ -370,12 +365,12 @@ class _Supervisor:
         def worker(rank: int):
             from raytf.worker import verification
 
-            return verification.as_worker(self._trial, rank, addresses, token, share)
+            return verification.as_worker(self._trial(), self._eagerly, rank, addresses, token, share)
 
         def device(initial_values: Callable[[], list], again: bool = False):
             from raytf.worker import verification
 
-            return verification.on_one_device(self._trial, initial_values, again)
+            return verification.on_one_device(self._trial(), self._eagerly, initial_values, again)
 
         runs = [
             _start(lambda: worker(0)),

@@ -55,7 +55,6 @@ class Trial:
         global_batch: rows of a step.
         structure: structure(dataset) -> the dataset as the model takes it, or None where a feed gives that.
         most_bytes: of a model's variables; a larger model is not tried.
-        eagerly: run the steps without a graph, which saves its making.
     """
 
     build: Callable[[], Any]
@@ -65,14 +64,25 @@ class Trial:
     global_batch: int
     structure: Callable | None = None
     most_bytes: int = 64 << 20
-    eagerly: bool = True
+
+    def dataset(self, shard: Shard, validation: bool = False) -> tf.data.Dataset | None:
+        """The part of a worker, or None where there is no validation."""
+        rows = self.validation if validation else self.rows
+        if rows is None:
+            return None
+        batch = dataclasses.replace(self.batch, map=None) if validation else self.batch
+        feed = Feed(rows, batch, Sampling(global_batch=self.global_batch, shuffle="none"), shard)
+        return feed.dataset() if self.structure is None else self.structure(feed.dataset())
 
 
-def as_worker(trial: Trial, rank: int, addresses: list[str], token: bytes, share: Callable[[list], None]) -> dict:
+def as_worker(
+    trial: Trial, eagerly: bool, rank: int, addresses: list[str], token: bytes, share: Callable[[list], None]
+) -> dict:
     """Trains as one of two workers.
 
     Args:
         trial: what is trained.
+        eagerly: run the steps without a graph, which saves its making.
         rank: 0 or 1.
         addresses: of both.
         token: of their ring.
@@ -88,14 +98,14 @@ def as_worker(trial: Trial, rank: int, addresses: list[str], token: bytes, share
         if rank == 0:
             share([np.asarray(v) for v in variables])
 
-    return _trained(trial, Shard(rank, 2), begin)
+    return _trained(trial, eagerly, Shard(rank, 2), begin)
 
 
-def on_one_device(trial: Trial, initial: Callable[[], list[np.ndarray]], again: bool) -> dict:
+def on_one_device(trial: Trial, eagerly: bool, initial: Callable[[], list[np.ndarray]], again: bool) -> dict:
     """Trains on one device.
 
     Args:
-        trial: what is trained.
+        trial, eagerly: see `as_worker`.
         initial: returns the values that the variables of the two workers began with.
         again: with other seeds, and weights that differ in their last bits.
     """
@@ -114,7 +124,7 @@ def on_one_device(trial: Trial, initial: Callable[[], list[np.ndarray]], again: 
         if again:
             _set_seeds(_SEED + 1)
 
-    return _trained(trial, Shard(), begin)
+    return _trained(trial, eagerly, Shard(), begin)
 
 
 def _set_seeds(seed: int) -> None:
@@ -123,7 +133,7 @@ def _set_seeds(seed: int) -> None:
     tf.random.set_seed(seed)
 
 
-def _trained(trial: Trial, shard: Shard, begin: Callable) -> dict:
+def _trained(trial: Trial, eagerly: bool, shard: Shard, begin: Callable) -> dict:
     """What came of two steps: {"logs", "weights", "before", "states", "traits"}, or {"skipped": why}."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -136,7 +146,7 @@ def _trained(trial: Trial, shard: Shard, begin: Callable) -> dict:
             keras_objects.make_shared_seed()
         size = sum(communicator.bytes_of(v) for v in model.variables)
         if size <= trial.most_bytes:
-            train = _dataset(trial, trial.rows, shard, trial.batch)
+            train = trial.dataset(shard)
             with strategy.scope():
                 build_from_data(model, train)
             size = sum(communicator.bytes_of(v) for v in model.variables)
@@ -148,20 +158,17 @@ def _trained(trial: Trial, shard: Shard, begin: Callable) -> dict:
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 optimizer.dynamic_scale.assign(_LOSS_SCALE)
         begin(model, variables)
-        return _fitted(trial, model, train, shard)
+        return _fitted(trial, eagerly, model, train, shard)
 
 
-def _fitted(trial: Trial, model, train, shard: Shard) -> dict:
+def _fitted(trial: Trial, eagerly: bool, model, train, shard: Shard) -> dict:
     seeds = {id(v) for v in keras_objects.seeds_of(model)}
     states = [v for v in model.non_trainable_variables if id(v) not in seeds and v.dtype != "string"]
     before = [np.asarray(v) for v in model.trainable_variables]
-    validation = None
-    if trial.validation is not None:
-        validation = _dataset(trial, trial.validation, shard, dataclasses.replace(trial.batch, map=None))
     model.jit_compile = False
-    model.run_eagerly, model.steps_per_execution = trial.eagerly, 1
+    model.run_eagerly, model.steps_per_execution = eagerly, 1
     with constant_draws():
-        history = model.fit(train, validation_data=validation, verbose=0, shuffle=False)
+        history = model.fit(train, validation_data=trial.dataset(shard, validation=True), verbose=0, shuffle=False)
     weights = [np.asarray(v) for v in model.trainable_variables]
     crc = 0
     for value in weights:
@@ -182,11 +189,6 @@ def _fitted(trial: Trial, model, train, shard: Shard) -> dict:
 def _rates(model) -> list[float]:
     optimizers = model_optimizers.of(model).values()
     return [float(np.asarray(one.learning_rate)) for one in optimizers if hasattr(one, "learning_rate")]
-
-
-def _dataset(trial: Trial, rows: StoredDataset, shard: Shard, batch: BatchSpec):
-    feed = Feed(rows, batch, Sampling(global_batch=trial.global_batch, shuffle="none"), shard)
-    return feed.dataset() if trial.structure is None else trial.structure(feed.dataset())
 
 
 # ------------------------------------------------------------------------------------------ draws
