@@ -23,6 +23,8 @@ from raytf.worker.checkpoint_every import Every
 
 # How the global batch of an elastic run follows the number of its workers.
 ELASTIC_BATCHES = ("keep", "scale")
+# What to do about a loss that is no number.
+NAN_WORDS = ("warn", "stop", "ignore")
 
 
 def check_pickles(function, name: str, of: str = "config") -> None:

@@ -125,6 +125,9 @@ class KerasTrainer:
             for it, at most 200 s, and refuses such a model; False compares nothing. Models of more than 64 MiB,
             parameter servers, `sync_every` and a single device are not compared. Random numbers are a constant
             meanwhile, and each BatchNormalization sees the rows of both.
+        nan: what to do when the loss is no finite number: "warn", once, at the end of the epoch, with the step at which
+            it began and the workers whose rows these were; "stop", which warns and stops the training, at the latest
+            after 100 steps; or "ignore".
 
     Raises:
         ConfigError: an argument that can be seen to be wrong before anything runs.
@@ -161,6 +164,7 @@ class KerasTrainer:
         elastic_batch: Literal["keep", "scale"] = "keep",
         resume: str | bool = "auto",
         verify: Literal["warn", "error", False] = "warn",
+        nan: Literal["warn", "stop", "ignore"] = "warn",
     ):
         self.build_model, self.callbacks = build_model, callbacks
         self.config = DEFAULTS | dict(config or {})
@@ -175,7 +179,7 @@ class KerasTrainer:
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
         self.resume, self.checkpoint_every, self.memory_every = resume, checkpoint_every, memory_every
-        self.elastic_batch, self.verify = elastic_batch, verify
+        self.elastic_batch, self.verify, self.nan = elastic_batch, verify, nan
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -236,6 +240,7 @@ class KerasTrainer:
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
         run_folder.check_name(self.run_config.name)
         arguments.check_verify(self.verify)
+        validation.check_word("nan", self.nan, arguments.NAN_WORDS)
 
     def fit(self) -> ray.train.Result:
         """Trains, and returns when the last epoch is reported.
@@ -399,6 +404,7 @@ class KerasTrainer:
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
             heals=self._heals(),
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
+            nan=self.nan,
         )
 
     def _heals(self) -> bool:

@@ -11,14 +11,13 @@ import dataclasses
 import logging
 import os
 import pickle
-import secrets
 import select
 import signal
 import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -315,7 +314,7 @@ class _LostError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class Run:
     """A process that trains, and the memory that it leaves its outcome in."""
 
     pid: int
@@ -342,14 +341,13 @@ class _Supervisor:
         return found
 
     def _compared(self) -> Proof:
+        with local_addresses(2) as addresses:
+            return self._compared_at(addresses)
+
+    def _compared_at(self, addresses: list[str]) -> Proof:
         initial = os.memfd_create("initial")
         shared, tells = os.pipe()
-        held = [socket.socket() for _ in range(2)]
-        for one in held:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in held]
-        token = secrets.token_bytes(ring.TOKEN_BYTES)
+        token = ring.new_token()
 
         def share(values: list) -> None:
             with os.fdopen(os.dup(initial), "wb") as file:
@@ -360,7 +358,7 @@ class _Supervisor:
             os.close(tells)
             if not os.read(shared, 1):
                 raise PeerLostError(0, "the worker whose weights it was to begin with has failed")
-            return _read(initial)
+            return read_memory(initial)
 
         def worker(rank: int):
             from raytf.worker import verification
@@ -373,9 +371,9 @@ class _Supervisor:
             return verification.on_one_device(self._trial(), self._eagerly, initial_values, again)
 
         runs = [
-            _start(lambda: worker(0)),
-            _start(lambda: worker(1)),
-            _start(lambda: device(taken)),
+            start_run(lambda: worker(0)),
+            start_run(lambda: worker(1)),
+            start_run(lambda: device(taken)),
         ]
         os.close(tells)
         two, other, one = self._ended(runs)
@@ -385,12 +383,12 @@ class _Supervisor:
         alike = two["digest"] == other["digest"]
         if not suspects and alike:
             return Proof()
-        (again,) = self._ended([_start(lambda: device(lambda: _read(initial), again=True))])
+        (again,) = self._ended([start_run(lambda: device(lambda: read_memory(initial), again=True))])
         if "error" in again:
             return Proof(failed=f"one device could not train a second time: {again['error']}")
         return judged(one, two, again, suspects, alike)
 
-    def _ended(self, runs: Sequence[_Run]) -> list[dict]:
+    def _ended(self, runs: Sequence[Run]) -> list[dict]:
         """What each has left; all are ended where the time is over, or nobody wants to know."""
         left = {os.pidfd_open(run.pid): run for run in runs}
         poll = select.poll()
@@ -410,14 +408,26 @@ class _Supervisor:
             for run in left.values():
                 os.kill(run.pid, signal.SIGKILL)
                 os.waitpid(run.pid, 0)
-        return [_read(run.memory) or {"error": "its process was killed"} for run in runs]
+        return [read_memory(run.memory) or {"error": "its process was killed"} for run in runs]
 
 
-def _start(work: Callable[[], dict]) -> _Run:
+@contextlib.contextmanager
+def local_addresses(count: int) -> Iterator[list[str]]:
+    """Addresses of this host alone that nothing else takes meanwhile, for workers in forks of this process."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+        yield [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+
+
+def start_run(work: Callable[[], dict]) -> Run:
+    """Starts a fork of this process that calls `work`, and leaves what that returns, or raises, in a memory."""
     memory = os.memfd_create("outcome")
     pid = os.fork()
     if pid:
-        return _Run(pid, memory)
+        return Run(pid, memory)
     try:
         try:
             said = work()
@@ -429,7 +439,7 @@ def _start(work: Callable[[], dict]) -> _Run:
         os._exit(0)
 
 
-def _read(memory: int) -> Any:
+def read_memory(memory: int) -> Any:
     """What another process has written into a memory, None where it has written nothing."""
     with os.fdopen(os.dup(memory), "rb") as file:
         file.seek(0)
