@@ -156,7 +156,9 @@ def _trained(trial: Trial, eagerly: bool, shard: Shard, begin: Callable) -> dict
         variables = [v for v in variables if tf.as_dtype(v.dtype) not in (tf.string, tf.resource, tf.variant)]
         for optimizer in model_optimizers.of(model).values():
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                optimizer.dynamic_scale.assign(_LOSS_SCALE)
+                optimizer.initial_scale = _LOSS_SCALE
+                if optimizer.built:
+                    optimizer.dynamic_scale.assign(_LOSS_SCALE)
         begin(model, variables)
         return _fitted(trial, eagerly, model, train, shard)
 
