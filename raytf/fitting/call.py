@@ -38,9 +38,11 @@ from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
-from raytf.worker import ending, fit
+from raytf.worker import ending, fit, labels
 
 _FIRST_ROWS = 1000
+# Whose labels are looked at.
+_LABELLED_ROWS = 256
 # So many losses of workers are healed in a call: those of one that dies again and again have a cause to look for.
 _HEALS = 3
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
@@ -109,15 +111,15 @@ class Call:
             self._connected = True
         resources.check_cluster(self._scaling)
 
-    def _example(self, name: str) -> tf.data.Dataset:
-        """A dataset of the shapes and types of one of the parts."""
+    def _example(self, name: str, rows: int = 2) -> tf.data.Dataset:
+        """A dataset of the shapes and types of one of the parts, in batches of some rows."""
         part = self._parts[name]
         if part.table is not None:
             table = part.table.slice(0, _FIRST_ROWS)
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
             blocks = self._found[name]
-        feed = Feed(blocks, part.batch, Sampling(global_batch=2, shuffle="none"), shapes_only=True)
+        feed = Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
         return fit_worker.structured(feed.dataset(), part.structure)
 
     def build(self, do: str) -> float:
@@ -138,9 +140,12 @@ class Call:
                 "a model that was compiled with jit_compile=True",
                 "Compile it with jit_compile=False, or use ScalingConfig(use_gpu=True)",
             )
+        if do != "predict":
+            labels.check_kind(model, spec)
         try:
             if do != "predict":
                 fit.build_from_data(model, example)
+                self._check_labels(spec)
             if do == "fit":
                 _build_rest(model, spec)
             row_bytes = _check_shapes(model, spec, do != "predict")
@@ -155,6 +160,17 @@ class Call:
                 f"{_shown(spec)} ({_why(error)})",
                 "Correct the model or the data",
             ) from error
+
+    def _check_labels(self, spec) -> None:
+        """Raises ConfigError for labels of the first rows that the loss cannot take."""
+        rows = next(iter(self._example("train", _LABELLED_ROWS)), None)
+        if (
+            isinstance(rows, tuple)
+            and len(rows) > 1
+            and all(isinstance(t, tf.Tensor) for t in tf.nest.flatten(rows[1]))
+        ):
+            found = tf.nest.map_structure(np.asarray, rows[1])
+            labels.check_values(self._model, spec, found, weighted=len(rows) > 2)
 
     def pack(self, users: Sequence) -> None:
         """Writes the model and the callbacks.

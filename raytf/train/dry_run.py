@@ -31,6 +31,8 @@ _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossin
 _KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
 _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
+# Labels, and rows that a map changes, which are looked at.
+_LABELS, _MAPPED_ROWS = 65_536, 32
 
 
 def inspect(
@@ -272,6 +274,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     import keras
     import tensorflow as tf
 
+    from raytf.worker import labels
     from raytf.worker.fit import build_from_data
 
     feed = _feed(first, batch, 1)
@@ -306,6 +309,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
             "Correct map",
         ) from error
     _check_numeric(model, dataset)
+    labels.check_kind(model, dataset.element_spec)
     try:
         build_from_data(model, dataset)
         if not model_optimizers.has_call(model):
@@ -322,7 +326,34 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
             f"{shown}, for which Keras says: {_first_line(error)}",
             "Choose other columns, or change the model",
         ) from error
+    _check_labels(model, first, batch, dataset.element_spec)
     return model
+
+
+def _check_labels(model, first: StoredDataset, batch: BatchSpec, spec) -> None:
+    """Raises ConfigError for labels of the first rows that the loss cannot take."""
+    from raytf.worker import labels
+
+    if batch.labels is None:
+        return
+    if batch.map is None:  # of many rows, the labels alone
+        alone = BatchSpec(features=batch.labels)
+        rows = next(iter(_feed(first, alone, min(_LABELS, sum(first.rows))).dataset()))
+        found = rows[0] if isinstance(rows, tuple) else rows
+    else:
+        rows = next(iter(_feed(first, batch, min(_MAPPED_ROWS, sum(first.rows))).dataset()))
+        if not isinstance(rows, tuple) or len(rows) < 2:
+            return
+        found = rows[1]
+    labels.check_values(model, spec, _arrays(found), weighted=batch.sample_weights is not None)
+
+
+def _arrays(nest):
+    import numpy as np
+    import tensorflow as tf
+
+    dense = lambda t: np.asarray(t.values if isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) else t)
+    return tf.nest.map_structure(dense, nest)
 
 
 def _check_numeric(model, dataset) -> None:
