@@ -31,10 +31,12 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError
 from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.fitting.keeping import Keeping, identity
+from raytf.fitting.proving import Proving
 from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.train import verify as verify_module
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
@@ -43,6 +45,8 @@ from raytf.worker import ending, fit, labels
 _FIRST_ROWS = 1000
 # Whose labels are looked at.
 _LABELLED_ROWS = 256
+# A call waits so long for what is not known when it has ended; then it is said when it is known.
+_PROOF_SECONDS = 1.0
 # So many losses of workers are healed in a call: those of one that dies again and again have a cause to look for.
 _HEALS = 3
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
@@ -59,6 +63,7 @@ class Call:
 
     Attributes:
         objects: of the model and the callbacks, by number.
+        verify: "warn" or "error" compares two workers with one process, see `proving`; False does not.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Call:
         self._group: warm.Group | None = None
         self._ends = contextlib.ExitStack()
         self._connected = False
+        self.verify: str | bool = False
 
     def __enter__(self) -> Call:
         return self
@@ -233,8 +239,12 @@ class Call:
         setup = WorkerSetup(config=TensorflowConfig(seed=0))
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
+        proving = None
         try:
             self._group = warm.take(self._scaling, self._run, setup)
+            proving = self._proving(work, self._group)
+            if proving is not None and self.verify == "error":
+                proving.wait(verify_module.ERROR_SECONDS)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
@@ -253,6 +263,8 @@ class Call:
             with self._ending.calls(self._heard) if within is not None else contextlib.nullcontext():
                 why = None if within is None else self._why_end
                 while (reports := group.worker_group.go_on_all(why)) is not None:
+                    if proving is not None:
+                        proving.look()
                     yield reports
                     if reports[0].get("ended"):
                         break
@@ -269,6 +281,18 @@ class Call:
             shown.close(sys.exc_info()[1])
             if self._group is not None:
                 self._end(well)
+        if proving is not None:
+            proving.wait(_PROOF_SECONDS, more=True)
+
+    def _proving(self, work: dict, group: warm.Group) -> Proving | None:
+        """A comparison of two workers with one process, unless this group has had the model in one before."""
+        key, several = self._sending["key"], self._scaling.num_workers > 1
+        if not self.verify or not several or (key in group.proven and self.verify != "error"):
+            return None
+        group.proven.add(key)
+        blocks = {name: rows.dataset.first().here() for name, rows in work["rows"].items()}
+        sending = fit_worker.Sending(data=self._data, **self._sending)
+        return Proving(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
 
     def _heard(self) -> None:
         """The first signal is seen at the next look, see `_why_end`."""

@@ -151,6 +151,7 @@ def fit(
     _check_steps(steps_per_epoch, parts["train"], batch)
     keeping = Keeping.of(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping) as call:
+        call.verify = verify
         batches = {"train": batch, "validation": validation_batch}
         order = "full" if shuffle else "none"
         call.build("fit")

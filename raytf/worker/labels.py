@@ -53,7 +53,10 @@ def check_values(model, spec, labels: Any, weighted: bool = False) -> None:
             continue
         name = getattr(loss, "name", None) or type(loss).__name__
         if loss.fn is _SPARSE:
-            ignored = keras_objects.loss_arguments(loss).get("ignore_class")
+            arguments = keras_objects.loss_arguments(loss)
+            ignored = arguments.get("ignore_class")
+            if arguments.get("axis", -1) != -1:  # classes are elsewhere
+                continue
             _check_classes(name, values if ignored is None else values[values != ignored], outputs)
         elif loss.fn in _BINARY and not weighted:
             _check_shares(name, values)
