@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import warnings
 import zlib
@@ -16,8 +15,9 @@ from raytf.collectives.communicator import spans_workers
 from raytf.parallel import local_sgd, model_optimizers, own_state
 from raytf.parallel.callbacks import settable_rate
 
-# A loss is read so many steps later, when it is computed in any case.
-_BEHIND = 4
+# A loss, which is a mean since the epoch's begin, is read once in so many steps, and so many steps later, when it is
+# computed in any case; the others are read where it is no number.
+_TOGETHER, _BEHIND = 16, 4
 # With nan="stop" workers agree on whether to stop every so many steps, as an agreement takes an exchange.
 _AGREE_STEPS = 100
 # Of each variable so many bytes make its checksum: workers that have diverged differ in all of a variable.
@@ -40,7 +40,7 @@ class EpochChecks(keras.callbacks.Callback):
         super().__init__()
         self._nan, self._rank, self._size = nan, rank, size
         self._terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in users)
-        self._waiting: collections.deque = collections.deque()
+        self._waiting: list[tuple] = []
         self._epoch, self._bad, self._step = 0, -1, -1
         self._warned = self._told_diverged = False
         self._executed = 0
@@ -57,8 +57,8 @@ class EpochChecks(keras.callbacks.Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None and self._bad < 0:
             self._waiting.append((first, loss))
-            if len(self._waiting) > _BEHIND:
-                self._look(*self._waiting.popleft())
+            if len(self._waiting) == _TOGETHER + _BEHIND:
+                self._look(_TOGETHER)
         if self._nan == "stop":
             before, self._executed = self._executed, batch + 1
             if before // _AGREE_STEPS != self._executed // _AGREE_STEPS:
@@ -71,12 +71,16 @@ class EpochChecks(keras.callbacks.Callback):
             self._agree(end=True)
 
     def _drain(self) -> None:
-        while self._waiting:
-            self._look(*self._waiting.popleft())
+        if self._waiting:
+            self._look(len(self._waiting))
 
-    def _look(self, step: int, loss) -> None:
-        if self._bad < 0 and not math.isfinite(float(np.mean(np.asarray(loss, np.float64)))):
-            self._bad = step
+    def _look(self, count: int) -> None:
+        """Reads the last of the first losses that wait, and where it is no number those before."""
+        looked, self._waiting = self._waiting[:count], self._waiting[count:]
+        if _is_finite(looked[-1][1]):
+            return
+        self._bad = next(step for step, loss in looked if not _is_finite(loss))
+        self._waiting.clear()
 
     def _compares(self) -> bool:
         """Whether all workers are to have the same weights."""
@@ -142,6 +146,10 @@ class EpochChecks(keras.callbacks.Callback):
             "have, or let the optimizer change them.",
             stacklevel=2,
         )
+
+
+def _is_finite(loss) -> bool:
+    return math.isfinite(float(np.mean(np.asarray(loss, np.float64))))
 
 
 def checksums(model) -> tuple[int, int]:

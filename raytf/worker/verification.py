@@ -98,7 +98,12 @@ def as_worker(
         if rank == 0:
             share([np.asarray(v) for v in variables])
 
-    return _trained(trial, eagerly, Shard(rank, 2), begin)
+    try:
+        return _trained(trial, eagerly, Shard(rank, 2), begin)
+    except tf.errors.InvalidArgumentError as error:
+        if "Gradients of gradients through BatchNormalization" not in str(error):
+            raise
+        return {"skipped": "gradients of gradients through a BatchNormalization"}
 
 
 def on_one_device(trial: Trial, eagerly: bool, initial: Callable[[], list[np.ndarray]], again: bool) -> dict:
@@ -256,7 +261,10 @@ def constant_draws() -> Iterator[None]:
         "stateless_binomial": binomial,
         "shuffle": shuffle,
     }
+    without = lambda function: lambda self, *args, **kwargs: function(*args, **kwargs)
     with contextlib.ExitStack() as ends:
+        for name, function in {"uniform": uniform, "normal": normal, "truncated_normal": normal}.items():
+            ends.enter_context(patched(tf.random.Generator, name, without(function)))
         for name, function in drawn.items():
             ends.enter_context(patched(tf.random, name, function))
         for owner, name in ((tf.nn, "dropout"), (tf.nn.experimental, "stateless_dropout")):

@@ -92,6 +92,21 @@ def random_numbers_of_numpy():
     return plain(kind=Noisy)
 
 
+def own_generator():
+    """Draws by a generator whose seed nothing sets."""
+    import keras
+    import tensorflow as tf
+
+    generator = tf.random.Generator.from_seed(3)
+
+    class Noisy(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            return super().train_step((x + generator.normal(tf.shape(x)), y))
+
+    return plain(kind=Noisy)
+
+
 def for_graphs_alone():
     import keras
     import tensorflow as tf

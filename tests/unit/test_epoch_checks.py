@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
+import warnings
 
+import keras
 import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytf.worker.epoch_checks import EpochChecks
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -52,3 +60,25 @@ def test_workers_that_diverge_are_named_and_others_are_not(tmp_path):
     assert "end of epoch 1: sequential/dense/bias" in said(first)
     assert len(first["warnings"]) == 1 and not second["warnings"]
     assert [one["warnings"] for one in of_workers("all_well", 2, tmp_path)] == [[], []]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(0, 69), st.integers(1, 5), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_the_first_step_is_the_one_that_is_told(steps, bad, each, value):
+    """Of any length, and with several steps an execution, of which the first is told."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    checks = EpochChecks("warn")
+    checks.set_model(model)
+    checks.on_epoch_begin(0)
+    ends = [min(end, steps) - 1 for end in range(each, steps + each, each)]
+    for last in ends:
+        checks.on_train_batch_end(last, {"loss": tf.constant(1.0 if last < bad else value)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checks.on_epoch_end(0)
+    reached = [last for last in ends if last >= bad]
+    assert len(caught) == bool(reached)
+    if reached:
+        first = reached[0] if ends.index(reached[0]) == 0 else ends[ends.index(reached[0]) - 1] + 1
+        assert f"since step {first + 1} of epoch 1." in str(caught[0].message)
