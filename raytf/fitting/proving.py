@@ -6,6 +6,7 @@ A process of its own does, as workers that stay from call to call have run Tenso
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -17,12 +18,15 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import in_a_line
 from raytf.fitting import fit_worker
 from raytf.fitting.fit_worker import Rows, Sending
-from raytf.runtime.answers import NoAnswerError
-from raytf.runtime.processes import Process, WarmPool
+from raytf.runtime.answers import collect
+from raytf.runtime.processes import Process, start, threads, worker_environment
 from raytf.train import verify
 from raytf.train.entry import import_raytf
 
+logger = logging.getLogger(__name__)
+
 _NICE = 10
+_IMPORT_SECONDS = 300.0
 _MOST_BYTES = 64 << 20
 
 
@@ -84,12 +88,18 @@ class Proving:
 
     def _run(self, scaling_config, run_config, sending: Sending, parts: dict) -> None:
         try:
-            pool = WarmPool(Process, scaling_config, run_config, 1, _import_nicely)
+            environment = worker_environment(run_config, scaling_config, threads(1) | {"CUDA_VISIBLE_DEVICES": "-1"})
+            process = start(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
-                self._proof = pool.ask(prove, sending, parts)
+                collect([process.execute.remote(_import_nicely)], _IMPORT_SECONDS, "its imports", names=["a process"])
+                call = process.execute.remote(prove, sending, parts)
+                (self._proof,) = collect([call], verify.ERROR_SECONDS + 60, "its outcome", names=["a process"])
             finally:
-                pool.cancel()
-        except (ray.exceptions.RayError, NoAnswerError) as error:
+                ray.kill(process)
+        except Exception as error:
+            if self._more:  # the call has ended, and Ray may have, too
+                logger.info("verify: nothing is known of the model: %s", in_a_line(error))
+                return
             self._proof = verify.Proof(failed=in_a_line(error))
         if self._more:
             self.look()
