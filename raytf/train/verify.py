@@ -573,6 +573,11 @@ def _of_weights(names: Sequence[str], gaps: Mapping[str, _Gap], traits: Mapping[
 
 def _why_weights(traits: Mapping[str, Any]) -> str:
     methods = traits["methods"]
+    if traits["python"]:
+        return (
+            f"steps change {', '.join(traits['python'])} in Python, which each worker has for itself, of its own rows. "
+            "Keep it in a variable: add_weight(..., trainable=False, aggregation='sum' or 'mean')"
+        )
     if "train_step" in methods:
         return (
             f"train_step ({methods['train_step']}) makes something of its own worker's rows, as a mean by tf.shape is. "

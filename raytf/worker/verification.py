@@ -174,6 +174,7 @@ def _fitted(trial: Trial, eagerly: bool, model, train, shard: Shard) -> dict:
     before = [np.asarray(v) for v in model.trainable_variables]
     model.jit_compile = False
     model.run_eagerly, model.steps_per_execution = eagerly, 1
+    python = _of_python(model)
     with constant_draws():
         history = model.fit(train, validation_data=trial.dataset(shard, validation=True), verbose=0, shuffle=False)
     weights = [np.asarray(v) for v in model.trainable_variables]
@@ -190,7 +191,10 @@ def _fitted(trial: Trial, eagerly: bool, model, train, shard: Shard) -> dict:
             "states": [(v.path, np.asarray(v), str(v.aggregation)) for v in states],
             "half": any("16" in str(layer.compute_dtype) for layer in keras_objects.layers_of(model)),
         }
-    return found | ({"traits": traits(model)} if shard.count == 1 else {})
+    if shard.count > 1:
+        return found
+    changed = sorted(name for name, value in _of_python(model).items() if python.get(name) != value)
+    return found | {"traits": traits(model) | {"python": changed}}
 
 
 def _rates(model) -> list[float]:
@@ -284,7 +288,8 @@ def traits(model) -> dict[str, Any]:
             found["methods"][name] = _place(vars(model).get(name, method))
     loss = keras_objects.compiled_parts(model)[0]
     if loss is not None and loss.built:
-        found["losses"] = [_named(entry.loss) for entry in keras_objects.flat_losses(loss) if _is_own(entry.loss)]
+        given = [_unwrapped(entry.loss) for entry in keras_objects.flat_losses(loss)]
+        found["losses"] = [_named(one) for one in given if _is_own(one)]
     for metric in model.metrics:
         for one in [metric, *getattr(metric, "metrics", ())]:
             function = keras_objects.function_of(one)
@@ -295,22 +300,48 @@ def traits(model) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
+# Attributes that Keras changes as it trains.
+_OF_KERAS = frozenset(
+    (
+        *("built", "history", "optimizer", "run_eagerly", "jit_compile", "steps_per_execution"),
+        *("stop_training", "stop_evaluating", "stop_predicting", "train_function", "test_function"),
+    )
+)
+
+
+def _of_python(model) -> dict[str, str]:
+    """What the user's own layers keep in Python, by attribute: numbers, arrays and the lengths of lists."""
+    found = {}
+    for layer in keras_objects.layers_of(model):
+        own = vars(layer).items() if _is_own(layer) else ()
+        for name, value in own:
+            if name.startswith("_") or name in _OF_KERAS:
+                continue
+            if isinstance(value, (int, float, np.ndarray, np.generic)):
+                found[f"{layer.name}.{name}"] = repr(value)
+            elif isinstance(value, (list, dict, set, tuple)):
+                found[f"{layer.name}.{name}"] = str(len(value))
+    return found
+
+
 def _is_kerass(function) -> bool:
     return (getattr(function, "__module__", "") or "").partition(".")[0] in ("keras", "raytf")
 
 
 def _is_own(thing) -> bool:
     """Whether a function, or the class of an object, is of the user's."""
-    inner = getattr(thing, "loss", thing)  # of what raytf wraps
-    inner = getattr(inner, "fn", inner)
-    kind = inner if inspect.isroutine(inner) else type(inner)
-    return inner is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
+    kind = thing if inspect.isroutine(thing) else type(thing)
+    return thing is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
+
+
+def _unwrapped(loss):
+    """What the user gave for a loss, of what raytf and Keras make of it."""
+    inner = getattr(loss, "loss", loss)
+    return getattr(inner, "fn", inner)
 
 
 def _named(thing) -> str:
-    inner = getattr(thing, "loss", thing)
-    inner = getattr(inner, "fn", inner)
-    kind = inner if inspect.isroutine(inner) else type(inner)
+    kind = thing if inspect.isroutine(thing) else type(thing)
     return f"{kind.__name__} ({_place(kind)})"
 
 

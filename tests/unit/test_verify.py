@@ -48,7 +48,7 @@ def test_what_differs_is_named_with_its_cause(tmp_path):
     wanted = {
         "counter": ("counter/seen", "12 on one device, 6 on two workers", "aggregation='sum'"),
         "divides_by_its_rows": ("all weights", "train_step (models_to_verify.py, line "),
-        "python_state": ("all weights", "train_step (models_to_verify.py, line "),
+        "python_state": ("all weights", "own_step.scale in Python"),
         "compares_rows": ("all weights", "compute_loss (models_to_verify.py, line "),
         "numbers_of_a_clock": ("other weights than each other",),
     }
