@@ -86,3 +86,52 @@ def test_an_error_says_rule_received_and_fix():
 def test_other_words_are_refused(word):
     with pytest.raises(ConfigError, match="verify must be"):
         arguments.check_verify(word)
+
+
+def _held_trial():
+    """(a trial that raises when something is written, where to write)."""
+    reader, writer = os.pipe()
+
+    def trial():
+        os.read(reader, 1)
+        raise RuntimeError("was let go")
+
+    return trial, writer
+
+
+def test_an_outcome_may_be_asked_for_again():
+    trial, writer = _held_trial()
+    running = verify.begin(trial)
+    assert verify.outcome(running, 0.0) is None
+    os.write(writer, b"123456")  # two workers and a device, with a graph and without
+    proof = verify.outcome(running, 60.0)
+    assert proof.failed is not None and "was let go" in proof.failed
+    assert verify.outcome(verify.begin(verify.Proof(skipped="one row")), 60.0).skipped == "one row"
+
+
+def test_a_comparison_that_is_cancelled_leaves_no_process():
+    trial, _ = _held_trial()
+    running = verify.begin(trial)
+    assert verify.outcome(running, 0.0) is None
+    verify.cancel(running)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(running.pid, os.WNOHANG)
+    with pytest.raises(ProcessLookupError):
+        os.kill(running.pid, 0)
+
+
+def test_few_rows_come_from_all_over_a_block_and_divide_unevenly():
+    import pyarrow as pa
+
+    from raytf.data.stored import StoredDataset
+
+    def few(count, width=1):
+        table = pa.table({"x": list(range(count)), "wide": [b"." * width] * count})
+        found = verify.few_rows(StoredDataset([table], [count], ["x", "wide"]))
+        return None if found is None else (found[0].refs[0]["x"].to_pylist(), found[1])
+
+    assert few(1) is None
+    assert few(2) == ([0, 1], 2)
+    places, first = few(1000)
+    assert (places[0], places[-1], len(places), first) == (0, 999, 12, 7)
+    assert len(few(100, width=1 << 17)[0]) == 6 and few(100, width=1 << 17)[1] == 3
