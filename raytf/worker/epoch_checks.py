@@ -43,6 +43,7 @@ class EpochChecks(keras.callbacks.Callback):
         self._waiting: list[tuple] = []
         self._epoch, self._bad, self._step = 0, -1, -1
         self._warned = self._told_diverged = False
+        self._since = True  # whether the first step is known
         self._executed = 0
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -67,6 +68,9 @@ class EpochChecks(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._drain()
+        loss = (logs or {}).get("loss")
+        if self._bad < 0 and self._nan != "ignore" and isinstance(loss, (int, float)) and not _is_finite(loss):
+            self._bad, self._since = 0, False  # of steps that are not seen, as with parameter servers
         if self._nan != "ignore" or self._compares():
             self._agree(end=True)
 
@@ -129,7 +133,8 @@ class EpochChecks(keras.callbacks.Callback):
                 "The training goes on; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
                 "rows may help"
             )
-        return f"The loss is no finite number since step {first + 1} of epoch {self._epoch + 1}{rows}. {then}."
+        when = f"since step {first + 1} of" if self._since else "in"
+        return f"The loss is no finite number {when} epoch {self._epoch + 1}{rows if self._since else ''}. {then}."
 
     def _tell_of_divergence(self, every: np.ndarray) -> None:
         ranks = [rank for rank in range(self._size) if (every[rank, 1:] != every[0, 1:]).any()]

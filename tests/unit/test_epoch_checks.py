@@ -82,3 +82,19 @@ def test_the_first_step_is_the_one_that_is_told(steps, bad, each, value):
     if reached:
         first = reached[0] if ends.index(reached[0]) == 0 else ends[ends.index(reached[0]) - 1] + 1
         assert f"since step {first + 1} of epoch 1." in str(caught[0].message)
+
+
+def test_a_loss_of_steps_that_are_not_seen_is_told_at_the_epochs_end():
+    """As the coordinator of parameter servers has it."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    for word, said in (("warn", 1), ("ignore", 0)):
+        checks = EpochChecks(word)
+        checks.set_model(model)
+        checks.on_epoch_begin(2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checks.on_epoch_end(2, {"loss": math.nan})
+            checks.on_epoch_end(3, {"loss": math.nan})
+        assert len(caught) == said
+        assert all("no finite number in epoch 3." in str(one.message) for one in caught)
