@@ -36,7 +36,7 @@ from raytf.compat import keras_objects, patching, selfcheck, versions
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable, traced_apart
-from raytf.errors import ConfigError, UnsupportedVersionError
+from raytf.errors import ConfigError, UnsupportedVersionError, with_cause
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
     epoch_iterator,
@@ -162,7 +162,7 @@ def _told(model, function: Callable, training: bool) -> Callable:
 
         def tested(iterator):
             notes.last = False
-            with here.within(activity.VALIDATION):
+            with here.within(activity.VALIDATION), _cause_first("in a step of a validation"):
                 return function(iterator)
 
         return tested
@@ -172,7 +172,7 @@ def _told(model, function: Callable, training: bool) -> Callable:
         notes.last = True
         own_state.resumes(model)
         try:
-            with healing.here.execution():
+            with healing.here.execution(), _cause_first(_steps_behind(here.step, model.steps_per_execution)):
                 outputs = function(iterator)
         except BaseException:  # the data has ended, too
             here.at(activity.CALLBACKS)
@@ -181,6 +181,38 @@ def _told(model, function: Callable, training: bool) -> Callable:
         return outputs
 
     return trained
+
+
+def _steps_behind(done: int, count: int) -> str:
+    """Names the steps of an execution, of which so many are made in this start."""
+    return f"in step {done + 1}" if count == 1 else f"in one of the steps {done + 1} to {done + count}"
+
+
+# What ends data, and what follows from the loss of another process: others look for these.
+_OF_OTHERS = (
+    tf.errors.OutOfRangeError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.UnavailableError,
+)
+
+
+@contextlib.contextmanager
+def _cause_first(where: str):
+    """Within it an error of TensorFlow's begins with its cause, which stands below some 50 lines of a graph's."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        text = str(error)
+        said = with_cause(text, where)
+        if isinstance(error, _OF_OTHERS) or said == text:
+            raise
+        try:
+            raised = type(error)(error.node_def, error.op, said)
+        except TypeError:  # of a class with other arguments
+            raise error from error.__cause__
+        raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _refuse_what_cannot_work(model, strategy):
