@@ -45,8 +45,8 @@ _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-2
 _TIMES = 30.0
 # One device and two workers are done within these, or nothing is said of them.
 _DEADLINE_SECONDS = 180.0
-# What the start of a training waits for: a second of two processors, and on a busy machine until they have given it.
-WAIT_CPU_SECONDS, WAIT_SECONDS = 2.0, 8.0
+# What the start of a training waits for: less than a second of two processors, on a busy machine until they gave it.
+WAIT_CPU_SECONDS, WAIT_SECONDS = 1.6, 4.0
 # With verify="error" the start waits until it is known.
 ERROR_SECONDS = 200.0
 _LOOK_SECONDS = 0.1

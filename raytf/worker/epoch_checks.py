@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from raytf.collectives import communicator
 from raytf.collectives.communicator import spans_workers
@@ -73,6 +74,25 @@ class EpochChecks(keras.callbacks.Callback):
             self._bad, self._since = 0, False  # of steps that are not seen, as with parameter servers
         if self._nan != "ignore" or self._compares():
             self._agree(end=True)
+        if self._nan != "ignore" and not self._warned and (self._size == 1 or self._compares()):
+            self._look_at_weights()
+
+    def _look_at_weights(self) -> None:
+        """Finds weights that are no numbers, all of a step on: a relu makes 0 of them, and the loss stays finite."""
+        for variable in self.model.trainable_variables:
+            if "float" not in variable.dtype or np.isfinite(np.sum(_values(self.model, variable), dtype=np.float64)):
+                continue
+            self._warned = True
+            if self._nan == "stop":  # on all workers, as their weights are the same
+                self.model.stop_training = True
+            if self._rank == 0:
+                then = "The training stops, as nan='stop' says. " if self._nan == "stop" else ""
+                warnings.warn(
+                    f"{variable.path} has weights that are no finite numbers at the end of epoch {self._epoch + 1}, "
+                    f"though the loss is finite. {then}Look for rows that are none either.",
+                    stacklevel=2,
+                )
+            return
 
     def _drain(self) -> None:
         if self._waiting:
@@ -169,6 +189,10 @@ def checksums(model) -> tuple[int, int]:
 
 def _checksum(model, variable) -> int:
     return zlib.crc32(_checked(model, variable))
+
+
+def _values(model, variable) -> np.ndarray:
+    return own_state.here(model.distribute_strategy, variable).view(tf.as_dtype(variable.dtype).as_numpy_dtype)
 
 
 def _checked(model, variable) -> np.ndarray:

@@ -11,6 +11,7 @@ import sys
 import warnings
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
@@ -98,3 +99,16 @@ def test_a_loss_of_steps_that_are_not_seen_is_told_at_the_epochs_end():
             checks.on_epoch_end(3, {"loss": math.nan})
         assert len(caught) == said
         assert all("no finite number in epoch 3." in str(one.message) for one in caught)
+
+
+def test_weights_that_are_no_numbers_are_told_where_the_loss_is_finite():
+    """A row that is none makes the weights so, and relu makes 0 of them."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.set_weights([np.full((1, 1), math.nan), np.zeros(1)])
+    checks = EpochChecks("stop")
+    checks.set_model(model)
+    checks.on_epoch_begin(0)
+    with pytest.warns(UserWarning, match="kernel has weights that are no finite numbers at the end of epoch 1"):
+        checks.on_epoch_end(0, {"loss": 1.0})
+    assert model.stop_training
