@@ -29,7 +29,7 @@ class Noted:
         """Called before a variable is assigned."""
         if variable.synchronization == "on_read":  # a metric's, which each worker has for itself
             return
-        if not healing.here.executes and tf.distribute.in_cross_replica_context():
+        if not healing.here.executes and not _in_a_replica():
             noted = self._assigned if tf.executing_eagerly() else self._traced
             noted[id(variable)] = variable
 
@@ -75,12 +75,16 @@ class Watch:
             self._ids = {id(v) for v in own_state.alike(self._model)}
         if id(variable) not in self._ids:
             return
-        in_a_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-        if in_a_replica or not tf.executing_eagerly():
+        if _in_a_replica() or not tf.executing_eagerly():
             self._traced.add(variable.path)
             _in_graphs(self._model)[id(variable)] = variable
             return
         self._held[id(variable)] = variable, np.array(own_state.here(self._model.distribute_strategy, variable))
+
+
+def _in_a_replica() -> bool:
+    # callbacks run outside of any strategy's scope, where TensorFlow says that it is in one
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 def in_graphs(model) -> list:
