@@ -9,6 +9,7 @@ to be alike.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 
 import keras
@@ -71,8 +72,15 @@ def _summing_step() -> step_module.Step | None:
     strategy = tf.distribute.get_strategy()
     if local_sgd.every(strategy) > 1:
         return None
-    # what joins several devices of a process cannot stand there, and the optimizer sums
-    return None if step.is_nested() and local_replicas(strategy) > 1 else step
+    if step.is_nested() and local_replicas(strategy) > 1:  # what joins several devices of a process cannot stand there
+        warnings.warn(
+            "A tape in a tf.function, tf.cond or tf.while_loop of a step gives each device's own gradients where one "
+            "process has several devices; an optimizer sums them, and what is done to them before, such as clipping, "
+            "is done to each device's own. Take the tape out, or start one worker for each device",
+            stacklevel=2,
+        )
+        return None
+    return step
 
 
 def _with_sums(step: step_module.Step, found, places: Sequence[int]):

@@ -7,13 +7,13 @@ functions that `tf_keras` has in its public modules are taken, and those that th
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raytf.compat import legacy_keras
 from raytf.errors import ConfigError, first_line
+from raytf.storage import stored_json
 
 _CLASSES = ("layers", "models", "losses", "metrics", "initializers", "regularizers", "constraints", "optimizers")
 _DEEPER = ("optimizers.legacy", "optimizers.schedules", "mixed_precision")
@@ -124,7 +124,7 @@ def _names(file: str) -> Iterator[Mapping[str, Any]]:
     """The objects in a file's config that name a class or function, however deep."""
     try:
         with zipfile.ZipFile(file) as archive, archive.open("config.json") as part:
-            left = [json.loads(part.read(_LONGEST_CONFIG))]
+            left = [stored_json.value(part.read(_LONGEST_CONFIG))]
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(
             "A model's file holds its config.json", f"{file!r} ({first_line(error)})", "Take another file"

@@ -40,6 +40,7 @@ def trainer(tmp_path, workers=2, *, name="run", build=models.mlp, failures=0, ca
             callbacks=kwargs.pop("run_callbacks", None),
         ),
         progress=False,
+        verify=kwargs.pop("verify", False),  # which takes a few seconds, and has tests of its own
         # a loss starts all workers anew, but in the tests of healing
         tensorflow_config=raytf.TensorflowConfig(**{"heal": False} | kwargs.pop("tensorflow", {})),
         **kwargs,

@@ -36,6 +36,7 @@ def said(found: dict) -> str:
     return " | ".join(found["warnings"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_nan_is_told_with_its_step_and_the_worker_whose_rows_it_has(tmp_path):
     first, second = of_workers("nan_of_one_row", 2, tmp_path)
@@ -45,6 +46,7 @@ def test_nan_is_told_with_its_step_and_the_worker_whose_rows_it_has(tmp_path):
     assert "no finite number since step 2 of epoch 1. The training goes on" in said(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_nan_stops_a_training_or_is_ignored(tmp_path):
     first, second = of_workers("nan_that_stops", 2, tmp_path)
@@ -54,6 +56,7 @@ def test_nan_stops_a_training_or_is_ignored(tmp_path):
     assert "TerminateOnNaN has ended the training" in said(ended)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_workers_that_diverge_are_named_and_others_are_not(tmp_path):
     first, second = of_workers("weights_that_drift", 2, tmp_path)

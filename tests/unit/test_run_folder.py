@@ -167,7 +167,7 @@ def test_names_below_the_storage_are_taken(name):
 
 
 def test_a_storage_that_is_not_known_is_said():
-    with pytest.raises(ConfigError, match="storage_path must be a path from the root"):
+    with pytest.raises(ConfigError, match="storage_path must be a path, or the URI of a storage that pyarrow knows"):
         RunFolder.of(RunConfig(name="run", storage_path="nowhere://bucket"))
 
 

@@ -17,7 +17,7 @@ from raytf.tune import report
 # They read what a user typed, what Ray's store or TF_CONFIG holds, what this process has just written, or what the two
 # sides of a snapshot tell each other.
 OTHERS = {"chief_callbacks", "cli", "config_keys", "progress", "launcher", "bootstrap", "strategy", "keras_trainer"}
-OTHERS |= {"model_file", "snapshots", "snapshot_writer", "testing", "runner"}
+OTHERS |= {"model_file", "snapshots", "snapshot_writer", "testing", "runner", "verification"}
 WRONG = {
     "empty": (b"", "is empty"),
     "half": (b'{"a', "is no JSON"),

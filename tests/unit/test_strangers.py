@@ -165,6 +165,7 @@ def test_what_is_not_signed_is_not_unpickled(tmp_path):
     assert not evil.exists()
 
 
+@pytest.mark.slow
 def test_nothing_else_that_workers_exchange_is_unpickled():
     root = pathlib.Path(raytf.__file__).parent
     found = set()

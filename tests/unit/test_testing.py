@@ -30,6 +30,7 @@ FILL = FillDisk(rank=0, step=0, folder="/disk", size=7, steps=2)
 KINDS = ("Kill", "Stop", "Fail", "Slow", "CutOff", "FailWrite", FILL, FailWrite(rank=0, step=9, number=5, times=3))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**40), st.integers(1, 6), st.integers(1, 50), st.data())
 @settings(max_examples=300)
 def test_a_seed_gives_one_plan_within_the_run(seed, workers, steps, data):

@@ -37,6 +37,7 @@ def readings(dataset, epochs=6):
     return [[int(x) for batch in dataset.as_numpy_iterator() for x in batch] for _ in range(epochs)]
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=4), st.sampled_from(sorted(ENDS)))
 @settings(max_examples=12, deadline=None)
 def test_what_is_taken_is_what_each_epoch_of_keras_sees(steps, end):

@@ -37,6 +37,7 @@ def test_functions_of_the_same_code_are_different_functions(make, warned, caplog
     assert ("retracing" in caplog.text) == warned, caplog.text
 
 
+@pytest.mark.slow
 def test_one_model_after_another_is_no_retracing(caplog):
     """As in a sweep's warm workers, which train one after another."""
     with caplog.at_level(logging.WARNING, "tensorflow"):

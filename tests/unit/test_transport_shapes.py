@@ -55,7 +55,7 @@ APPLICATIONS = {
     "VGG19": 32,
     "Xception": 71,
 }
-QUICK = ("MobileNetV2",)
+QUICK = ()
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ def proofs_of(names, tmp_path) -> dict[str, dict]:
     return json.loads(told.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_wrong_model_is_told_from_a_right_one(tmp_path):
     proofs = proofs_of(("many_kinds", "counter"), tmp_path)
