@@ -55,7 +55,6 @@ APPLICATIONS = {
     "VGG19": 32,
     "Xception": 71,
 }
-QUICK = ()
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +103,8 @@ def test_all_applications_are_here():
     assert {k for k, v in vars(keras.applications).items() if callable(v)} == APPLICATIONS.keys()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in sorted(APPLICATIONS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(APPLICATIONS))
 def test_an_architecture_within_a_sequential(name):
     import keras
 
