@@ -20,7 +20,7 @@ FOLDER = pathlib.Path(raytf.__file__).parent
 MAY = {
     "train/dry_run.py",
     "worker/export.py",
-    "fitting/transport.py",
+    "fitting/tensorflow_objects.py",
     "fitting/call.py",
     "compat/tensorflow.py",
     "parallel/model_optimizers.py",
