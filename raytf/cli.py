@@ -295,7 +295,7 @@ def sweep(ctx, model, domains, space, **_):
         known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
         return max((n for n in known if isinstance(n, int)), default=1)
 
-    trainer = _trainer(ctx, largest, written)
+    trainer = _trainer(ctx, largest, None if settings["resume"] else written)
     from raytf.tune.space import parse
     from raytf.tune.sweep import sweep as run
 
@@ -448,13 +448,13 @@ def _end_ray() -> None:
         ray.shutdown()
 
 
-def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ()):
+def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | None = ()):
     """Returns a KerasTrainer from the options of a command; starts or finds Ray.
 
     Args:
         ctx: of the command.
         largest: gives a number of workers for which a Ray that is started must have room.
-        space: keys of the config beside those of the options.
+        space: keys of the config beside those of the options; None where they are not known.
     """
     from raytf import cli_options
 
@@ -466,7 +466,8 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] = ())
         paths = {name: path for name, path in values["datasets"].items() if path}
         cli_options.check_training(values, config, paths)
         build_model = cli_options.load_function(module, function)
-        cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
+        if space is not None:
+            cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
         servers = values["trainer"]["num_ps"]
         workers, cpus, gpus = (
             values["workers"][name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker")

@@ -8,7 +8,7 @@ import sys
 import click
 
 from raytf import validation
-from raytf.cli_parts import COUNT, NUMBER, POSITIVE, Which, columns, wrong_options
+from raytf.cli_parts import COUNT, NUMBER, POSITIVE, Which, columns, path, wrong_options
 
 _RUN = click.argument("run", metavar="RUN")
 _WHICH = click.option(
@@ -74,7 +74,14 @@ def runs(folder, metric, mode):
 @_RUN
 @_DATA
 @_FEATURES
-@click.option("-o", "--output", required=True, metavar="PATH", help="Folder or URI for Parquet files of predictions.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    callback=path,  # Ray's workers run in another folder
+    metavar="PATH",
+    help="Folder or URI for Parquet files of predictions.",
+)
 @_WHICH
 @_METRIC
 @_MODE

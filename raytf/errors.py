@@ -15,10 +15,62 @@ def first_line(error: object) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and first line of an error; of a Python function that a graph of TensorFlow called, the function's own."""
-    if type(error).__module__.partition(".")[0] == "tensorflow" and (own := _of_python(str(error))):
-        return own
+    """Type and first line of an error; of TensorFlow's what they say of the cause, and in which operation it was.
+
+    Of a Python function that a graph of TensorFlow called, the function's own.
+    """
+    if type(error).__module__.partition(".")[0] == "tensorflow":
+        text = str(error)
+        own, said = _of_python(text), of_tensorflow(text)
+        if own:
+            return said if _WHOLE in text else own
+        if said:
+            return f"{type(error).__name__}: {said}"
     return _of_autograph(str(error)) or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
+def of_tensorflow(text: str) -> str:
+    """What a text of TensorFlow's says of the cause, with the operation and where that was made; "" where it does not.
+
+    The text of a graph has it in its last lines, below where the operation was made. What raytf has put before such a
+    text stays.
+    """
+    before, found, after = text.partition(_WHOLE)
+    if found:
+        return before.strip()
+    _, graph, after = text.partition("Detected at node ")
+    if not graph:
+        eager = re.search(r"\{\{function_node \S+\}\} (.*?) ?\[Op:(\w+)\]", text, re.DOTALL)
+        layer = re.match(r"Exception encountered when calling (\S+)\.call\(\)", text)
+        of_layer = f" of {layer[1]}" if layer else ""
+        return f"{_shortened(eager[1])} (operation {eager[2]}{of_layer})" if eager else ""
+    node = after.split(maxsplit=1)[0].rstrip(".")
+    frames = re.findall(r'^  File "([^"]+)", line (\d+)', after, re.MULTILINE)
+    lines = re.split(r"\n\s*\[\[", after, maxsplit=1)[0].splitlines()
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    said = re.sub(r"^\(\d+\) [A-Z_]+: ", "", said)
+    user = frames and "site-packages" not in frames[-1][0]
+    place = f", {frames[-1][0].rpartition('/')[2]}, line {frames[-1][1]}" if user else ""
+    parts = node.removeprefix("gradient_tape/").split("/")
+    shown = "/".join(part for i, part in enumerate(parts) if parts[i - 1 : i] != [part])
+    return f"{_shortened(said)} (operation {shown}{place})"
+
+
+# Between what raytf says of an error of TensorFlow's and its whole text.
+_WHOLE = "\n\nThe whole text of TensorFlow: "
+
+
+def _shortened(text: str, most: int = 300) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def with_cause(text: str, where: str) -> str:
+    """A text of TensorFlow's that begins with its cause and `where` that was; as it is where it says no cause."""
+    if _WHOLE in text:
+        return text
+    said = _of_python(text) or of_tensorflow(text)
+    return f"{said}, {where}{_WHOLE}{text}" if said else text
 
 
 def _of_autograph(text: str) -> str:

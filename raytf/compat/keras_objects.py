@@ -129,6 +129,12 @@ def loss_tracker_of(model):
     return model._loss_tracker
 
 
+@uses("keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn")
+def function_of(metric):
+    """The function whose values a metric averages, None of others; `get_config` has it as a name."""
+    return getattr(metric, "_fn", None)
+
+
 @uses("keras.src.trainers.trainer:Trainer._flatten_metrics_in_order")
 def in_order(model, logs: dict) -> list:
     """Values of logs as `evaluate` gives them without `return_dict`; the order is known to Keras alone."""

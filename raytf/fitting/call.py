@@ -32,16 +32,22 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError
 from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.fitting.keeping import Keeping, identity
+from raytf.fitting.proving import Proving
 from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.train import verify as verify_module
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
-from raytf.worker import ending, fit
+from raytf.worker import ending, fit, labels
 
 _FIRST_ROWS = 1000
+# Whose labels are looked at.
+_LABELLED_ROWS = 256
+# A call waits so long for what is not known when it has ended; then it is said when it is known.
+_PROOF_SECONDS = 1.0
 # So many losses of workers are healed in a call: those of one that dies again and again have a cause to look for.
 _HEALS = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
@@ -60,6 +66,7 @@ class Call:
 
     Attributes:
         objects: of the model and the callbacks, by number.
+        verify: "warn" or "error" compares two workers with one process, see `proving`; False does not.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class Call:
         self._group: warm.Group | None = None
         self._ends = contextlib.ExitStack()
         self._connected = False
+        self.verify: str | bool = False
 
     def __enter__(self) -> Call:
         self._phases.__enter__()
@@ -118,15 +126,15 @@ class Call:
             self._connected = True
         resources.check_cluster(self._scaling)
 
-    def _example(self, name: str) -> tf.data.Dataset:
-        """A dataset of the shapes and types of one of the parts."""
+    def _example(self, name: str, rows: int = 2) -> tf.data.Dataset:
+        """A dataset of the shapes and types of one of the parts, in batches of some rows."""
         part = self._parts[name]
         if part.table is not None:
             table = part.table.slice(0, _FIRST_ROWS)
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
             blocks = self._found[name]
-        feed = Feed(blocks, part.batch, Sampling(global_batch=2, shuffle="none"), shapes_only=True)
+        feed = Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
         return fit_worker.structured(feed.dataset(), part.structure)
 
     def build(self, do: str) -> float:
@@ -148,9 +156,12 @@ class Call:
                 "a model that was compiled with jit_compile=True",
                 "Compile it with jit_compile=False, or use ScalingConfig(use_gpu=True)",
             )
+        if do != "predict":
+            labels.check_kind(model, spec)
         try:
             if do != "predict":
                 fit.build_from_data(model, example, do)
+                self._check_labels(spec)
             if do == "fit":
                 _build_rest(model, spec)
             row_bytes = _check_shapes(model, spec, do)
@@ -165,6 +176,17 @@ class Call:
                 f"{_shown(spec)} ({_why(error)})",
                 "Correct the model or the data",
             ) from error
+
+    def _check_labels(self, spec) -> None:
+        """Raises ConfigError for labels of the first rows that the loss cannot take."""
+        rows = next(iter(self._example("train", _LABELLED_ROWS)), None)
+        if (
+            isinstance(rows, tuple)
+            and len(rows) > 1
+            and all(isinstance(t, tf.Tensor) for t in tf.nest.flatten(rows[1]))
+        ):
+            found = tf.nest.map_structure(np.asarray, rows[1])
+            labels.check_values(self._model, spec, found, weighted=len(rows) > 2)
 
     def pack(self, users: Sequence) -> None:
         """Writes the model and the callbacks.
@@ -230,9 +252,13 @@ class Call:
         setup = WorkerSetup(config=TensorflowConfig(seed=0))
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
+        proving = None
         try:
             self._phases.begin(phases_module.WORKERS)
             self._group = warm.take(self._scaling, self._run, setup)
+            proving = self._proving(work, self._group)
+            if proving is not None and self.verify == "error":
+                proving.wait(verify_module.ERROR_SECONDS)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
@@ -252,6 +278,8 @@ class Call:
             with self._ending.calls(self._heard) if within is not None else contextlib.nullcontext():
                 why = None if within is None else self._why_end
                 while (reports := group.worker_group.go_on_all(why)) is not None:
+                    if proving is not None:
+                        proving.look()
                     yield reports
                     if reports[0].get("ended"):
                         break
@@ -268,6 +296,18 @@ class Call:
             shown.close(sys.exc_info()[1])
             if self._group is not None:
                 self._end(well)
+        if proving is not None:
+            proving.wait(_PROOF_SECONDS, more=True)
+
+    def _proving(self, work: dict, group: warm.Group) -> Proving | None:
+        """A comparison of two workers with one process, unless this group has had the model in one before."""
+        key, several = self._sending["key"], self._scaling.num_workers > 1
+        if not self.verify or not several or (key in group.proven and self.verify != "error"):
+            return None
+        group.proven.add(key)
+        blocks = {name: rows.dataset.first().here() for name, rows in work["rows"].items()}
+        sending = fit_worker.Sending(data=self._data, **self._sending)
+        return Proving(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
 
     def _heard(self) -> None:
         """The first signal is seen at the next look, see `_why_end`."""

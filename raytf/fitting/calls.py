@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -30,7 +30,7 @@ from raytf.fitting.keeping import Keeping
 from raytf.fitting.predictor import named
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
-from raytf.train import arguments
+from raytf.train import arguments as checks
 
 _BATCH = 32
 # Of predictions that a worker hands over at once.
@@ -65,6 +65,8 @@ def fit(
     storage: str | os.PathLike | None = None,
     checkpoint_every: str = "auto",
     resume: str | bool = "auto",
+    verify: Literal["warn", "error", False] = "warn",
+    nan: Literal["warn", "stop", "ignore"] = "warn",
 ) -> keras.callbacks.History:
     """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
 
@@ -106,6 +108,8 @@ def fit(
         checkpoint_every: when to keep some within epochs, see `KerasTrainer`; each epoch ends with one.
         resume: "auto" goes on where there are checkpoints of the same training, True also with what has changed, and
             False starts anew, and removes them.
+        verify: compares, beside the start, two workers with one process on a few of the rows; see `KerasTrainer`.
+        nan: what to do when the loss is no finite number: "warn", "stop" or "ignore"; see `KerasTrainer`.
 
     Returns:
         A `keras.callbacks.History` with a global value for each metric and epoch.
@@ -145,6 +149,8 @@ def fit(
     )
     _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, validation_steps)
     _check_kinds(class_weight, validation_freq)
+    checks.check_verify(verify)
+    validation.check_word("nan", nan, checks.NAN_WORDS)
     users = _callbacks(callbacks)
     if validation_split and validation_data is None:
         if not arrays_module.is_arrays(x) or features is not None:
@@ -158,6 +164,7 @@ def fit(
     _check_steps(steps_per_epoch, parts["train"], batch, drops)
     keeping = Keeping.of(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping, phases(bool(verbose))) as call:
+        call.verify = verify
         batches = {"train": batch, "validation": validation_batch}
         order = "full" if shuffle else "none"
         call.build("fit")
@@ -165,7 +172,7 @@ def fit(
         told = {"initial_epoch": initial_epoch, "shuffle": order} | ({"drop_remainder": True} if drops else {})
         seed, more = call.going_on(make_default_seed(), batch, told)
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
-        more["heals"] = workers.num_workers > 1
+        more |= {"heals": workers.num_workers > 1, "nan": nan}
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)
 
@@ -350,7 +357,7 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
         )
     if scaling_config.num_workers == 0:
         raise ConfigError("raytf.fit trains on workers", "num_workers=0", "Call the model's own method: model.fit(...)")
-    arguments.check_workers(scaling_config)
+    checks.check_workers(scaling_config)
     run_config = run_config or RunConfig()
     empty = RunConfig(name=run_config.name if run_folder.is_unnamed(run_config) else None)
     for name in ("name", "storage_path", "storage_filesystem", "failure_config", "checkpoint_config", "callbacks"):

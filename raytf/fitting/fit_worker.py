@@ -85,6 +85,7 @@ class Work:
         every: when checkpoints within epochs are kept; None: none at all.
         identity: what tells the training from others, for its checkpoints.
         heals: a worker that is lost is replaced in place, where that can be done.
+        nan: what to do about a loss that is no number, see `epoch_checks.EpochChecks`.
     """
 
     do: str
@@ -99,6 +100,7 @@ class Work:
     every: Every | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     heals: bool = False
+    nan: str = "warn"
 
 
 class FitWorker(GroupWorker):
@@ -207,7 +209,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     import keras
 
     from raytf.parallel import callbacks as callbacks_module
-    from raytf.worker import callbacks, replacement
+    from raytf.worker import callbacks, epoch_checks, replacement
     from raytf.worker import steps_per_execution as steps_per_execution_module
 
     feed, dataset = _dataset(work.rows["train"], session)
@@ -221,7 +223,8 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         model.steps_per_execution = told["steps_per_execution"]
     kept = _Kept(session, work, model, users, feed, folder, place, validates=bool(others))
     execution = steps_per_execution_module.ExecutionCallback(users, told.get("execution"))
-    around = [execution, kept.position, *users, *kept.around]
+    checks = epoch_checks.EpochChecks(work.nan, users, session.rank, session.size)
+    around = [execution, kept.position, *users, checks, *kept.around]
     if session.rank == 0 and work.board is not None:
         around.append(callbacks.ProgressCallback(work.board, work.rows["train"].sampling.global_batch, None))
 

@@ -50,11 +50,13 @@ class Group:
 
     Attributes:
         model: key of the model that the workers have, or None.
+        proven: keys of models that were compared, see `proving`.
     """
 
     def __init__(self, scaling_config, run_config, setup):
         self.key = _key(scaling_config, run_config, setup)
         self.model: str | None = None
+        self.proven: set[str] = set()
         self._warned = Entries("warned")
         self._reservation = Reservation({}, cleaned=True)
         workers, each = scaling_config.num_workers, per_worker(scaling_config)

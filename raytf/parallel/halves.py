@@ -7,6 +7,7 @@ row when others stand beside it; a mean over a batch is the mean of those of its
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,32 +177,34 @@ def has_rows(leaf: Any, rows: int | None) -> bool:
     return shape[0] is None or rows == ANY or shape[0] == rows
 
 
-def _sizes(given: Any, rows: int | None) -> tuple[int, bool]:
-    """(rows to be tried, whether dimensions are to be made small)."""
-    most = max(
-        (
-            int(np.prod([d or _UNKNOWN_SIZE for d in leaf.shape[1:]]))
-            for leaf in tree.flatten(given)
-            if has_rows(leaf, rows)
-        ),
-        default=1,
-    )
-    if most * _ROWS <= _MOST_NUMBERS:
-        return _ROWS, False
-    return _FEW_ROWS, most * _FEW_ROWS > _MOST_NUMBERS
+def _sizes(given: Any, rows: int | None) -> tuple[int, dict[int, int]]:
+    """(rows to be tried, {place of a dimension: its size} of those that are to be made small)."""
+    inner = [_inner(leaf) for leaf in tree.flatten(given) if has_rows(leaf, rows)]
+    largest = max(inner, key=math.prod, default=[])
+    if math.prod(largest) * _ROWS <= _MOST_NUMBERS:
+        return _ROWS, {}
+    small = math.prod(largest) * _FEW_ROWS > _MOST_NUMBERS
+    return _FEW_ROWS, dict(enumerate(largest[:-1])) if small else {}
 
 
-def _made_up(given: Any, rows: int | None, count: int, kind: int, small: bool) -> Any:
-    """The nest with `count` rows in the place of those of each tensor; what has none is left as it is."""
+def _inner(leaf: Any) -> list[int]:
+    return [size or _UNKNOWN_SIZE for size in leaf.shape[1:]]
+
+
+def _made_up(given: Any, rows: int | None, count: int, kind: int, small: dict[int, int]) -> Any:
+    """The nest with `count` rows in the place of those of each tensor; what has none is left as it is.
+
+    Args:
+        kind: of numbers, 0 to 2.
+        small: see `_sizes`.
+    """
     random = np.random.default_rng(kind)
     first = next((leaf for leaf in tree.flatten(given) if has_rows(leaf, rows)), None)
 
     def made(leaf):
         if not has_rows(leaf, rows):
             return leaf
-        inner = [d or _UNKNOWN_SIZE for d in leaf.shape[1:]]
-        if small:
-            inner = [*(min(d, _SMALL) for d in inner[:-1]), *inner[-1:]]
+        inner = [min(size, _SMALL) if small.get(i) == size else size for i, size in enumerate(_inner(leaf))]
         dtype, shape = tf.as_dtype(leaf.dtype), (count, *inner)
         # the rows of the halves differ, so that what is no mean shows it
         second = (np.arange(count) >= count // 2).reshape(count, *[1] * len(inner))

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from raytf.collectives import communicator
+from raytf.collectives import communicator, exchange
 from raytf.compat.tensorflow import rank as rank_of
 from raytf.parallel import halves
 from raytf.parallel import step as step_module
@@ -281,8 +281,10 @@ def _gathered(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     (counts,) = communicator.sum_over_workers(strategy, [mine])
     placed = []
     for value, lengths in zip(values, counts.T, strict=True):
-        whole = np.zeros((lengths.sum(), *value.shape[1:]), value.dtype)
+        kind = value.dtype if tf.as_dtype(value.dtype) in exchange.SUMMABLE else np.int32
+        whole = np.zeros((lengths.sum(), *value.shape[1:]), kind)
         start = lengths[:rank].sum()
         whole[start : start + len(value)] = value
         placed.append(whole)
-    return communicator.sum_over_workers(strategy, placed)
+    sums = communicator.sum_over_workers(strategy, placed)
+    return [found.astype(value.dtype) for found, value in zip(sums, values, strict=True)]

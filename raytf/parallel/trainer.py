@@ -8,7 +8,9 @@ strategy. In a step of `fit` or `evaluate`:
   where a tape gives them, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows
   of all workers.
 * Losses that are no mean over rows (sums, masked or weighted means, functions of the whole batch) are corrected with
-  the global divisor, or computed on the gathered global batch.
+  the global divisor, or computed on the gathered global batch; so are a user's metrics that are no sum over rows. What
+  a user's function does with its rows is found out on halves of a batch, see `halves`.
+* Logs are those of all workers' rows, whatever a step of the user's returns, see `step_logs`.
 * A worker that got no row for a step computes on a placeholder row and contributes nothing.
 * Metric variables are local until the end of an epoch; then they are summed, once, and moving statistics averaged.
 * What callbacks decide is the chief's decision; files are written by the chief.
@@ -34,7 +36,7 @@ from raytf.compat import keras_objects, patching, selfcheck, versions
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable, traced_apart
-from raytf.errors import ConfigError, UnsupportedVersionError
+from raytf.errors import ConfigError, UnsupportedVersionError, with_cause
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
     epoch_iterator,
@@ -160,7 +162,7 @@ def _told(model, function: Callable, training: bool) -> Callable:
 
         def tested(iterator):
             notes.last = False
-            with here.within(activity.VALIDATION):
+            with here.within(activity.VALIDATION), _cause_first("in a step of a validation"):
                 return function(iterator)
 
         return tested
@@ -170,7 +172,7 @@ def _told(model, function: Callable, training: bool) -> Callable:
         notes.last = True
         own_state.resumes(model)
         try:
-            with healing.here.execution():
+            with healing.here.execution(), _cause_first(_steps_behind(here.step, model.steps_per_execution)):
                 outputs = function(iterator)
         except BaseException:  # the data has ended, too
             here.at(activity.CALLBACKS)
@@ -179,6 +181,38 @@ def _told(model, function: Callable, training: bool) -> Callable:
         return outputs
 
     return trained
+
+
+def _steps_behind(done: int, count: int) -> str:
+    """Names the steps of an execution, of which so many are made in this start."""
+    return f"in step {done + 1}" if count == 1 else f"in one of the steps {done + 1} to {done + count}"
+
+
+# What ends data, and what follows from the loss of another process: others look for these.
+_OF_OTHERS = (
+    tf.errors.OutOfRangeError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.UnavailableError,
+)
+
+
+@contextlib.contextmanager
+def _cause_first(where: str):
+    """Within it an error of TensorFlow's begins with its cause, which stands below some 50 lines of a graph's."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        text = str(error)
+        said = with_cause(text, where)
+        if isinstance(error, _OF_OTHERS) or said == text:
+            raise
+        try:
+            raised = type(error)(error.node_def, error.op, said)
+        except TypeError:  # of a class with other arguments
+            raise error from error.__cause__
+        raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _refuse_what_cannot_work(model, strategy):

@@ -34,7 +34,7 @@ from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
 from raytf.parameter_server.servers import ServerGroup, ServerLostError
-from raytf.worker import callbacks, checkpoint, context
+from raytf.worker import callbacks, checkpoint, context, epoch_checks
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import Ended
 from raytf.worker.fit import build_from_data, report_callback, restored, resumed, users_callbacks, within_epochs
@@ -262,7 +262,8 @@ def train(task, session) -> dict[str, int] | None:
         states = CallbackStates(users)
         _warn_of_batches(users)
         position = Position(state.step if state else 0)
-        around = [*users, *restored(folder, state, model, task, states, session)]
+        checks = epoch_checks.EpochChecks(task.nan, users)
+        around = [*users, checks, *restored(folder, state, model, task, states, session)]
         report = report_callback(task, data, states, state, session.report, steps=lambda: position.step)
         before, after = resumed(folder, state, states, position, feeds["train"].order, lambda: position)
         kept = within_epochs(task, feeds, position, report, session)

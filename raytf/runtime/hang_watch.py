@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -217,8 +217,8 @@ class HangWatch:
         """Told by the worker itself, or taken from outside."""
         if rank not in self._silent:
             with contextlib.suppress(ray.exceptions.RayError):
-                ref = self._execute(rank, activity.stack)
-                told = ray.get(ref) if self._wait([ref], _STACK_SECONDS) else None
+                ref = next(self._as_they_come([self._execute(rank, activity.stack)], _STACK_SECONDS), None)
+                told = None if ref is None else ray.get(ref)
                 if told is not None:
                     return told
         return self._stack_from_outside(self._places[rank])
@@ -239,18 +239,17 @@ class HangWatch:
         for rank, place in places.items():
             if place.node == node:
                 found[rank] = function(place.pid)
-        for ref in self._wait(list(refs), seconds):
+        for ref in self._as_they_come(list(refs), seconds):
             with contextlib.suppress(ray.exceptions.RayError):
                 found[refs[ref]] = ray.get(ref)
         return found
 
-    def _wait(self, refs: list, seconds: float) -> list:
-        """Those that are there within so many seconds; what is there so far, once all is being closed."""
-        until, done, left = time.monotonic() + seconds, [], refs
+    def _as_they_come(self, refs: list, seconds: float) -> Iterator:
+        """Those that are there within so many seconds, until all is being closed."""
+        until, left = time.monotonic() + seconds, refs
         while left:
             wait = min(_POLL_SECONDS, max(0.0, until - time.monotonic()))
             came, left = ray.wait(left, num_returns=len(left), timeout=wait)
-            done += came
+            yield from came
             if self._closed.is_set() or time.monotonic() >= until:
-                break
-        return done
+                return

@@ -57,6 +57,7 @@ class WarmPool:
     Attributes:
         there: (node, actor) of each process that may become a worker.
         warned: where their warnings are claimed by the one that shows them, see `once.py`.
+        asked: the actor that answered the last question, or None.
         ending: an `ends.Ending`, whose signals end what they do; None leaves SIGINT to Ray Train.
     """
 
@@ -65,6 +66,7 @@ class WarmPool:
     def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
         self.there = []
         self._extra = []
+        self.asked = None
         # A process must not look for devices before Ray gives it some: then it can only try the model.
         if resources.only_cpus(scaling_config):
             environment = _early_environment(run_config, scaling_config, threads(_cpus(scaling_config)))
@@ -93,6 +95,7 @@ class WarmPool:
             except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
                 failed = error
                 continue
+            self.asked = self._ready[ready]
             self.settle()
             return answer
         raise failed
@@ -101,7 +104,12 @@ class WarmPool:
         return [f"process {i}" for i in range(len(self._ready))]
 
     def settle(self) -> None:
-        """Ends what cannot become a worker, as nothing is asked any more."""
+        """Ends what cannot become a worker, but the process that was asked last, see `end_asked`."""
+        _end([one for one in self._extra if one is not self.asked])
+        self._extra = [one for one in self._extra if one is self.asked]
+
+    def end_asked(self) -> None:
+        """Ends the process that was asked last, if it cannot become a worker, as nothing goes on in it any more."""
         _end(self._extra)
         self._extra = []
 

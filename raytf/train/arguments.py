@@ -24,6 +24,8 @@ from raytf.worker.checkpoint_every import Every
 
 # How the global batch of an elastic run follows the number of its workers.
 ELASTIC_BATCHES = ("keep", "scale")
+# What to do about a loss that is no number.
+NAN_WORDS = ("warn", "stop", "ignore")
 
 
 def check_pickles(function, name: str, of: str = "config") -> None:
@@ -84,8 +86,8 @@ def callbacks_function(given) -> Callable | None:
 def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if the strategy does not fit the workers."""
     workers = check_workers(scaling_config)
-    devices = int(resources_per_worker(scaling_config).get("GPU", 0))
-    pick_strategy(name, workers=workers, devices=devices, tpu=bool(scaling_config.use_tpu))
+    gpus = int(resources_per_worker(scaling_config).get("GPU", 0))
+    pick_strategy(name, workers=workers, devices=gpus, tpu=bool(scaling_config.use_tpu))
 
 
 def check_workers(scaling_config: ScalingConfig) -> int:
@@ -123,16 +125,16 @@ def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, 
     if num_ps:
         per_replica_batch(batch_size, 1)
         return
-    devices = max(1, int(resources_per_worker(scaling_config).get("GPU", 0)))
+    each = devices(scaling_config)
     most = max(1, fewest_workers(scaling_config) if scales else most_workers(scaling_config))
-    if not scales and isinstance(scaling_config.num_workers, tuple) and batch_size < most * devices:
+    if not scales and isinstance(scaling_config.num_workers, tuple) and batch_size < most * each:
         raise ConfigError(
             "batch_size is the global batch of an elastic run, too, and must have a row for each replica of the most "
             "workers",
-            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * devices} replicas",
-            f"Use a batch_size of {most * devices} or more, or fewer workers at most",
+            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * each} replicas",
+            f"Use a batch_size of {most * each} or more, or fewer workers at most",
         )
-    per_replica_batch(batch_size, most * devices)
+    per_replica_batch(batch_size, most * each)
 
 
 def check_elastic_batch(
@@ -246,6 +248,17 @@ def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str
     worker = (run_config.worker_runtime_env if run_config else None) or {}
     job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
+
+
+def check_verify(word: object) -> None:
+    """Raises ConfigError unless `verify` is one of its words."""
+    if not any(word is one or (isinstance(word, str) and word == one) for one in ("warn", "error", False)):
+        raise ConfigError('verify must be "warn", "error" or False', repr(word), "Choose one")
+
+
+def devices(scaling_config: ScalingConfig) -> int:
+    """How many devices a worker computes on, at least 1."""
+    return max(1, int(resources_per_worker(scaling_config).get("GPU", 0)))
 
 
 def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_config, strategy: str) -> None:

@@ -21,6 +21,7 @@ from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
+from raytf.train import verify
 
 # Keys of the config that the trainer reads, and compares where they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))
@@ -30,10 +31,12 @@ _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossin
 _KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
 _DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
+# Labels, and rows that a map changes, which are looked at.
+_LABELS, _MAPPED_ROWS = 65_536, 32
 
 
 def inspect(
-    pickled: bytes, block: StoredDataset, rows: int | None = None
+    pickled: bytes, block: StoredDataset, rows: int | None = None, order: verify.Order | None = None
 ) -> ConfigError | UnsupportedVersionError | Tried:
     """What is wrong with the model or the columns, for the driver to raise; else what the model is.
 
@@ -44,11 +47,28 @@ def inspect(
             None), by cloudpickle.
         block: a block of the training data.
         rows: of the steps that are measured, or None for no figures.
+        order: how two workers are compared with one device meanwhile, or None.
     """
     block = block.here()
     warning = _in_a_copy(_look_at_versions) if versions.untested() else None
     if isinstance(warning, Exception):
         return warning
+    running = None if order is None else verify.begin(verify.trial_of(pickled, block, order))
+    said = _tried(pickled, block, rows, warning)
+    if running is None:
+        return said
+    if not isinstance(said, Tried):
+        verify.cancel(running)
+        return said
+    proof = verify.outcome(running, order.seconds, order.cpu_seconds)
+    if proof is None and not order.goes_on:
+        verify.cancel(running)
+        proof = verify.Proof(skipped="it took too long")
+    return dataclasses.replace(said, proof=proof, running=running if proof is None else None)
+
+
+def _tried(pickled: bytes, block: StoredDataset, rows: int | None, warning: str | None) -> ConfigError | Tried:
+    """`inspect`, for versions that fit."""
 
     def answer() -> ConfigError | Tried:
         # no Ray from here on
@@ -108,6 +128,8 @@ class Tried:
         unread: keys of the config that nothing read, see `config_keys.unread`.
         logs: names of the metrics of an epoch, with those of a validation, but for what callbacks add; None where a
             step of the model's own decides.
+        proof: what came of comparing two workers with one device, or None.
+        running: the comparison, where it goes on in the process that was asked, or None.
     """
 
     facts: ModelFacts | None
@@ -115,6 +137,8 @@ class Tried:
     warning: str | None = None
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     logs: tuple[str, ...] | None = None
+    proof: verify.Proof | None = None
+    running: verify.Running | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,6 +323,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     import keras
     import tensorflow as tf
 
+    from raytf.worker import labels
     from raytf.worker.fit import build_from_data
 
     feed = _feed(first, batch, 1)
@@ -335,6 +360,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
             "Correct map",
         ) from error
     _check_numeric(model, dataset)
+    labels.check_kind(model, dataset.element_spec)
     try:
         build_from_data(model, dataset)
         if not model_optimizers.has_call(model):
@@ -351,6 +377,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
             f"{shown}, for which Keras says: {_first_line(error)}",
             "Choose other columns, or change the model",
         ) from error
+    _check_labels(model, first, batch, dataset.element_spec)
     return model
 
 
@@ -361,6 +388,32 @@ def _missing(key: str, config: Noted, where: str) -> ConfigError:
         f"a config without {key!r} ({where}); it holds {', '.join(map(str, config))}",
         f"Add it, config={{{key!r}: ...}}, or on the command line {option}",
     )
+
+
+def _check_labels(model, first: StoredDataset, batch: BatchSpec, spec) -> None:
+    """Raises ConfigError for labels of the first rows that the loss cannot take."""
+    from raytf.worker import labels
+
+    if batch.labels is None:
+        return
+    if batch.map is None:  # of many rows, the labels alone
+        alone = BatchSpec(features=batch.labels)
+        rows = next(iter(_feed(first, alone, min(_LABELS, sum(first.rows))).dataset()))
+        found = rows[0] if isinstance(rows, tuple) else rows
+    else:
+        rows = next(iter(_feed(first, batch, min(_MAPPED_ROWS, sum(first.rows))).dataset()))
+        if not isinstance(rows, tuple) or len(rows) < 2:
+            return
+        found = rows[1]
+    labels.check_values(model, spec, _arrays(found), weighted=batch.sample_weights is not None)
+
+
+def _arrays(nest):
+    import numpy as np
+    import tensorflow as tf
+
+    dense = lambda t: np.asarray(t.values if isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) else t)
+    return tf.nest.map_structure(dense, nest)
 
 
 def _check_numeric(model, dataset) -> None:

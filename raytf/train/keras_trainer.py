@@ -34,7 +34,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, evaluator, ray_config, results
+from raytf.train import arguments, ends, evaluator, ray_config, results, verify
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
 from raytf.train.entry import import_raytf, train
@@ -122,6 +122,15 @@ class KerasTrainer:
             another model or optimizer, and refuses to start anew; False puts the old run aside and starts anew. More
             epochs, other callbacks or another number of workers make no other run; one that has ended is not trained
             again.
+        verify: compares, before the workers train, two of them with one process on a few rows of the data, in two steps
+            and a validation: logs, metrics, weights and other variables. "warn" warns of what differs, and says why and
+            what mends it; a comparison that takes longer than a second goes on beside the first steps. "error" waits
+            for it, at most 200 s, and refuses such a model; False compares nothing. Models of more than 64 MiB,
+            parameter servers, `sync_every` and a single device are not compared. Random numbers are a constant
+            meanwhile, and each BatchNormalization sees the rows of both.
+        nan: what to do when the loss is no finite number: "warn", once, at the end of the epoch, with the step at which
+            it began and the workers whose rows these were; "stop", which warns and stops the training, at the latest
+            after 100 steps; or "ignore".
 
     Raises:
         ConfigError: an argument that can be seen to be wrong before anything runs.
@@ -157,6 +166,8 @@ class KerasTrainer:
         memory_every: str | None = None,
         elastic_batch: Literal["keep", "scale"] = "keep",
         resume: str | bool = "auto",
+        verify: Literal["warn", "error", False] = "warn",
+        nan: Literal["warn", "stop", "ignore"] = "warn",
     ):
         self.build_model, self.callbacks = build_model, arguments.callbacks_function(callbacks)
         self.config = DEFAULTS | dict(config or {})
@@ -171,7 +182,7 @@ class KerasTrainer:
         self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
         self.dataset_config, self.validation_config = dataset_config, validation_config
         self.resume, self.checkpoint_every, self.memory_every = resume, checkpoint_every, memory_every
-        self.elastic_batch = elastic_batch
+        self.elastic_batch, self.verify, self.nan = elastic_batch, verify, nan
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -229,6 +240,8 @@ class KerasTrainer:
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
         run_folder.check_name(self.run_config.name)
+        arguments.check_verify(self.verify)
+        validation.check_word("nan", self.nan, arguments.NAN_WORDS)
 
     def fit(self) -> ray.train.Result:
         """Trains, and returns when the last epoch is reported.
@@ -296,10 +309,10 @@ class KerasTrainer:
         phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
         with ThreadPoolExecutor(1) as beside_model:
             data = beside_model.submit(self._data_identity, found)
-            model = self.try_model(launch, found, self.config).identity
+            tried = self.try_model(launch, found, self.config, goes_on=not has_ended)
             if self.elastic_batch == "scale":
-                arguments.check_scalable(model)
-            told = self._identity(found, model, data.result())
+                arguments.check_scalable(tried.identity)
+            told = self._identity(found, tried.identity, data.result())
         lock.confirm()
         phases.close()
         if last is not None:
@@ -311,7 +324,8 @@ class KerasTrainer:
                 print(f"{folder.name}: {_goes_on(last, self._order(last, found))}")
         if self.resume is False and (aside := folder.put_aside()):
             print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
-        return self._train(launch, found, told)
+        with verify.Following(tried.running, launch):
+            return self._train(launch, found, told)
 
     def _order(self, last: run_folder.Last, found: dict) -> dict[str, Any]:
         """The `Feed.order` of the run; that of a batch which follows the workers is known when they have started."""
@@ -410,6 +424,7 @@ class KerasTrainer:
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
             heals=self._heals(),
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
+            nan=self.nan,
         )
 
     def _heals(self) -> bool:
@@ -490,11 +505,21 @@ class KerasTrainer:
         config: Mapping[str, Any],
         rows: int | None = None,
         own: Collection[str] = tuple(DEFAULTS),
+        goes_on: bool = False,
     ) -> Tried:
         """Raises ConfigError if the columns or the model of a config do not fit the data.
 
         Also UnsupportedVersionError if raytf does not fit the versions of Ray, Keras or TensorFlow that are installed.
         Warns of keys of the config that nothing reads, but for raytf's own.
+        Warns of what two workers make of the model otherwise than one process, or raises, as `verify` says.
+
+        Args:
+            processes: one of them is asked.
+            blocks: datasets that were read, by name.
+            config: for `build_model`.
+            rows: of steps that are measured, in the place of a comparison; None for no figures.
+            own: keys of the config that are raytf's own, of which nothing is warned.
+            goes_on: whether a comparison may go on when this returns, see `verify.Following`.
 
         Returns:
             What the model is, and figures of it in steps of so many rows, where they are asked for.
@@ -507,14 +532,27 @@ class KerasTrainer:
             self.batch.check(found.columns)
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
-        found = processes.ask(inspect, pickled, blocks["train"].first(), rows)
+        order = self._comparison(blocks, goes_on) if rows is None else None
+        found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order)
         if isinstance(found, Exception):
             raise found
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
         if found.unread:
             warnings.warn(config_keys.warning(found.unread), stacklevel=5)
+        if found.proof is not None:
+            verify.tell(found.proof, self.verify)
         return found
+
+    def _comparison(self, blocks: dict, goes_on: bool) -> verify.Order | None:
+        """How two workers are compared with one device, or None where there is nothing to compare."""
+        replicas = resources.most_workers(self.scaling_config) * arguments.devices(self.scaling_config)
+        if not self.verify or replicas < 2 or self.num_ps or self.tensorflow_config.sync_every > 1:
+            return None
+        validation = blocks["validation"].first() if "validation" in blocks else None
+        if self.verify == "error":
+            return verify.Order(validation=validation, seconds=verify.ERROR_SECONDS, cpu_seconds=None)
+        return verify.Order(validation=validation, goes_on=goes_on)
 
 
 def _goes_on(last: run_folder.Last, order: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from raytf.worker import (
     callbacks,
     checkpoint,
     context,
+    epoch_checks,
     figures,
     input_wait,
     job,
@@ -76,7 +77,7 @@ def train(task: TrainJob, session) -> dict | None:
         states = CallbackStates(users)
         others = [feed for name, feed in feeds.items() if name != "train"]
         position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, others)
-        around = [position, *users]
+        around = [position, *users, epoch_checks.EpochChecks(task.nan, users, session.rank, session.size)]
         place, agreed = healing.here.place, {}
         told = place.agreed if place is not None else {}
         if place is not None:

@@ -39,6 +39,7 @@ class TrainJob:
         fewest: workers for which the config's batch_size and learning rate are, of an elastic run that scales them with
             its workers; or None.
         scale: by which they are scaled, see `of`.
+        nan: what to do about a loss that is no number, see `epoch_checks.EpochChecks`.
     """
 
     build_model: Callable
@@ -60,6 +61,7 @@ class TrainJob:
     heals: bool = False
     fewest: int | None = None
     scale: float = 1.0
+    nan: str = "warn"
 
     def of(self, workers: int) -> TrainJob:
         """The job as it is for so many workers: with the rows of their steps in the config."""

@@ -114,7 +114,11 @@ def test_the_commands_of_a_run_that_is_there(folder, warm_starts):
     assert header == ["name", "state", "epochs", "best", "when"] and line[:3] == ["first", "finished", "2/2"]
     assert line[3].startswith("loss ")
     predicted = pd.read_parquet(folder / "predicted")
-    assert made.splitlines()[-1] == "predicted" and list(predicted) == ["predictions"] and len(predicted) == 40
+    assert (
+        made.splitlines()[-1] == str(folder / "predicted")
+        and list(predicted) == ["predictions"]
+        and len(predicted) == 40
+    )
     found = json.loads(values.splitlines()[-1])
     rows = pd.read_parquet(folder / "data")
     error = [value[0] - y for value, y in zip(predicted["predictions"], rows["y"], strict=True)]

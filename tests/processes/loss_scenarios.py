@@ -499,6 +499,7 @@ class Mixed(Plain):
             "number": 3,
             "steps": self.optimizer.iterations,
             "rows": per_row(data[1], self(data[0])),
+            "signs": data[1][:, 0] > 0,
         }
 
     def test_step(self, data):

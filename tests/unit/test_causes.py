@@ -1,9 +1,14 @@
 """A Python function that TensorFlow calls raises, and its own error is what is said. No Ray."""
 
+import pickle
+
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from raytf.errors import ConfigError, in_a_line
+from raytf.parallel import trainer
 from raytf.runtime.failures import is_consequence
 
 RULE = ConfigError("A column must hold no nulls", "1 null(s) of 'y', double", "Use raytf.Column('y', fill=...)")
@@ -57,5 +62,52 @@ def test_the_cause_is_pythons_own(how):
 def test_an_error_of_tensorflows_own_is_its_own():
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         tf.reshape(tf.zeros(3), [2, 2])
-    assert in_a_line(caught.value).startswith("InvalidArgumentError: {{function_node")
+    line = in_a_line(caught.value)
+    assert line.startswith("InvalidArgumentError: Input to reshape is a tensor with 3 values") and "Reshape" in line
     assert in_a_line(ValueError("a\nTraceback (most recent call last):\n  File x\nKeyError: b")) == "ValueError: a"
+
+
+class _Cubed(keras.layers.Layer):
+    def call(self, x):
+        return tf.debugging.check_numerics(x / 0.0, "cubes of zero")
+
+
+# Each with what the error of a step must say, at its begin.
+STEPS = {
+    "label": ((), 74, "Received a label value of 74 which is outside the valid range of [0, 3)"),
+    "layer": ((_Cubed(name="cubed"),), 0, "cubes of zero : Tensor had NaN values"),
+}
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("kind", STEPS)
+def test_an_error_of_a_step_begins_with_its_cause(kind, eagerly):
+    """Operation and step with it; the whole text follows, and what it was pickles."""
+    trainer.install()
+    between, label, said = STEPS[kind]
+    model = keras.Sequential([keras.Input((6,)), *between, keras.layers.Dense(3, "softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy", run_eagerly=eagerly)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        model.fit(np.zeros((8, 6), "float32"), np.full(8, label), batch_size=4, verbose=0)
+    line = in_a_line(caught.value)
+    assert line.startswith(f"InvalidArgumentError: {said}") and ", in step " in line and "(operation " in line
+    assert "CheckNumerics" in line if kind == "layer" else "SparseSoftmaxCrossEntropyWithLogits" in line
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert in_a_line(again) == line and "The whole text of TensorFlow: " in str(again)
+    assert not is_consequence(caught.value)
+
+
+def test_an_error_of_python_in_a_step_says_its_own_type_and_the_step():
+    trainer.install()
+
+    def fails(x):
+        raise KeyError("nope")
+
+    rows = tf.data.Dataset.range(4).batch(2)
+    rows = rows.map(lambda x: (tf.numpy_function(fails, [x], tf.float32), tf.zeros([2])))
+    rows = rows.map(lambda x, y: (tf.ensure_shape(x, [2, 6]), y))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.OpError) as caught:
+        model.fit(rows, verbose=0)
+    assert in_a_line(caught.value).startswith("KeyError: 'nope', in step ")

@@ -91,6 +91,12 @@ def test_large_rows_are_tried_with_small_ones():
     assert max(seen) <= 1 << 12
 
 
+def test_large_vocabularies_are_tried_with_short_sequences():
+    specs = (tf.TensorSpec((None, 1024), tf.int64), tf.TensorSpec((None, 1024, 50257)))
+    loss = lambda its: keras.losses.sparse_categorical_crossentropy(*its, from_logits=True)
+    assert halves.outcome(loss, specs).rows
+
+
 def test_what_has_no_rows_is_given_as_it_is():
     """Positions of a sequence, or weights of classes."""
     weights = tf.constant([1.0, 2.0, 3.0])

@@ -1,0 +1,175 @@
+"""Checks at an epoch's end, on all workers at once: a loss that is no number, and weights that have diverged."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+
+from raytf.collectives import communicator
+from raytf.collectives.communicator import spans_workers
+from raytf.parallel import local_sgd, model_optimizers, own_state
+from raytf.parallel.callbacks import settable_rate
+
+# A loss, which is a mean since the epoch's begin, is read once in so many steps, and so many steps later, when it is
+# computed in any case; the others are read where it is no number.
+_TOGETHER, _BEHIND = 16, 4
+# With nan="stop" workers agree on whether to stop every so many steps, as an agreement takes an exchange.
+_AGREE_STEPS = 100
+# Of each variable so many bytes make its checksum: workers that have diverged differ in all of a variable.
+_CHECKED_BYTES = 4 << 20
+
+
+class EpochChecks(keras.callbacks.Callback):
+    """Warns of a loss that is no number, with its first step, and of workers whose weights or rates have diverged.
+
+    Args:
+        nan: "warn", "stop" (warn, and stop the training), or "ignore".
+        users: the user's callbacks.
+        rank, size: of this worker, and the number of workers.
+    """
+
+    raytf_local_batches = True
+    raytf_after_agreement = True
+
+    def __init__(self, nan: str, users: Sequence = (), rank: int = 0, size: int = 1):
+        super().__init__()
+        self._nan, self._rank, self._size = nan, rank, size
+        self._terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in users)
+        self._waiting: list[tuple] = []
+        self._epoch, self._bad, self._step = 0, -1, -1
+        self._warned = self._told_diverged = False
+        self._since = True  # whether the first step is known
+        self._executed = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch, self._step, self._executed = epoch, -1, 0
+        self._waiting.clear()
+
+    def on_train_batch_end(self, batch, logs=None):
+        first, self._step = self._step + 1 if self._step >= 0 else batch, batch
+        if self._nan == "ignore" or (self._bad >= 0 and self._nan != "stop"):
+            return
+        outputs = self.model.__dict__.get("_raytf_last", (logs,))[0]  # of this worker's own rows
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if loss is not None and self._bad < 0:
+            self._waiting.append((first, loss))
+            if len(self._waiting) == _TOGETHER + _BEHIND:
+                self._look(_TOGETHER)
+        if self._nan == "stop":
+            before, self._executed = self._executed, batch + 1
+            if before // _AGREE_STEPS != self._executed // _AGREE_STEPS:
+                self._drain()
+                self._agree()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._drain()
+        loss = (logs or {}).get("loss")
+        if self._bad < 0 and self._nan != "ignore" and isinstance(loss, (int, float)) and not _is_finite(loss):
+            self._bad, self._since = 0, False  # of steps that are not seen, as with parameter servers
+        if self._nan != "ignore" or self._compares():
+            self._agree(end=True)
+
+    def _drain(self) -> None:
+        if self._waiting:
+            self._look(len(self._waiting))
+
+    def _look(self, count: int) -> None:
+        """Reads the last of the first losses that wait, and where it is no number those before."""
+        looked, self._waiting = self._waiting[:count], self._waiting[count:]
+        if _is_finite(looked[-1][1]):
+            return
+        self._bad = next(step for step, loss in looked if not _is_finite(loss))
+        self._waiting.clear()
+
+    def _compares(self) -> bool:
+        """Whether all workers are to have the same weights."""
+        strategy = self.model.distribute_strategy
+        return self._size > 1 and spans_workers(strategy) and local_sgd.every(strategy) == 1
+
+    def _agree(self, end: bool = False) -> None:
+        """Exchanges the first steps without a number, and at an epoch's end checksums of weights and rates."""
+        own = [self._bad, *(checksums(self.model) if end and self._compares() else (0, 0))]
+        every = self._exchanged(own)
+        bad = {rank: int(row[0]) for rank, row in enumerate(every) if row[0] >= 0}
+        if bad and not self._warned:
+            self._warned = True
+            if self._rank == 0:
+                warnings.warn(self._of_nan(bad), stacklevel=2)
+        if bad and self._nan == "stop":
+            self.model.stop_training = True
+        if end and not self._told_diverged and (every[:, 1:] != every[0, 1:]).any():
+            self._told_diverged = True
+            self._tell_of_divergence(every)
+
+    def _exchanged(self, own: Sequence[int]) -> np.ndarray:
+        """A row of numbers of each worker."""
+        if self._size == 1 or not spans_workers(self.model.distribute_strategy):
+            return np.array([own], np.int64)
+        rows = np.zeros((self._size, len(own)), np.int64)
+        rows[self._rank] = own
+        (rows,) = communicator.sum_over_workers(self.model.distribute_strategy, [rows])
+        return rows
+
+    def _of_nan(self, bad: dict[int, int]) -> str:
+        first = min(bad.values())
+        ranks = [rank for rank, step in bad.items() if step == first]
+        if self._size == 1:
+            rows = ""
+        elif len(ranks) == self._size:
+            rows = ", with the rows of all workers"
+        else:
+            rows = f", with the rows of worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        if self._terminates and self.model.stop_training:
+            then = "keras.callbacks.TerminateOnNaN has ended the training"
+        elif self._nan == "stop":
+            then = "The training stops, as nan='stop' says"
+        else:
+            then = (
+                "The training goes on; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
+                "rows may help"
+            )
+        when = f"since step {first + 1} of" if self._since else "in"
+        return f"The loss is no finite number {when} epoch {self._epoch + 1}{rows if self._since else ''}. {then}."
+
+    def _tell_of_divergence(self, every: np.ndarray) -> None:
+        ranks = [rank for rank in range(self._size) if (every[rank, 1:] != every[0, 1:]).any()]
+        variables = list(self.model.trainable_variables)
+        each = self._exchanged([_checksum(self.model, v) for v in variables])
+        paths = [v.path for i, v in enumerate(variables) if (each[:, i] != each[0, i]).any()]
+        if self._rank != 0:
+            return
+        what = f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else "learning rates"
+        warnings.warn(
+            f"Worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} and worker 0 have other weights or rates "
+            f"than each other at the end of epoch {self._epoch + 1}: {what}. Something changes them on each worker for "
+            "itself, as a callback or a step does that draws a number or reads a clock. Draw from a seed that all "
+            "have, or let the optimizer change them.",
+            stacklevel=2,
+        )
+
+
+def _is_finite(loss) -> bool:
+    return math.isfinite(float(np.mean(np.asarray(loss, np.float64))))
+
+
+def checksums(model) -> tuple[int, int]:
+    """(checksum of the trained weights, checksum of the learning rates) of this process."""
+    crc = 0
+    for variable in model.trainable_variables:
+        crc = zlib.crc32(_checked(model, variable), crc)
+    optimizers = [one for one in model_optimizers.of(model).values() if settable_rate(one) is not None]
+    rates = np.array([float(one.learning_rate) for one in optimizers], np.float64)
+    return crc, zlib.crc32(rates.tobytes())
+
+
+def _checksum(model, variable) -> int:
+    return zlib.crc32(_checked(model, variable))
+
+
+def _checked(model, variable) -> np.ndarray:
+    return own_state.here(model.distribute_strategy, variable)[:_CHECKED_BYTES]

@@ -1,0 +1,125 @@
+"""Labels that do not fit a model's loss, as rows show them before any worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from raytf.compat import keras_objects
+from raytf.compat.keras import LossFunctionWrapper, compute_output_spec
+from raytf.errors import ConfigError
+from raytf.parallel import model_optimizers
+
+_SPARSE = keras.losses.sparse_categorical_crossentropy
+_BINARY = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy)
+
+
+def check_kind(model, spec) -> None:
+    """Raises ConfigError for labels that are strings, where a loss of Keras is given them.
+
+    Args:
+        model: compiled, built or not.
+        spec: of a batch: features, or a tuple of features, labels and weights.
+    """
+    if not isinstance(spec, tuple) or len(spec) < 2 or not _steps_as_keras(model) or not _is_kerass(model.loss):
+        return
+    strings = [one for one in tf.nest.flatten(spec[1]) if getattr(one, "dtype", None) == tf.string]
+    if strings:
+        raise ConfigError(
+            "Labels must be numbers, as a loss computes with them",
+            "labels that are strings",
+            "Number the classes from 0, as ds.map_batches or keras.layers.StringLookup in map=... can",
+        )
+
+
+def check_values(model, spec, labels: Any, weighted: bool = False) -> None:
+    """Raises ConfigError for labels that a loss of Keras cannot take.
+
+    Args:
+        model: compiled and built.
+        spec: of a batch, see `check_kind`.
+        labels: arrays of some rows.
+        weighted: whether rows have weights, of which some may be 0.
+    """
+    if not _steps_as_keras(model):
+        return
+    for loss, values, outputs in _of_outputs(model, spec, labels):
+        if not isinstance(loss, LossFunctionWrapper) or not np.issubdtype(values.dtype, np.number) or not values.size:
+            continue
+        name = getattr(loss, "name", None) or type(loss).__name__
+        if loss.fn is _SPARSE:
+            arguments = keras_objects.loss_arguments(loss)
+            ignored = arguments.get("ignore_class")
+            if arguments.get("axis", -1) != -1:  # classes are elsewhere
+                continue
+            _check_classes(name, values if ignored is None else values[values != ignored], outputs)
+        elif loss.fn in _BINARY and not weighted:
+            _check_shares(name, values)
+
+
+def _check_classes(name: str, values: np.ndarray, count: int) -> None:
+    if (wrong := values[values != np.floor(values)]).size:
+        raise ConfigError(
+            f"{name} takes labels that are whole numbers, the numbers of classes",
+            f"a label of {wrong.flat[0]:g}",
+            "Use a loss of numbers such as 'mse', or give each class a number",
+        )
+    if (wrong := values[(values < 0) | (values >= count)]).size:
+        worst = wrong.flat[np.argmax(np.abs(wrong))]
+        fix = "Number the classes from 0"
+        if worst >= count:
+            fix += f", or give the last layer {int(worst) + 1} outputs"
+        raise ConfigError(
+            f"{name} takes labels from 0 to {count - 1}, as the model has {count} outputs", f"a label of {worst:g}", fix
+        )
+
+
+def _check_shares(name: str, values: np.ndarray) -> None:
+    if (wrong := values[(values < 0) | (values > 1)]).size:
+        raise ConfigError(
+            f"{name} takes labels from 0 to 1",
+            f"a label of {wrong.flat[0]:g}",
+            "Use 0 and 1, or sparse_categorical_crossentropy with an output for each class",
+        )
+
+
+def _steps_as_keras(model) -> bool:
+    """Whether what the labels are for is Keras' own."""
+    own = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
+    return not own and "train_step" not in vars(model) and model_optimizers.has_call(model)
+
+
+def _is_kerass(losses) -> bool:
+    """Whether all losses that were given are names or objects of Keras, of which none takes strings."""
+    flat = [loss for loss in tree.flatten(losses) if loss is not None]
+    return bool(flat) and all(
+        isinstance(loss, str) or (getattr(loss, "__module__", "") or "").partition(".")[0] == "keras" for loss in flat
+    )
+
+
+def _of_outputs(model, spec, labels) -> Iterator[tuple[Any, np.ndarray, int]]:
+    """(loss, labels, number of outputs) of each output, where labels have the structure of the outputs."""
+    compiled = keras_objects.compiled_parts(model)[0]
+    if compiled is None or not compiled.built:
+        return
+    try:
+        outputs = compute_output_spec(model, tf.nest.map_structure(_example, spec[0]), training=False)
+        tree.assert_same_structure(outputs, labels)
+    except Exception:  # what the step itself makes of them decides
+        return
+    for entry in keras_objects.flat_losses(compiled):
+        y_true, y_pred = labels, outputs
+        for key in entry.path:
+            y_true, y_pred = y_true[key], y_pred[key]
+        if len(getattr(y_pred, "shape", ())) and y_pred.shape[-1] is not None:
+            loss = getattr(entry.loss, "loss", entry.loss)  # of what raytf wraps
+            yield loss, np.asarray(y_true), int(y_pred.shape[-1])
+
+
+def _example(one):
+    return keras.KerasTensor((2, *(size or 1 for size in one.shape[1:])), keras.backend.standardize_dtype(one.dtype))

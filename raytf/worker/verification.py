@@ -1,0 +1,356 @@
+"""Trains a model for two steps, on one device or as one of two workers, and notes what came of it; see `train/verify`.
+
+Every run is made in a process of its own, with the same seeds, the same first rows and the same initial weights. What
+is drawn at random is a constant meanwhile, as replicas draw different numbers on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import os
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from raytf.collectives import communicator, ring
+from raytf.compat import keras_objects
+from raytf.compat.patching import patched
+from raytf.data.batch_spec import BatchSpec
+from raytf.data.feed import Feed
+from raytf.data.sampling import Sampling
+from raytf.data.stored import StoredDataset
+from raytf.parallel import model_optimizers
+from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.runtime.topology import Shard, tf_config
+from raytf.worker import context
+from raytf.worker.fit import build_from_data
+
+# Of the numbers between a draw's bounds, the one that is drawn.
+_DRAWN = 0.37
+# A weight is changed by so many units in its last place, to see what rounding comes to.
+_UNITS = 4
+_SEED = 20_261
+# The first scale of a LossScaleOptimizer is one at which few rows overflow where many do not, and it is lowered then.
+_LOSS_SCALE = 64.0
+_TIMEOUT_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is trained.
+
+    Args:
+        build: returns the compiled model; called in a strategy's scope.
+        batch: of the columns.
+        rows: the first rows of the user's data.
+        validation: of another dataset, or None.
+        global_batch: rows of a step.
+        structure: structure(dataset) -> the dataset as the model takes it, or None where a feed gives that.
+        most_bytes: of a model's variables; a larger model is not tried.
+    """
+
+    build: Callable[[], Any]
+    batch: BatchSpec
+    rows: StoredDataset
+    validation: StoredDataset | None
+    global_batch: int
+    structure: Callable | None = None
+    most_bytes: int = 64 << 20
+
+    def dataset(self, shard: Shard, validation: bool = False) -> tf.data.Dataset | None:
+        """The part of a worker, or None where there is no validation."""
+        rows = self.validation if validation else self.rows
+        if rows is None:
+            return None
+        batch = dataclasses.replace(self.batch, map=None) if validation else self.batch
+        feed = Feed(rows, batch, Sampling(global_batch=self.global_batch, shuffle="none"), shard)
+        return feed.dataset() if self.structure is None else self.structure(feed.dataset())
+
+
+def as_worker(
+    trial: Trial, eagerly: bool, rank: int, addresses: list[str], token: bytes, share: Callable[[list], None]
+) -> dict:
+    """Trains as one of two workers.
+
+    Args:
+        trial: what is trained.
+        eagerly: run the steps without a graph, which saves its making.
+        rank: 0 or 1.
+        addresses: of both.
+        token: of their ring.
+        share: called on the chief with the values that the model's variables begin with.
+    """
+    os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
+    ring.keep_token(token)
+
+    def begin(model, variables):
+        for layer in keras_objects.layers_of(model):
+            if getattr(layer, "synchronized", None) is False:  # each worker normalizes with its own rows, by design
+                layer.synchronized = True
+        if rank == 0:
+            share([np.asarray(v) for v in variables])
+
+    try:
+        return _trained(trial, eagerly, Shard(rank, 2), begin)
+    except tf.errors.InvalidArgumentError as error:
+        if "Gradients of gradients through BatchNormalization" not in str(error):
+            raise
+        return {"skipped": "gradients of gradients through a BatchNormalization"}
+
+
+def on_one_device(trial: Trial, eagerly: bool, initial: Callable[[], list[np.ndarray]], again: bool) -> dict:
+    """Trains on one device.
+
+    Args:
+        trial, eagerly: see `as_worker`.
+        initial: returns the values that the variables of the two workers began with.
+        again: with other seeds, and weights that differ in their last bits.
+    """
+    os.environ.pop("TF_CONFIG", None)
+
+    def begin(model, variables):
+        values = initial()
+        if [v.shape for v in values] != [tuple(v.shape) for v in variables]:
+            raise ValueError("build_model makes another model each time it is called")
+        trained = {id(v) for v in model.trainable_variables}
+        draw = np.random.default_rng(0)
+        for variable, value in zip(variables, values, strict=True):
+            if again and id(variable) in trained and np.issubdtype(value.dtype, np.floating):
+                value = value + draw.choice([-_UNITS, _UNITS], value.shape) * np.spacing(value)
+            variable.assign(value)
+        if again:
+            _set_seeds(_SEED + 1)
+
+    return _trained(trial, eagerly, Shard(), begin)
+
+
+def _set_seeds(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    tf.random.set_seed(seed)
+
+
+def _trained(trial: Trial, eagerly: bool, shard: Shard, begin: Callable) -> dict:
+    """What came of two steps: {"logs", "weights", "before", "states", "traits"}, or {"skipped": why}."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    config = TensorflowConfig(seed=_SEED, timeout_s=_TIMEOUT_SECONDS, hang_timeout_s=None, first_step_timeout_s=20.0)
+    with context.prepared(WorkerSetup(config=config)):
+        strategy = context.get_strategy()
+        keras.utils.set_random_seed(_SEED)
+        with strategy.scope():
+            model = trial.build()
+            keras_objects.make_shared_seed()
+        size = sum(communicator.bytes_of(v) for v in model.variables)
+        if size <= trial.most_bytes:
+            train = trial.dataset(shard)
+            with strategy.scope():
+                build_from_data(model, train)
+            size = sum(communicator.bytes_of(v) for v in model.variables)
+        if size > trial.most_bytes:
+            return {"skipped": f"a model of {size >> 20} MiB, more than {trial.most_bytes >> 20}"}
+        variables = [*model.variables, *model_optimizers.variables(model)]
+        variables = [v for v in variables if tf.as_dtype(v.dtype) not in (tf.string, tf.resource, tf.variant)]
+        for optimizer in model_optimizers.of(model).values():
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                optimizer.initial_scale = _LOSS_SCALE
+                if optimizer.built:
+                    optimizer.dynamic_scale.assign(_LOSS_SCALE)
+        begin(model, variables)
+        return _fitted(trial, eagerly, model, train, shard)
+
+
+def _fitted(trial: Trial, eagerly: bool, model, train, shard: Shard) -> dict:
+    seeds = {id(v) for v in keras_objects.seeds_of(model)}
+    states = [v for v in model.non_trainable_variables if id(v) not in seeds and v.dtype != "string"]
+    before = [np.asarray(v) for v in model.trainable_variables]
+    model.jit_compile = False
+    model.run_eagerly, model.steps_per_execution = eagerly, 1
+    python = _of_python(model)
+    with constant_draws():
+        history = model.fit(train, validation_data=trial.dataset(shard, validation=True), verbose=0, shuffle=False)
+    weights = [np.asarray(v) for v in model.trainable_variables]
+    crc = 0
+    for value in weights:
+        crc = zlib.crc32(np.ascontiguousarray(value), crc)
+    found: dict[str, Any] = {"digest": crc, "rates": _rates(model)}
+    if shard.index == 0:
+        found |= {
+            "logs": {name: np.asarray(values[0]) for name, values in history.history.items() if values},
+            "weights": [
+                (v.path, was, now) for v, was, now in zip(model.trainable_variables, before, weights, strict=True)
+            ],
+            "states": [(v.path, np.asarray(v), str(v.aggregation)) for v in states],
+            "half": any("16" in str(layer.compute_dtype) for layer in keras_objects.layers_of(model)),
+        }
+    if shard.count > 1:
+        return found
+    changed = sorted(name for name, value in _of_python(model).items() if python.get(name) != value)
+    return found | {"traits": traits(model) | {"python": changed}}
+
+
+def _rates(model) -> list[float]:
+    optimizers = model_optimizers.of(model).values()
+    return [float(np.asarray(one.learning_rate)) for one in optimizers if hasattr(one, "learning_rate")]
+
+
+# ------------------------------------------------------------------------------------------ draws
+
+
+@contextlib.contextmanager
+def constant_draws() -> Iterator[None]:
+    """Within it TensorFlow's random operations, from which Keras' are made, give one number for all that is drawn.
+
+    Each replica draws other numbers, by its own seed and for its own rows. That is no difference to tell of.
+    """
+
+    def between(shape, low, high, dtype):
+        dtype = tf.as_dtype(dtype)
+        low = tf.cast(low, dtype)
+        high = tf.cast(dtype.max if high is None else high, dtype)
+        if dtype.is_floating:
+            return tf.broadcast_to(low + (high - low) * tf.cast(_DRAWN, dtype), shape)
+        return tf.broadcast_to(low + (high - low) // 3, shape)
+
+    def uniform(shape, minval=0, maxval=None, dtype=tf.float32, seed=None, name=None, **_):
+        floating = tf.as_dtype(dtype).is_floating
+        return between(shape, minval, 1 if maxval is None and floating else maxval, dtype)
+
+    def normal(shape, mean=0.0, stddev=1.0, dtype=tf.float32, seed=None, name=None, **_):
+        mean, stddev = tf.cast(mean, dtype), tf.cast(stddev, dtype)
+        return tf.broadcast_to(mean + stddev * tf.cast(_DRAWN, dtype), shape)
+
+    def stateless_uniform(shape, seed=None, minval=0, maxval=None, dtype=tf.float32, name=None, **_):
+        return uniform(shape, minval, maxval, dtype)
+
+    def stateless_normal(shape, seed=None, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, **_):
+        return normal(shape, mean, stddev, dtype)
+
+    def categorical(logits, num_samples, dtype=None, seed=None, name=None, **_):
+        best = tf.argmax(logits, -1, tf.as_dtype(dtype or tf.int64))
+        return tf.repeat(best[:, None], num_samples, 1)
+
+    def gamma(shape, seed=None, alpha=1.0, beta=None, dtype=tf.float32, name=None, **_):
+        return tf.broadcast_to(tf.cast(alpha, dtype), shape)
+
+    def binomial(shape, seed=None, counts=1, probs=0.5, output_dtype=tf.int32, name=None, **_):
+        return tf.cast(tf.broadcast_to(tf.cast(counts, tf.float32) * tf.cast(probs, tf.float32), shape), output_dtype)
+
+    def shuffle(value, seed=None, name=None):
+        return tf.identity(value)
+
+    def dropout(x, rate=None, noise_shape=None, seed=None, name=None, **_):
+        return tf.identity(x)
+
+    drawn = {
+        "uniform": uniform,
+        "normal": normal,
+        "truncated_normal": normal,
+        "stateless_uniform": stateless_uniform,
+        "stateless_normal": stateless_normal,
+        "stateless_truncated_normal": stateless_normal,
+        "categorical": categorical,
+        "stateless_categorical": lambda logits, num_samples, seed, dtype=None, name=None: categorical(
+            logits, num_samples, dtype
+        ),
+        "stateless_gamma": gamma,
+        "stateless_binomial": binomial,
+        "shuffle": shuffle,
+    }
+    without = lambda function: lambda self, *args, **kwargs: function(*args, **kwargs)
+    with contextlib.ExitStack() as ends:
+        for name, function in {"uniform": uniform, "normal": normal, "truncated_normal": normal}.items():
+            ends.enter_context(patched(tf.random.Generator, name, without(function)))
+        for name, function in drawn.items():
+            ends.enter_context(patched(tf.random, name, function))
+        for owner, name in ((tf.nn, "dropout"), (tf.nn.experimental, "stateless_dropout")):
+            ends.enter_context(patched(owner, name, dropout))
+        yield
+
+
+# ------------------------------------------------------------------------------------------ what the user wrote
+
+
+def traits(model) -> dict[str, Any]:
+    """What of a model is the user's own code, by kind, each with its name and line: for the cause of a difference."""
+    found: dict[str, Any] = {"methods": {}, "metrics": [], "losses": [], "optimizers": [], "layers": []}
+    for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
+        method = getattr(type(model), name)
+        if not _is_kerass(method) or name in vars(model):
+            found["methods"][name] = _place(vars(model).get(name, method))
+    loss = keras_objects.compiled_parts(model)[0]
+    if loss is not None and loss.built:
+        given = [_unwrapped(entry.loss) for entry in keras_objects.flat_losses(loss)]
+        found["losses"] = [_named(one) for one in given if _is_own(one)]
+    for metric in model.metrics:
+        for one in [metric, *getattr(metric, "metrics", ())]:
+            function = keras_objects.function_of(one)
+            if _is_own(one) or _is_own(function):
+                found["metrics"].append((one.name, _named(function or one), function is not None))
+    found["optimizers"] = [_named(one) for one in model_optimizers.of(model).values() if _is_own(one)]
+    found["layers"] = [_named(layer) for layer in keras_objects.layers_of(model, with_itself=False) if _is_own(layer)]
+    return json.loads(json.dumps(found))
+
+
+# Attributes that Keras changes as it trains.
+_OF_KERAS = frozenset(
+    (
+        *("built", "history", "optimizer", "run_eagerly", "jit_compile", "steps_per_execution"),
+        *("stop_training", "stop_evaluating", "stop_predicting", "train_function", "test_function"),
+    )
+)
+
+
+def _of_python(model) -> dict[str, str]:
+    """What the user's own layers keep in Python, by attribute: numbers, arrays and the lengths of lists."""
+    found = {}
+    for layer in keras_objects.layers_of(model):
+        own = vars(layer).items() if _is_own(layer) else ()
+        for name, value in own:
+            if name.startswith("_") or name in _OF_KERAS:
+                continue
+            if isinstance(value, (int, float, np.ndarray, np.generic)):
+                found[f"{layer.name}.{name}"] = repr(value)
+            elif isinstance(value, (list, dict, set, tuple)):
+                found[f"{layer.name}.{name}"] = str(len(value))
+    return found
+
+
+def _is_kerass(function) -> bool:
+    return (getattr(function, "__module__", "") or "").partition(".")[0] in ("keras", "raytf")
+
+
+def _is_own(thing) -> bool:
+    """Whether a function, or the class of an object, is of the user's."""
+    kind = thing if inspect.isroutine(thing) else type(thing)
+    return thing is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
+
+
+def _unwrapped(loss):
+    """What the user gave for a loss, of what raytf and Keras make of it."""
+    inner = getattr(loss, "loss", loss)
+    return getattr(inner, "fn", inner)
+
+
+def _named(thing) -> str:
+    kind = thing if inspect.isroutine(thing) else type(thing)
+    return f"{kind.__name__} ({_place(kind)})"
+
+
+def _place(thing) -> str:
+    """ "file.py, line N" of a function or class."""
+    try:
+        code = getattr(inspect.unwrap(thing), "__code__", None)
+        if code is not None:
+            return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
+        return f"{os.path.basename(inspect.getsourcefile(thing) or '?')}, line {inspect.getsourcelines(thing)[1]}"
+    except (OSError, TypeError):
+        return "line unknown"

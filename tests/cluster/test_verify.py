@@ -1,0 +1,85 @@
+"""`verify` and `nan` of a KerasTrainer and of raytf.fit, on real workers; errors of a step carry their cause."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import ray
+from ray.train import RunConfig, ScalingConfig
+
+import raytf
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+ROWS = 64
+
+
+def rows(last_label=0):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, 4)).astype("float32")
+    y = random.integers(0, 3, ROWS)
+    y[-1] = last_label
+    return x, y
+
+
+def build(config):
+    import keras
+
+    class Counter(keras.layers.Layer):
+        """Counts rows in a variable of which nothing says how workers join it."""
+
+        def build(self, shape):
+            self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+        def call(self, x, training=False):
+            if training:
+                self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+            return x
+
+    between = [Counter()] if config.get("counts") else []
+    model = keras.Sequential([keras.Input((4,)), *between, keras.layers.Dense(3, "softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    return model
+
+
+def dataset(last_label=0):
+    x, y = rows(last_label)
+    return ray.data.from_items([{"x": a, "y": int(b)} for a, b in zip(x, y, strict=True)], override_num_blocks=2)
+
+
+def trainer(tmp_path, config, last_label=0, **more):
+    return raytf.KerasTrainer(
+        build,
+        config={"batch_size": 16, "epochs": 1} | config,
+        datasets={"train": dataset(last_label)},
+        features="x",
+        labels="y",
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+        shuffle="none",
+        progress=False,
+        **more,
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_two_workers_train_otherwise_is_refused(tmp_path):
+    with pytest.raises(raytf.ConfigError, match="counter/seen.*12 on one device, 6 on two workers.*aggregation='sum'"):
+        trainer(tmp_path, {"counts": True}, verify="error").fit()
+
+
+@pytest.mark.timeout(300)
+def test_raytf_fit_refuses_it_too():
+    x, y = rows()
+    model = build({"counts": True})
+    with pytest.raises(raytf.ConfigError, match="counter/seen.*12 on one device, 6 on two workers"):
+        raytf.fit(model, x, y, batch_size=16, num_workers=2, verify="error", verbose=0)
+
+
+@pytest.mark.timeout(300)
+def test_the_error_of_a_step_says_its_cause(tmp_path):
+    """A label that only a later block has: the dry run has not seen it."""
+    with pytest.raises(raytf.TrainingError) as caught:
+        trainer(tmp_path, {}, last_label=74, verify=False).fit()
+    assert "Received a label value of 74 which is outside the valid range of [0, 3)" in caught.value.cause
+    assert "in step 4" in caught.value.cause and "operation " in caught.value.cause and caught.value.rank == 1

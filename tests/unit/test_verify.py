@@ -1,0 +1,137 @@
+"""`verify`: two workers against one device. What differs is named, and what does not raises no alarm."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from raytf.errors import ConfigError
+from raytf.train import arguments, verify
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def proofs_of(names, tmp_path) -> dict[str, dict]:
+    """The proofs of models of `models_to_verify`, from a process that has run no TensorFlow."""
+    told = tmp_path / "proofs.json"
+    run = [sys.executable, "-m", "tests.unit.models_to_verify", str(told), *names]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(told.read_text())
+
+
+@pytest.mark.timeout(300)
+def test_a_wrong_model_is_told_from_a_right_one(tmp_path):
+    proofs = proofs_of(("many_kinds", "counter"), tmp_path)
+    assert not proofs["many_kinds"]["differences"] and proofs["many_kinds"]["failed"] is None, proofs["many_kinds"]
+    assert "counter/seen" in " | ".join(proofs["counter"]["differences"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_is_equal_raises_no_alarm(tmp_path):
+    """Dropout, augmentation, statistics of batches, accumulation and half precision differ by design, or not at all."""
+    names = ("random_layers", "normalized", "accumulated", "half", "own_draws", "own_generator", "for_graphs_alone")
+    for name, proof in proofs_of(names, tmp_path).items():
+        assert not proof["differences"] and proof["failed"] is None and proof["skipped"] is None, (name, proof)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_differs_is_named_with_its_cause(tmp_path):
+    wanted = {
+        "counter": ("counter/seen", "12 on one device, 6 on two workers", "aggregation='sum'"),
+        "divides_by_its_rows": ("all weights", "train_step (models_to_verify.py, line "),
+        "python_state": ("all weights", "own_step.scale in Python"),
+        "compares_rows": ("all weights", "compute_loss (models_to_verify.py, line "),
+        "numbers_of_a_clock": ("other weights than each other",),
+    }
+    proofs = proofs_of(wanted, tmp_path)
+    for name, texts in wanted.items():
+        said = " | ".join(proofs[name]["differences"])
+        assert proofs[name]["failed"] is None, (name, proofs[name])
+        for text in texts:
+            assert text in said, (name, said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_cannot_be_compared_is_said_and_ends_nothing(tmp_path):
+    proofs = proofs_of(("broken", "too_large", "random_numbers_of_numpy"), tmp_path)
+    assert "RuntimeError: no such model" in proofs["broken"]["failed"]
+    assert "MiB" in proofs["too_large"]["skipped"]
+    random = proofs["random_numbers_of_numpy"]
+    assert not random["differences"] and "log loss" in random["random"]
+
+
+def test_an_error_says_rule_received_and_fix():
+    proof = verify.Proof(differences=("the log loss: 1 on one device, 2 on two workers; its rows",))
+    verify.tell(verify.Proof(), "error")
+    verify.tell(verify.Proof(skipped="one row"), "error")
+    with pytest.raises(ConfigError, match="the log loss: 1 on one device"):
+        verify.tell(proof, "error")
+    with pytest.raises(ConfigError, match="no proof: it was killed"):
+        verify.tell(verify.Proof(failed="it was killed"), "error")
+    with pytest.warns(UserWarning, match="the log loss: 1 on one device"):
+        verify.tell(proof, "warn")
+
+
+@pytest.mark.parametrize("word", [True, "yes", None, 0, 1])
+def test_other_words_are_refused(word):
+    with pytest.raises(ConfigError, match="verify must be"):
+        arguments.check_verify(word)
+
+
+def _held_trial():
+    """(a trial that raises when something is written, where to write)."""
+    reader, writer = os.pipe()
+
+    def trial():
+        os.read(reader, 1)
+        raise RuntimeError("was let go")
+
+    return trial, writer
+
+
+def test_an_outcome_may_be_asked_for_again():
+    trial, writer = _held_trial()
+    running = verify.begin(trial)
+    assert verify.outcome(running, 0.0) is None
+    os.write(writer, b"123456")  # two workers and a device, with a graph and without
+    proof = verify.outcome(running, 60.0)
+    assert proof.failed is not None and "was let go" in proof.failed
+    assert verify.outcome(verify.begin(verify.Proof(skipped="one row")), 60.0).skipped == "one row"
+
+
+def test_a_comparison_that_is_cancelled_leaves_no_process():
+    trial, _ = _held_trial()
+    running = verify.begin(trial)
+    assert verify.outcome(running, 0.0) is None
+    verify.cancel(running)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(running.pid, os.WNOHANG)
+    with pytest.raises(ProcessLookupError):
+        os.kill(running.pid, 0)
+
+
+def test_few_rows_come_from_all_over_a_block_and_divide_unevenly():
+    import pyarrow as pa
+
+    from raytf.data.stored import StoredDataset
+
+    def few(count, width=1):
+        table = pa.table({"x": list(range(count)), "wide": [b"." * width] * count})
+        found = verify.few_rows(StoredDataset([table], [count], ["x", "wide"]))
+        return None if found is None else (found[0].refs[0]["x"].to_pylist(), found[1])
+
+    assert few(1) is None
+    assert few(2) == ([0, 1], 2)
+    places, first = few(1000)
+    assert (places[0], places[-1], len(places), first) == (0, 999, 12, 7)
+    assert len(few(100, width=1 << 17)[0]) == 6 and few(100, width=1 << 17)[1] == 3
