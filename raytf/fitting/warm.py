@@ -90,6 +90,9 @@ class Group:
         until = time.monotonic() + _GIVEN_BACK_SECONDS
         while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:
             time.sleep(0.02)
+        # at the end of a process the request to remove a group may be lost
+        if placement_group_table(group).get("state") == "REMOVED":
+            self._reservation.end_cleaner()
         self._warned.clear()
 
 

@@ -172,13 +172,16 @@ class Reservation:
         if self.group is not None:
             remove_placement_group(self.group)
             self.group, self._workers = None, 0
+
+    def end_cleaner(self) -> None:
+        """Ends what gives the groups back after this process; for when the cluster has them all back."""
         if self._cleaner is not None:
             ray.kill(self._cleaner)
             self._cleaner = None
 
     def _start_cleaner(self) -> None:
         context = ray.get_runtime_context()
-        if self._cleaned and context.get_actor_id() is not None:
+        if self._cleaned and self._cleaner is None and context.get_actor_id() is not None:
             options = {"num_cpus": 0, "lifetime": "detached", "name": f"{self._name}-cleaner", "max_restarts": 0}
             self._cleaner = ray.remote(_Cleaner).options(**options).remote()
             self._cleaner.watch.remote(context.current_actor, self._name)
