@@ -288,12 +288,13 @@ def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *
             if self.built:
                 metrics.synchronize(self)
         notes = step_logs.notes_of(self)
-        before = notes.last, self.__dict__.get("_raytf_last")
+        trained, last = notes.last, {k: v for k, v in self.__dict__.items() if k == "_raytf_last"}
         try:
             return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
         finally:
-            if before[0]:  # within `fit`, whose epoch ends with the logs of its own last step
-                notes.last, self.__dict__["_raytf_last"] = before
+            if trained:  # within `fit`, whose epoch ends with the logs of its own last step
+                notes.last = trained
+                self.__dict__.update(last)
 
 
 @patch((backend_trainer.TensorFlowTrainer, "predict"))
