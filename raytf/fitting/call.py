@@ -133,7 +133,8 @@ class Call:
             table = part.table.slice(0, _FIRST_ROWS)
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
-            blocks = self._found[name]
+            found = self._found[name]
+            blocks = found.first() if found.rows else found
         feed = Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
         return fit_worker.structured(feed.dataset(), part.structure)
 

@@ -61,6 +61,12 @@ def steps(tmp_path, name, rank):
     return [tuple(map(int, line.split()[1:3])) for line in noted(tmp_path, name, rank)]
 
 
+def told(tmp_path, name, rank):
+    """`steps`, of which one is once where a process in a lost one's place is told of its end once more."""
+    made = steps(tmp_path, name, rank)
+    return [place for before, place in zip([None, *made], made, strict=False) if place != before]
+
+
 def nodes(tmp_path, name):
     """Where the chief has been."""
     return {line.split()[0] for line in noted(tmp_path, name, 0)}

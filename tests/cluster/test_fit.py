@@ -14,7 +14,7 @@ import pytest
 import raytf
 from raytf.errors import ConfigError, TrainingError
 from raytf.fitting import warm
-from tests.cluster.test_ended import driver_of, finished, steps, until, weights
+from tests.cluster.test_ended import driver_of, finished, steps, told, until, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS, BATCH = 37, 10
@@ -282,7 +282,7 @@ def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
         assert f"raytf: worker {rank} was lost and is replaced in place" in said
     assert "raytf: the workers are connected again" in said
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
-    assert steps(tmp_path, "run", 0) == steps(tmp_path, "run", 1) == everything
+    assert told(tmp_path, "run", 0) == told(tmp_path, "run", 1) == everything
     for mine, its in zip(*(weights(tmp_path, name) for name in ("run", "quiet")), strict=True):
         np.testing.assert_array_equal(mine, its)
     assert not list(tmp_path.glob("*/fit"))

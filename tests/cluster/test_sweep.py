@@ -19,7 +19,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 import raytf
 from tests import warm
 from tests.cluster import models
-from tests.cluster.test_ended import driver_of, finished, steps, until
+from tests.cluster.test_ended import driver_of, finished, steps, told, until
 from tests.cluster.test_ended import weights as noted_weights
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -390,13 +390,8 @@ def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
     assert re.search(r"worker 0 was lost and is replaced in place, after .*the others kept their processes", said), said
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
 
-    def told(trial, rank):
-        """A process in a lost one's place is told once more of the end of the step before."""
-        made = steps(tmp_path, trial, rank)
-        return [place for i, place in enumerate(made) if made[max(0, i - 1)] != place or i == 0]
-
-    assert told("run_0.2", 0) == told("run_0.2", 1) == everything
-    killed = told("run_0.1", 1)
+    assert told(tmp_path, "run_0.2", 0) == told(tmp_path, "run_0.2", 1) == everything
+    killed = told(tmp_path, "run_0.1", 1)
     assert killed == everything[:28] + everything[24:], killed
     for trial in ("0.1", "0.2"):
         for mine, its in zip(*(noted_weights(tmp_path, f"{name}_{trial}") for name in ("run", "quiet")), strict=True):
