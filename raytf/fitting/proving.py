@@ -118,7 +118,9 @@ def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
         parts: (its batch, its structure, what `verify.few_rows` gave) of "train", and of "validation" if there is one.
     """
     batch, structure, (rows, first) = parts["train"]
-    validation = parts["validation"][2][0] if "validation" in parts else None
+    its_batch, its_structure, validation = None, structure, None
+    if "validation" in parts:
+        its_batch, its_structure, (validation, _) = parts["validation"]
 
     def build() -> Any:
         from raytf.fitting import transport
@@ -140,6 +142,8 @@ def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
             validation=validation,
             global_batch=first,
             structure=lambda dataset: fit_worker.structured(dataset, structure),
+            validation_batch=its_batch,
+            validation_structure=lambda dataset: fit_worker.structured(dataset, its_structure),
         )
 
     proof = verify.outcome(verify.begin(trial), verify.ERROR_SECONDS)

@@ -452,7 +452,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     found, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
     tried = trainer.try_model(processes, found, {**config, **options.sample}, own=_OWN_KEYS)
-    if tried.logs is not None:
+    if tried.logs is not None and not options.identity:  # one that is resumed may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in found, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
     heals = trainer.tensorflow_config.heal and failures != 0

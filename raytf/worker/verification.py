@@ -54,6 +54,7 @@ class Trial:
         validation: of another dataset, or None.
         global_batch: rows of a step.
         structure: structure(dataset) -> the dataset as the model takes it, or None where a feed gives that.
+        validation_batch, validation_structure: of the validation; None where they are those of the training rows.
         most_bytes: of a model's variables; a larger model is not tried.
     """
 
@@ -63,6 +64,8 @@ class Trial:
     validation: StoredDataset | None
     global_batch: int
     structure: Callable | None = None
+    validation_batch: BatchSpec | None = None
+    validation_structure: Callable | None = None
     most_bytes: int = 64 << 20
 
     def dataset(self, shard: Shard, validation: bool = False) -> tf.data.Dataset | None:
@@ -70,9 +73,12 @@ class Trial:
         rows = self.validation if validation else self.rows
         if rows is None:
             return None
-        batch = dataclasses.replace(self.batch, map=None) if validation else self.batch
+        batch, structure = self.batch, self.structure
+        if validation:
+            batch = self.validation_batch or dataclasses.replace(batch, map=None)
+            structure = self.validation_structure or structure
         feed = Feed(rows, batch, Sampling(global_batch=self.global_batch, shuffle="none"), shard)
-        return feed.dataset() if self.structure is None else self.structure(feed.dataset())
+        return feed.dataset() if structure is None else structure(feed.dataset())
 
 
 def as_worker(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import ray
 
@@ -121,7 +122,7 @@ def test_the_commands_of_a_run_that_is_there(folder, warm_starts):
     )
     found = json.loads(values.splitlines()[-1])
     rows = pd.read_parquet(folder / "data")
-    error = [value[0] - y for value, y in zip(predicted["predictions"], rows["y"], strict=True)]
+    error = [np.ravel(value).item() - y for value, y in zip(predicted["predictions"], rows["y"], strict=True)]
     assert found["loss"] == pytest.approx(sum(e * e for e in error) / 40, rel=1e-4)
 
 
