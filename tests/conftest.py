@@ -35,8 +35,8 @@ import pytest
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A machine that is shared takes its time: no test asserts an absolute one.
-hypothesis.settings.register_profile("raytf", deadline=None)
+# A machine that is shared takes its time: no test asserts an absolute one. And a gate gives the same answer every time.
+hypothesis.settings.register_profile("raytf", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("raytf")
 # What Ray, TensorFlow and pytest set in this process by design.
 _FREE_VARIABLES = (
