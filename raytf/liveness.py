@@ -170,3 +170,12 @@ def is_own_peer(connection: socket.socket) -> bool:
     noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(noted)
     return user in (os.getuid(), 0)
+
+
+def memory_bytes() -> int | None:
+    """Returns the memory that this process holds, resident; None where the kernel does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return None

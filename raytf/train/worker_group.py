@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import activity
+from raytf import activity, liveness
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_names, ray_core
@@ -207,8 +207,10 @@ class WorkerGroup:
         limit = self._config.renew_worker_mb
         if limit is None:
             return None
-        resident = self._all("resident", seconds=_ANSWER_SECONDS, what="its memory")
+        resident = self._all("execute", liveness.memory_bytes, seconds=_ANSWER_SECONDS, what="its memory")
         for rank, now in enumerate(resident):
+            if now is None:
+                continue
             grown = (now - self._settled.setdefault(rank, now)) / 1e6
             if grown > limit:
                 return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"
@@ -553,11 +555,6 @@ class GroupWorker(Process):
     def reserve(self, allowed: tuple[int, int], count: int) -> tuple[str, bool, Place]:
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
         return *backend.reserve(allowed, count), guard.here()
-
-    def resident(self) -> int:
-        """Returns the bytes of this process that are in memory."""
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, when the group's actor has ended."""

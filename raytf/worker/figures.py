@@ -15,7 +15,7 @@ import keras
 import pyarrow.fs
 import tensorflow as tf
 
-from raytf import activity
+from raytf import activity, liveness
 from raytf.errors import first_line
 
 # In a run's folder, with a file of JSON lines for each rank.
@@ -76,7 +76,7 @@ class FiguresCallback(keras.callbacks.Callback):
         figures = self._worker | {"epoch": epoch + 1, "step": self._position.step, "time": time.time()}
         figures |= of_epoch(self._began, self._trained or now, self._batch)
         figures["checkpoint_seconds"] = now["checkpoint"] - self._last["checkpoint"]
-        figures |= {"learning_rate": _rate(self.model), "memory_bytes": memory_bytes()}
+        figures |= {"learning_rate": _rate(self.model), "memory_bytes": liveness.memory_bytes()}
         self._last = now
         for write in self._write:
             write(figures)
@@ -200,15 +200,6 @@ class _Events:
             warnings.warn(
                 f"Figures for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=2
             )
-
-
-def memory_bytes() -> int | None:
-    """Returns the memory that this process holds, resident; None where the kernel does not tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        return None
 
 
 def _rate(model) -> float | None:
