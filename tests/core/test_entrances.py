@@ -1,4 +1,4 @@
-"""The other ways in: a loop of one's own, a sweep, `raytf.fit`, parameter servers, scripts, commands, streamed rows."""
+"""The other ways in: a loop of one's own, `raytf.fit`, parameter servers, scripts, commands."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import sys
 import numpy as np
 import pytest
 import ray
-from ray import tune
 from ray.train import RunConfig, ScalingConfig
 
 import raytf
 from raytf.fitting import warm
-from tests.cluster import models, test_fit, test_parameter_server, test_sweep, test_tensorflow_trainer
+from tests.cluster import test_fit, test_parameter_server, test_tensorflow_trainer
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -41,17 +40,6 @@ def test_a_loop_of_rays_guide(tmp_path):
     with result.checkpoint.as_directory() as folder:
         model = raytf.load_model(os.path.join(folder, "model.keras"))
     assert abs(float(model.predict(np.ones((1, 1)), verbose=0)[0, 0]) - 4) < 1
-
-
-def test_a_trial_of_a_sweep_equals_the_run_alone(tmp_path):
-    made = test_sweep.trainer(tmp_path, verify=False)
-    grid = test_sweep.sweep(made, {"learning_rate": tune.grid_search([0.05, 0.01])}, max_concurrent_trials=1)
-    assert not grid.errors
-    second = test_sweep.by(grid, "learning_rate")[0.01]
-    alone = test_sweep.trainer(tmp_path / "alone", config={"learning_rate": 0.01}, verify=False).fit()
-    for trial, run in zip(test_sweep.weights(second), test_sweep.weights(alone), strict=True):
-        np.testing.assert_allclose(trial, run, rtol=0, atol=1e-9)
-    assert second.metrics["val_loss"] == pytest.approx(alone.metrics["val_loss"], abs=1e-9)
 
 
 def test_fit_evaluate_and_predict_equal_keras(tmp_path):
@@ -120,29 +108,6 @@ def test_the_example_job_trains_and_its_model_is_loaded(tmp_path):
     command(ROOT / "jobs" / "digits.py", "--smoke", "--storage", tmp_path, cwd=tmp_path)
     (run,) = (path for path in tmp_path.iterdir() if (path / "tensorboard").exists())
     assert raytf.load_model(str(run)).input_shape == (None, 8, 8, 1)
-
-
-def test_rows_of_a_stream_are_those_of_the_table_for_any_number_of_workers(tmp_path):
-    models_rows = models.dataset()
-    models_rows.write_parquet(str(tmp_path / "rows"))
-    found = []
-    for materialize, workers in ((True, 1), (False, 2)):
-        result = raytf.KerasTrainer(
-            models.mlp,
-            config={"batch_size": 25, "epochs": 2},
-            datasets={"train": ray.data.read_parquet(str(tmp_path / "rows"))},
-            features=models.FEATURES,
-            labels="label",
-            shuffle="window",
-            materialize=materialize,
-            scaling_config=ScalingConfig(num_workers=workers),
-            run_config=RunConfig(storage_path=str(tmp_path), name=f"workers_{workers}"),
-            progress=False,
-            verify=False,
-        ).fit()
-        found.append(test_sweep.weights(result))
-    for one, two in zip(*found, strict=True):
-        np.testing.assert_allclose(two, one, rtol=0, atol=1e-9)
 
 
 def test_what_cannot_train_is_refused_before_a_run_begins(tmp_path):

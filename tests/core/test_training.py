@@ -11,6 +11,7 @@ import time
 
 import pytest
 import ray
+from ray import tune
 
 import raytf
 from raytf.testing import FaultPlan, Kill
@@ -24,14 +25,27 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def undisturbed(ray_cluster, tmp_path_factory):
-    """Two workers to which nothing happens."""
-    return trainer(tmp_path_factory.mktemp("undisturbed")).fit()
+    """Two workers to which nothing happens; rows of a table."""
+    return trainer(tmp_path_factory.mktemp("undisturbed"), shuffle="window").fit()
 
 
-def test_two_workers_equal_one(undisturbed, tmp_path):
-    one = trainer(tmp_path, 1).fit()
+def test_one_worker_that_reads_a_stream_equals_two_with_a_table(undisturbed, tmp_path):
+    datasets = {"train": models.dataset(), "validation": models.dataset(41, 1)}
+    for name, rows in datasets.items():
+        rows.write_parquet(str(tmp_path / name))
+        datasets[name] = ray.data.read_parquet(str(tmp_path / name))
+    one = trainer(tmp_path, 1, datasets=datasets, shuffle="window", materialize=False).fit()
     assert_equal(undisturbed, one)
     assert list(one.metrics_dataframe["epoch"]) == [1, 2, 3]
+
+
+def test_a_trial_of_a_sweep_equals_the_run_alone(undisturbed, tmp_path):
+    space = {"learning_rate": tune.grid_search([0.05, 0.01])}
+    made = trainer(tmp_path, name=None, shuffle="window")
+    grid = raytf.sweep(made, space, metric="val_loss", max_concurrent_trials=1, progress=False)
+    assert not grid.errors
+    (second,) = (result for result in grid if result.config["learning_rate"] == 0.01)
+    assert_equal(second, undisturbed)
 
 
 def test_restart_after_a_killed_worker_changes_nothing(undisturbed, tmp_path):
@@ -40,7 +54,7 @@ def test_restart_after_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     def callbacks(config):
         return [plan.callback(tmp_path / "faults", workers=2)]
 
-    result = trainer(tmp_path, callbacks=callbacks, failures=1).fit()
+    result = trainer(tmp_path, shuffle="window", callbacks=callbacks, failures=1).fit()
     assert plan.happened(tmp_path / "faults") == list(plan.faults)
     assert_equal(result, undisturbed, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
@@ -52,7 +66,7 @@ def test_recovery_of_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     def callbacks(config):
         return [plan.callback(tmp_path / "faults", workers=2)]
 
-    result = trainer(tmp_path, callbacks=callbacks, failures=3, tensorflow={"heal": True}).fit()
+    result = trainer(tmp_path, shuffle="window", callbacks=callbacks, failures=3, tensorflow={"heal": True}).fit()
     assert plan.happened(tmp_path / "faults") == list(plan.faults)
     assert_equal(result, undisturbed, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
@@ -91,7 +105,7 @@ from tests.core.test_training import held
 
 folder = pathlib.Path(sys.argv[1])
 ray.init(log_to_driver=False)
-trainer(folder, callbacks=held(folder)).fit()
+trainer(folder, shuffle="window", callbacks=held(folder)).fit()
 """
 
 
@@ -104,7 +118,7 @@ def test_sigterm_ends_after_a_step_and_the_same_run_resumes(undisturbed, tmp_pat
         started.send_signal(signal.SIGTERM)
         assert started.wait(300) == 143
     (tmp_path / "stopped").touch()
-    resumed = trainer(tmp_path, callbacks=held(tmp_path)).fit()
+    resumed = trainer(tmp_path, shuffle="window", callbacks=held(tmp_path)).fit()
     assert_equal(resumed, undisturbed, 0)
     assert int(raytf.load_model(resumed).optimizer.iterations) == STEPS
 
@@ -117,24 +131,9 @@ def until(reached, seconds=300.0):
         time.sleep(0.02)
 
 
-def test_the_error_of_a_worker_names_its_rank(tmp_path):
-    def callbacks(config):
-        import keras
-
-        def fail(batch, logs):
-            if models.rank() == 1 and batch == 2:
-                raise KeyError("broken on purpose")
-
-        return [keras.callbacks.LambdaCallback(on_train_batch_begin=fail)]
-
-    with pytest.raises(raytf.TrainingError, match="KeyError: 'broken on purpose'") as caught:
-        trainer(tmp_path, callbacks=callbacks).fit()
-    assert caught.value.rank == 1
-
-
 def test_a_finished_run_is_not_trained_again_and_another_one_is_refused(undisturbed):
     folder = os.path.dirname(undisturbed.path)
-    again = trainer(folder).fit()
+    again = trainer(folder, shuffle="window").fit()
     assert again.metrics == undisturbed.metrics and again.path == undisturbed.path
     with pytest.raises(raytf.ConfigError, match=r"learning_rate"):
-        trainer(folder, config={"learning_rate": 0.5, "epochs": 9}).fit()
+        trainer(folder, shuffle="window", config={"learning_rate": 0.5, "epochs": 9}).fit()
