@@ -20,12 +20,14 @@ import random
 import signal
 import socket
 import sys
+import time
 import traceback
 
 # So many groups run at a time.
 AT_ONCE = 2
 # Above the ports of raytf's own workers, below those that Linux hands out by itself.
 _PORTS = range(32_000, 32_700)
+_claims: list[socket.socket] = []
 
 
 # Where the scenarios of a group are, unless it says so.
@@ -77,12 +79,19 @@ class _Running:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different free ports of this machine."""
+    """Different free ports of this machine, which no other process that asks here is given while this one lives."""
     found = []
     for port in random.sample(_PORTS, len(_PORTS)):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0raytf-tests/{port}")
+        except OSError:
+            claim.close()
+            continue
         with socket.socket() as s:
             if s.connect_ex(("127.0.0.1", port)) != 0:
                 found.append(port)
+        _claims.append(claim)
         if len(found) == count:
             return found
     raise AssertionError(f"fewer than {count} ports of {_PORTS} are free")
@@ -144,6 +153,7 @@ def _run(group: dict, place) -> None:
     scenarios = importlib.import_module(group["module"]).SCENARIOS
     for name in group["scenarios"]:
         path = os.path.join(place.folder, f"{name}.{place.rank}.pkl")
+        began = time.process_time()
         try:
             result = scenarios[name](place)
         except Exception:
@@ -152,7 +162,7 @@ def _run(group: dict, place) -> None:
         with open(path + ".tmp", "wb") as file:
             pickle.dump(result, file)
         os.replace(path + ".tmp", path)
-        print(f"[{place.rank}] {name} done", flush=True)
+        print(f"[{place.rank}] {name} done, {time.process_time() - began:.1f} s of a processor", flush=True)
 
 
 if __name__ == "__main__":
