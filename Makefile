@@ -19,8 +19,8 @@ test: test-fast
 
 # Its first half, for the work in between: single parts, and two processes against one.
 test-fast: venv
-	$(PYTEST) -m gate tests/unit -p no:rerunfailures --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	$(PYTEST) -m gate tests/processes/test_parity.py -p no:rerunfailures
+	$(PYTEST) -m gate tests/unit tests/processes/test_parity.py -p no:rerunfailures \
+		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # All that is not in the gate, each part to its end. What fails is run once more, and shown and named (RERUN).
 test-all: venv

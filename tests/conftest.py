@@ -71,7 +71,7 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_finish(session):
-    """Starts what runs behind all else, unless other processes of pytest run the tests, or this is one of these."""
+    """Starts what runs beside the other tests, but in one of several processes of pytest: their first one does."""
     config = session.config
     gc.freeze()  # what was imported stays: nothing is to look through it again and again for what may go
     if not (hasattr(config, "workerinput") or config.option.collectonly):
@@ -123,13 +123,12 @@ def _start_behind(config, ids) -> None:
         return
     from tests.processes import groups, resume_groups
 
-    alone = collected <= set(_BEHIND)
     kinds = dict(zip(_BEHIND, (groups.parity_stages, resume_groups.stages), strict=True))
-    _behind(config).start({name: kinds[name] for name in wanted}, ids, idle=not alone)
+    _behind(config).start({name: kinds[name] for name in wanted}, ids)
 
 
 def pytest_sessionfinish(session):
-    """Ends what runs behind all else."""
+    """Ends what runs beside the tests."""
     if (behind := session.config.stash.get(_BEHIND_KEY, None)) is not None:
         behind.end()
 

@@ -99,8 +99,18 @@ def test_a_script_trains_the_same_weights_on_two_workers(tmp_path):
     assert (tmp_path / "best.keras").exists()
 
 
-def test_the_exit_code_of_a_script_is_that_of_the_worker_that_failed():
-    printed = command("-m", "raytf.cli", "run", "--num-workers", 2, "one_fails.py", cwd=SCRIPTS, code=1)
+ONE_FAILS = """
+import json, os, signal
+
+if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+    raise ValueError("batch is too large on this worker")
+signal.pause()
+"""
+
+
+def test_the_exit_code_of_a_script_is_that_of_the_worker_that_failed(tmp_path):
+    (tmp_path / "script.py").write_text(ONE_FAILS)
+    printed = command("-m", "raytf.cli", "run", "--num-workers", 2, "script.py", cwd=tmp_path, code=1)
     assert "worker 1 failed first" in printed and "batch is too large on this worker" in printed
 
 

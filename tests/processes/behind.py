@@ -1,4 +1,4 @@
-"""What runs behind all other tests, on the processor time that they leave, and what it finds."""
+"""What runs beside the other tests, in processes of its own, and what it finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 4000.0
 
 
 class Behind:
-    """Groups of processes (`worker.py`) that run behind all else on the machine; `Results` has what they find.
+    """Groups of processes (`worker.py`) that run beside the tests; `Results` has what they find.
 
     Attributes:
         folder: of the results.
@@ -36,14 +36,13 @@ class Behind:
     def started(self) -> bool:
         return self._process is not None
 
-    def start(self, kinds, ids, idle=True) -> None:
+    def start(self, kinds, ids) -> None:
         """Starts the groups of several kinds.
 
         Args:
             kinds: {name: function}, of which each gives stages for a folder and tests: lists of groups; one begins when
                 all of the one before have ended.
             ids: of the tests that wait for them.
-            idle: whether they run on what other tests leave of the processors.
         """
         results = Results(self.folder)
         stages = []
@@ -56,9 +55,6 @@ class Behind:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=ROOT
             )
-        # Ray lowers the priority of its workers, so that a nice value would hardly be behind them
-        if idle:
-            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         results.pid.write_text(str(self._process.pid))
 
     def end(self) -> None:
