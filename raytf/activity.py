@@ -39,7 +39,7 @@ _MOST, _FOLLOWS = 1.5, 1.03
 # Of the time of earlier steps in what a step takes usually; the first ones compile.
 _OLD, _FIRST = 0.9, 3
 # What is asked for only when it lasts.
-_LASTS_SECONDS = 2.0
+_LASTS = 2.0
 # Frames of a stack that are shown, the innermost ones.
 _FRAMES = 25
 # What names of TensorFlow's threads, which wait for nothing but work, begin with.
@@ -180,7 +180,7 @@ class Activity:
         now = time.monotonic()
         (phase, since), met = self._now, self._meeting
         seconds, waiting = now - since, None
-        if phase in (STEP, VALIDATION) and met is None and self.pending_input is not None and seconds > _LASTS_SECONDS:
+        if phase in (STEP, VALIDATION) and met is None and self.pending_input is not None and seconds > _LASTS:
             waiting = self.pending_input()
         if waiting is not None:
             phase, seconds = INPUT, min(seconds, waiting)
@@ -188,14 +188,14 @@ class Activity:
         return {
             "phase": phase,
             "seconds": seconds,
-            "hook": self._hook() if phase == CALLBACKS and seconds > _LASTS_SECONDS else None,
+            "hook": self._hook() if phase == CALLBACKS and seconds > _LASTS else None,
             "meeting": None if met is None else (met[0], met[1], now - met[2]),
             "numbers": dict(self._numbers),
             "step": self.step,
             "usual": self._usual,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),
-            "queued": self._queued(phase) if seconds > _LASTS_SECONDS and met is None else None,
+            "queued": self._queued(phase) if seconds > _LASTS and met is None else None,
             "switches": self._switches(),
             "failing": self.failing_storage() if phase == CHECKPOINT and self.failing_storage is not None else "",
             "clock": now,

@@ -38,7 +38,7 @@ class Silent:
         self._told.set()
 
 
-def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monkeypatch):
+def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monkeypatch, set_timeouts):
     silent, told = Silent.remote(), activity.told()
     asked: list[int] = []
 
@@ -47,8 +47,8 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
         return silent.answer.remote()
 
     monkeypatch.setattr(watchdog, "on", on)
-    monkeypatch.setattr(hang_watch, "_STACK_SECONDS", 3600.0)
-    monkeypatch.setattr(hang_watch, "_SILENT_SECONDS", 0.1)
+    set_timeouts(stack=3600.0)
+    monkeypatch.setattr(hang_watch, "_SILENT_INTERVAL", 0.1)
     places = {rank: Place("far", "far", rank, None) for rank in range(WORKERS)}
     first = [ray.put(told) for _ in places]  # each answers once, and then no more
     watch = HangWatch(

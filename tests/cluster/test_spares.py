@@ -45,7 +45,7 @@ def pid(actor):
 
 @pytest.fixture(autouse=True)
 def looks_each_time(monkeypatch):
-    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(spares, "_LOOK_INTERVAL", 0.0)
 
 
 def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_handed_out(capsys):

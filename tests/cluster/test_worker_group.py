@@ -55,7 +55,7 @@ class Leader:
     """Stands for a trial's actor."""
 
     def __init__(self):
-        guard._PATIENCE_SECONDS, liveness.STOPPED_SECONDS, liveness.LOOK_SECONDS = 0.5, 2.0, 0.5
+        guard._PATIENCE_INTERVAL, liveness.STOPPED_INTERVAL, liveness.LOOK_INTERVAL = 0.5, 2.0, 0.5
 
     def open(self, tensorflow_config) -> str:
         try:
@@ -130,10 +130,10 @@ class Sleeper:
         return guard.here()
 
 
-def test_hosts_are_looked_at_by_an_actor_there(monkeypatch):
+def test_hosts_are_looked_at_by_an_actor_there(monkeypatch, set_timeouts):
     """As if this node were another one: a stopped process is seen, and a watcher that does not answer is none."""
-    monkeypatch.setattr(guard, "_PATIENCE_SECONDS", 0.0)
-    for name in ("STOPPED_SECONDS", "LOOK_SECONDS"):
+    monkeypatch.setattr(guard, "_PATIENCE_INTERVAL", 0.0)
+    for name in ("STOPPED_INTERVAL", "LOOK_INTERVAL"):
         monkeypatch.setattr(liveness, name, 0.3)
     actor = ray.remote(Sleeper).options(num_cpus=0).remote()
     place = ray.get(actor.place.remote())
@@ -159,7 +159,7 @@ def test_hosts_are_looked_at_by_an_actor_there(monkeypatch):
     until(lambda: not looks.standing() and looks._watches["worker 3"]._last)
     watcher = ray.get(host._actor.__ray_call__.remote(lambda self: os.getpid()))
     os.kill(watcher, signal.SIGSTOP)
-    monkeypatch.setattr(guard, "_SILENT_SECONDS", 1.0)
+    set_timeouts(host_silent=1.0)
     with pytest.raises(FrozenError, match=f"^the host {place.host} has given no answer for 1 s"):
         until(lambda: False)
     ray.kill(actor)

@@ -113,9 +113,9 @@ def test_python_ends_behind_all_of_them():
     assert (done.returncode, done.stdout) == (0, "freed before Python ends: True\n"), done.stderr[-3000:]
 
 
-def test_an_end_that_takes_long_is_told_and_has_a_limit(monkeypatch, capsys):
-    monkeypatch.setattr(iterator_ends, "_QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(iterator_ends, "_MOST_SECONDS", 0.1)
+def test_an_end_that_takes_long_is_told_and_has_a_limit(monkeypatch, capsys, set_timeouts):
+    monkeypatch.setattr(iterator_ends, "_QUIET_INTERVAL", 0.0)
+    set_timeouts(iterator_end=0.1)
     waits, ended = threading.Event(), threading.Event()
 
     class Held:
