@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ray
@@ -74,9 +74,11 @@ class Guard:
 
     Args:
         places: of the processes, by name.
+        clock: gives seconds; for tests.
     """
 
-    def __init__(self, places: Mapping[str, Place]):
+    def __init__(self, places: Mapping[str, Place], clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
         self._places = {name: place for name, place in places.items() if place.started is not None}
         self._mine = ray.get_runtime_context().get_node_id()
         self._hosts = {place.node: _Host(place) for place in self._places.values() if place.node != self._mine}
@@ -84,12 +86,12 @@ class Guard:
 
     def begin(self) -> None:
         """Another wait begins."""
-        self._watches = {name: Watch(liveness.STOPPED_INTERVAL) for name in self._places}
-        self._waited, self._last, self._due = 0.0, time.monotonic(), 0.0
+        self._watches = {name: Watch(liveness.STOPPED_INTERVAL, self._clock) for name in self._places}
+        self._waited, self._last, self._due = 0.0, self._clock(), 0.0
 
     def look(self) -> None:
         """Raises FrozenError for a process that has been stopped for too long, or whose host gives no answer."""
-        now = time.monotonic()
+        now = self._clock()
         passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
         self._waited += passed
         if self._waited < _PATIENCE_INTERVAL:

@@ -53,6 +53,7 @@ class HangWatch:
         say: say(text) tells the driver.
         names: of the workers, by rank; "worker 0" and so on without.
         through_others: each question goes through another process, whose own silence says nothing of a worker.
+        clock: gives seconds; for tests.
 
     Attributes:
         ended: for each worker that the run is to end by, what is to be said of it.
@@ -67,7 +68,9 @@ class HangWatch:
         say: Callable[[str], None] | None = None,
         names: Mapping[int, str] | None = None,
         through_others: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        self._clock = clock
         self._execute, self._places, self._say = execute, dict(places), say or output.say
         lead = min(_LEAD_INTERVAL, limit / 4)
         self._limit = limit - lead
@@ -81,7 +84,7 @@ class HangWatch:
         self._silent: dict[int, float] = {}
         self._ticks: dict[int, tuple[float, int]] = {}  # of silent ones, when silence and processor time were noted
         self._turns = Turns(_AT_ONCE)
-        self._last = time.monotonic()
+        self._last = clock()
         self._said: Hang | None = None
         self._stragglers = Stragglers()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -98,7 +101,7 @@ class HangWatch:
     def over(self, rank: int) -> None:
         """Says that a worker's process has ended well."""
         with self._lock:
-            self._over.setdefault(rank, time.monotonic())
+            self._over.setdefault(rank, self._clock())
 
     def last_words(self, rank: int) -> tuple[str, str]:
         """(who waits for a worker, as a clause; its stack), for one that another one is about to end."""
@@ -150,12 +153,12 @@ class HangWatch:
             self._say(f"{self._names[slow.rank]} on {self._places[slow.rank].host} is {slow}")
 
     def _ended_well(self, rank: int) -> Mapping[str, Any]:
-        seconds, last = time.monotonic() - self._over[rank], self._told[rank]
+        seconds, last = self._clock() - self._over[rank], self._told[rank]
         clock = last["clock"] + seconds
         return {**last, "phase": activity.END, "meeting": None, "seconds": seconds, "clock": clock}
 
     def _ask(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
         done = set(
             ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[0] if self._asked else ()

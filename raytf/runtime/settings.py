@@ -184,7 +184,7 @@ class WorkerSetup:
     warned: Any = field(default=None, repr=False)
     board: Any = field(default=None, repr=False)
     log_level: str = field(default="WARNING", repr=False)
-    timeouts: Timeouts = field(default_factory=timeouts.get, repr=False)
+    timeouts: Timeouts = field(default_factory=timeouts.get)
 
 
 def check_ports(ports: tuple[int, int]) -> None:

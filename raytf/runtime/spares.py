@@ -31,10 +31,13 @@ class Spares:
         each: on each node, at least 1.
         start: start(node) gives the actor of a process that starts there; it does what its `execute` is told.
         preload: is called in each as it starts; gives what it could not do ahead, as a line, or None.
+        clock: gives seconds; for tests.
     """
 
-    def __init__(self, each: int, start: Callable, preload: Callable[[], None]):
-        self._each, self._start, self._preload = each, start, preload
+    def __init__(
+        self, each: int, start: Callable, preload: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ):
+        self._each, self._start, self._preload, self._clock = each, start, preload, clock
         self._there: list[_Spare] = []
         self._failures: dict[str, int] = {}
         self._said = False
@@ -45,7 +48,7 @@ class Spares:
 
         Call it now and then: one that has died is seen, and followed by another.
         """
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             if now >= self._look_at:
                 self._look_at = now + _LOOK_INTERVAL

@@ -32,14 +32,20 @@ class Watchdog:
     Args:
         seconds: of a stop that is one too long.
         last_words: last_words(key) gives more to say, and something to keep, of a process that is about to be ended.
+        clock: gives seconds; for tests.
 
     Attributes:
         kept: what `last_words` gave to keep, by key.
         ended: for each process that it ended, by the key that it was given, why: a sentence without a full stop.
     """
 
-    def __init__(self, seconds: float = STOPPED_INTERVAL, last_words: Callable[[Any], tuple[str, Any]] | None = None):
-        self._seconds, self._last_words = seconds, last_words
+    def __init__(
+        self,
+        seconds: float = STOPPED_INTERVAL,
+        last_words: Callable[[Any], tuple[str, Any]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._seconds, self._last_words, self._clock = seconds, last_words, clock
         self.kept: dict = {}
         self.ended: dict = {}
         self._node = ray.get_runtime_context().get_node_id()
@@ -62,14 +68,14 @@ class Watchdog:
         """Watches a process, in place of one that had its key before."""
         with self._lock:
             if self._places.get(key) != place:
-                self._places[key], self._watches[key] = place, Watch(self._seconds)
+                self._places[key], self._watches[key] = place, Watch(self._seconds, self._clock)
                 self._started.pop(key, None)
 
     def heard(self, key) -> None:
         """Says that a process has just answered: it need not be looked at for a while."""
         with self._lock:
-            self._heard[key] = time.monotonic()
-            self._watches[key] = Watch(self._seconds)
+            self._heard[key] = self._clock()
+            self._watches[key] = Watch(self._seconds, self._clock)
 
     def forget(self, key) -> None:
         """No longer watches a process."""
@@ -98,7 +104,7 @@ class Watchdog:
                 self._look_far(node, keys)
 
     def _due(self) -> dict[str, list]:
-        now, due = time.monotonic(), {}
+        now, due = self._clock(), {}
         with self._lock:
             for key, place in self._places.items():
                 if key not in self.ended and now - self._heard.get(key, -_HEARD_INTERVAL) >= _HEARD_INTERVAL:
@@ -112,10 +118,10 @@ class Watchdog:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._judge(keys, ray.get(ref))
             ref = None
-        if ref is None and time.monotonic() - asked >= _FAR_INTERVAL:
+        if ref is None and self._clock() - asked >= _FAR_INTERVAL:
             with self._lock:
                 pids = [self._places[key].pid for key in keys if key in self._places]
-            self._asked[node] = on(node, looks, pids), time.monotonic()
+            self._asked[node] = on(node, looks, pids), self._clock()
         elif ref is None:
             self._asked[node] = None, asked
 

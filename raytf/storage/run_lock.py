@@ -38,14 +38,20 @@ class RunLock:
         filesystem: where the folder is.
         folder: its path there; made if it does not exist, and removed again if nothing else came into it.
         on_lost: called from another thread when another driver has taken the lock over: nothing more may be written.
+        clock: gives seconds; for tests.
 
     Attributes:
         lost: a clause that says who has taken the lock over, or None.
     """
 
     def __init__(
-        self, filesystem: pyarrow.fs.FileSystem, folder: str, on_lost: Callable[[], None] | None = None
+        self,
+        filesystem: pyarrow.fs.FileSystem,
+        folder: str,
+        on_lost: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.lost: str | None = None
         self.on_lost = on_lost
         self._filesystem, self._folder = filesystem, folder
@@ -165,19 +171,19 @@ class RunLock:
         age = self._file.age()
         if age is not None:
             return age
-        print(f"{self._folder}: waits {timeouts.get().lock_silent:g} s to see whether {_shown(owner)} is alive")
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) <= timeouts.get().lock_silent:
-            time.sleep(min(1.0, timeouts.get().lock_silent / 10))
+        seconds = timeouts.get().lock_silent
+        print(f"{self._folder}: waits {seconds:g} s to see whether {_shown(owner)} is alive")
+        began = self._clock()
+        while (waited := self._clock() - began) <= seconds:
+            time.sleep(min(1.0, seconds / 10))
             if self._file.read() != seen:
                 return 0.0
         return waited
 
     def _refused(self, owner: dict, age: float | None) -> ConfigError:
         beat = "" if age is None else f", whose last heartbeat is {max(0.0, age):.0f} s old"
-        lapses = (
-            "" if _same_machine(owner) else f" (if it has died, its lock lapses after {timeouts.get().lock_silent:g} s)"
-        )
+        seconds = timeouts.get().lock_silent
+        lapses = "" if _same_machine(owner) else f" (if it has died, its lock lapses after {seconds:g} s)"
         return ConfigError(
             "The folder of a run takes one driver at a time",
             f"{self._folder!r}, held by {_shown(owner)}{beat}",

@@ -4,7 +4,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import tensorflow as tf
@@ -69,10 +68,9 @@ def test_the_end_of_an_iterator_that_waits_holds_up_nobody():
     waits, ended = threading.Event(), threading.Event()
     iterator = iter(whose_end(waits, ended))
     assert next(iterator) == 1
-    began = time.monotonic()
     del iterator
     gc.collect()
-    assert time.monotonic() - began < 10 and not ended.is_set()
+    assert not ended.is_set()
     waits.set()
     assert ended.wait(20)
 

@@ -144,6 +144,23 @@ def test_a_driver_on_another_machine_is_judged_by_its_heartbeat(place, monkeypat
     assert "gave no sign of life" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_owner_whose_store_has_no_times_is_watched_for_as_long_as_it_may_be_silent(tmp_path, alive, set_timeouts):
+    set_timeouts(lock_silent=0.5)
+    lock, now, text = RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path), clock=lambda: now[0]), [0.0], "seen"
+
+    class File:
+        def age(self):
+            return None
+
+        def read(self):
+            now[0] += 0.2
+            return f"{text} {now[0]}" if alive and now[0] > 0.3 else text
+
+    lock._file = File()
+    assert lock._age({}, text) == (0.0 if alive else pytest.approx(0.6))
+
+
 def test_a_driver_that_was_frozen_ends(place):
     """Its lock was taken over meanwhile: it says so, and neither writes to it nor removes it."""
     told = []
