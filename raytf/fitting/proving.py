@@ -91,14 +91,10 @@ class Proving:
             environment = worker_environment(run_config, scaling_config, threads(1) | {"CUDA_VISIBLE_DEVICES": "-1"})
             process = start(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
-                collect(
-                    [process.execute.remote(_import_nicely)],
-                    timeouts.get().imports,
-                    "its imports",
-                    names=["a process"],
-                )
-                call = process.execute.remote(timeouts.under, timeouts.get(), prove, sending, parts)
-                (self._proof,) = collect([call], timeouts.get().verify_error + 60, "its outcome", names=["a process"])
+                importing, its = process.execute.remote(_import_nicely), timeouts.get()
+                collect([importing], its.imports, "its imports", names=["a process"])
+                call = process.execute.remote(timeouts.under, its, prove, sending, parts)
+                (self._proof,) = collect([call], its.verify_error + 60, "its outcome", names=["a process"])
             finally:
                 ray.kill(process)
         except Exception as error:

@@ -94,9 +94,8 @@ class HangWatch:
     def close(self) -> None:
         """Watches nothing any more; what was asked is not waited for."""
         self._closed.set()
-        self._thread.join(
-            timeouts.get().hang_watch_end
-        )  # it may take the stack of a process of this host, of which nothing comes
+        # it may take the stack of a process of this host, of which nothing comes
+        self._thread.join(timeouts.get().hang_watch_end)
 
     def over(self, rank: int) -> None:
         """Says that a worker's process has ended well."""

@@ -48,11 +48,10 @@ def agree(workers: Sequence, why: str) -> bool:
         RayActorError: one has died.
     """
     asked = [worker.execute.remote(ending.ask, why) for worker in workers]
-    begun = max(
-        answers.collect(asked, timeouts.get().stop_answer, "how far a worker is, to end after the same step as others")
-    )
+    seconds = timeouts.get().stop_answer
+    begun = max(answers.collect(asked, seconds, "how far a worker is, to end after the same step as others"))
     told = [worker.execute.remote(ending.end_after, begun) for worker in workers]
-    answers.collect(told, timeouts.get().stop_answer, "that a worker has heard after which step to end")
+    answers.collect(told, seconds, "that a worker has heard after which step to end")
     return begun > 0
 
 

@@ -530,11 +530,8 @@ class _WorkerGroup(WorkerGroup):
             if rank not in lost and worker.actor not in self._within:
                 worker.actor.shutdown.remote()
                 asked[worker.actor.execute.remote(staying.leave, timeouts.get().workers_stay)] = worker
-        done, _ = (
-            ray.wait(list(asked), num_returns=len(asked), timeout=2 * timeouts.get().workers_stay)
-            if asked
-            else ([], [])
-        )
+        seconds = 2 * timeouts.get().workers_stay
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
         kept = [asked[ref] for ref in asked if ref in done and _is_true(ref)]
         self.processes[:0] = [(worker.metadata.node_id, worker.actor) for worker in kept]
         ray_train.take_out(self, [worker.actor for worker in kept])

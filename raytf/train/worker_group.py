@@ -481,9 +481,7 @@ class WorkerGroup:
     def _all(self, method: str, *arguments, **how) -> list:
         return self._each(method, [arguments] * len(self.workers), **how)
 
-    def _each(
-        self, method: str, arguments: list[tuple], *, what: str, seconds: float = timeouts.get().trial_answer
-    ) -> list:
+    def _each(self, method: str, arguments: list[tuple], *, what: str, seconds: float | None = None) -> list:
         calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, arguments, strict=True)]
         return self._answers(calls, timeouts.get().trial_answer if seconds is None else seconds, what)
 

@@ -64,6 +64,17 @@ def test_no_file_has_a_deadline_of_its_own():
         assert not {name for name in names if name.isupper() and name.endswith("_SECONDS")}, path
 
 
+def test_no_deadline_is_looked_up_before_it_is_waited_for():
+    """As a file is imported, or in a default, it would stay what it was then."""
+    for path in pathlib.Path(raytf.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        early = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                early += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+        assert not [node for node in early if "timeouts.get()" in ast.unparse(node)], path
+
+
 def test_every_deadline_is_more_than_none_and_has_a_sentence():
     said = Timeouts.__doc__ or ""
     for name, seconds in vars(Timeouts()).items():
