@@ -39,7 +39,7 @@ _MOST, _FOLLOWS = 1.5, 1.03
 # Of the time of earlier steps in what a step takes usually; the first ones compile.
 _OLD, _FIRST = 0.9, 3
 # What is asked for only when it lasts.
-_LASTS_SECONDS = 2.0
+_LASTS = 2.0
 # Frames of a stack that are shown, the innermost ones.
 _FRAMES = 25
 # What names of TensorFlow's threads, which wait for nothing but work, begin with.
@@ -63,12 +63,13 @@ class Activity:
         failing_storage: gives why the storage has not taken the last checkpoint, or ""; set likewise.
     """
 
-    def __init__(self):
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
         self.reset()
 
     def reset(self) -> None:
         """For another training in this process."""
-        self._now = BEGIN, time.monotonic()
+        self._now = BEGIN, self._clock()
         self._meeting: tuple[str, int, float] | None = None
         self._numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, HEALING: 0}
         self.step, self._executions = 0, 0
@@ -98,7 +99,7 @@ class Activity:
 
     def at(self, phase: str) -> None:
         """Goes on to another part."""
-        now = time.monotonic()
+        now = self._clock()
         before, since = self._now
         self._now = phase, now
         if before in (CALLBACKS, STEP, CHECKPOINT):
@@ -129,18 +130,18 @@ class Activity:
 
     def renew(self) -> None:
         """Goes on after a pause that others have asked for, which counts for nothing."""
-        self._now, self._meeting = (self._now[0], time.monotonic()), None
+        self._now, self._meeting = (self._now[0], self._clock()), None
 
     def enter(self, kind: str) -> None:
         """Is where workers meet, for the next time."""
         number = self._numbers[kind] = self._numbers[kind] + 1
-        self._meeting = kind, number, time.monotonic()
+        self._meeting = kind, number, self._clock()
 
     def leave(self) -> None:
         """All have met."""
         met, self._meeting = self._meeting, None
         if met is not None and met[0] in self._spent:
-            self._spent[met[0]] += time.monotonic() - met[2]
+            self._spent[met[0]] += self._clock() - met[2]
 
     def count(self, numbers: Mapping[str, int]) -> None:
         """Says how often workers have met, by kind, for one that was not there from the beginning."""
@@ -177,10 +178,10 @@ class Activity:
             the thread that trains has given its processor away, None where that is not known. failing: why the storage
             has not taken the checkpoint that it waits for, or "". clock: monotonic seconds.
         """
-        now = time.monotonic()
+        now = self._clock()
         (phase, since), met = self._now, self._meeting
         seconds, waiting = now - since, None
-        if phase in (STEP, VALIDATION) and met is None and self.pending_input is not None and seconds > _LASTS_SECONDS:
+        if phase in (STEP, VALIDATION) and met is None and self.pending_input is not None and seconds > _LASTS:
             waiting = self.pending_input()
         if waiting is not None:
             phase, seconds = INPUT, min(seconds, waiting)
@@ -188,14 +189,14 @@ class Activity:
         return {
             "phase": phase,
             "seconds": seconds,
-            "hook": self._hook() if phase == CALLBACKS and seconds > _LASTS_SECONDS else None,
+            "hook": self._hook() if phase == CALLBACKS and seconds > _LASTS else None,
             "meeting": None if met is None else (met[0], met[1], now - met[2]),
             "numbers": dict(self._numbers),
             "step": self.step,
             "usual": self._usual,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),
-            "queued": self._queued(phase) if seconds > _LASTS_SECONDS and met is None else None,
+            "queued": self._queued(phase) if seconds > _LASTS and met is None else None,
             "switches": self._switches(),
             "failing": self.failing_storage() if phase == CHECKPOINT and self.failing_storage is not None else "",
             "clock": now,

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from raytf import timeouts
+
 # A process that is stopped for so long, by SIGSTOP or a debugger, is given up; one that goes on before is not.
 # TensorFlow's coordination service gives up the others after 22 s, and blames the wrong one: this must come before.
-STOPPED_SECONDS = 10.0
-# A disk or a network file system that does not answer holds a process for so long before it is given up.
-UNINTERRUPTIBLE_SECONDS = 300.0
+STOPPED_INTERVAL = 10.0
 # Between two looks.
-LOOK_SECONDS = 2.0
+LOOK_INTERVAL = 2.0
 
 _WORDS = {
     "T": "stopped by a signal (SIGSTOP?)",
@@ -116,7 +116,7 @@ class Watch:
         stands: how the process stood still at the last look, or None if it did not.
     """
 
-    def __init__(self, seconds: float = STOPPED_SECONDS, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, seconds: float = STOPPED_INTERVAL, clock: Callable[[], float] = time.monotonic):
         self._limit, self._clock = seconds, clock
         self.stands: str | None = None
         self._last: Look | None = None
@@ -135,7 +135,7 @@ class Watch:
         now = self._clock()
         if self._since is None:
             self._since = now
-        limit = UNINTERRUPTIBLE_SECONDS if letter == "D" else self._limit
+        limit = timeouts.get().uninterruptible if letter == "D" else self._limit
         return f"{self.stands}, for {now - self._since:.0f} s" if now - self._since >= limit else None
 
 

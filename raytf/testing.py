@@ -1,4 +1,4 @@
-"""Faults that are planted in a training, by place or from a seed, for tests of models, callbacks and clusters."""
+"""For tests of models, callbacks and clusters: faults that are planted in a training, and longer deadlines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -16,14 +17,37 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from raytf import validation
+from raytf import timeouts, validation
 from raytf.collectives import ring
 from raytf.errors import ConfigError
 from raytf.runtime import packet_filter
 from raytf.storage import planted, stored_json
+
+
+@contextlib.contextmanager
+def scale_timeouts(times: float) -> Iterator[None]:
+    """Has raytf wait longer, or shorter, before it takes another way or fails, until the context ends.
+
+    It is for this process, and for all that runs start meanwhile. What is an argument, as `hang_timeout_s`, stays.
+
+    Args:
+        times: as long as without it, more than 0; on a machine that is busy, 5 or 10.
+
+    Raises:
+        ConfigError: `times` is no such number.
+
+    Example:
+        >>> import raytf.testing
+        >>> with raytf.testing.scale_timeouts(5):
+        ...     pass
+    """
+    if isinstance(times, bool) or not isinstance(times, (int, float)) or not 0 < times < math.inf:
+        raise ConfigError("times of scale_timeouts must be a number more than 0", repr(times), "For example 5")
+    with timeouts.within(timeouts.get().scaled(times)):
+        yield
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

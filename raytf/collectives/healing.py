@@ -33,16 +33,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytf import activity
+from raytf import activity, timeouts
 from raytf.collectives.ring import Listener, Ring
 from raytf.errors import PeerLostError, RaytfError
-from raytf.runtime.deadlines import Pace
+from raytf.timeouts import Pace
 
-# For which a worker waits that the driver says how it goes on, with what follows from `deadlines.Pace`: it starts a
+# For which a worker waits that the driver says how it goes on, with what follows from `timeouts.Pace`: it starts a
 # process meanwhile, which gets a copy of the state, reads it, and makes a first step, or others keep a checkpoint.
-WAIT_SECONDS, _WAIT_COPIES, _WAIT_STEPS = 240.0, 4, 2
-# For all members to join the next ring, when each is known to wait for it.
-_JOIN_SECONDS = 30.0
+_WAIT_COPIES, _WAIT_STEPS = 4, 2
 # More than a socket takes at once would have two neighbours wait for each other.
 MOST_BYTES = 64 << 10
 
@@ -482,7 +480,7 @@ class Healer:
         try:
             with here.meeting(activity.HEALING):
                 try:
-                    seconds = self.pace().deadline(WAIT_SECONDS, _WAIT_COPIES, _WAIT_STEPS)
+                    seconds = self.pace().deadline(timeouts.get().recovery_plan, _WAIT_COPIES, _WAIT_STEPS)
                     told = self._commands.get(timeout=seconds)
                 except queue.Empty:
                     told = f"no word of the driver within {seconds:.0f} s"
@@ -509,7 +507,12 @@ class Healer:
             self._joining = listener
         try:
             return listener.join(
-                old.rank, list(told.addresses), told.token, _JOIN_SECONDS, old.timeout, generation=told.generation
+                old.rank,
+                list(told.addresses),
+                told.token,
+                timeouts.get().ring_join,
+                old.timeout,
+                generation=told.generation,
             )
         except PeerLostError:
             if told.generation <= self._left:

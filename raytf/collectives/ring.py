@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from raytf import activity, liveness
+from raytf import activity, liveness, timeouts
 from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.lookout import Cause, Lookout, said
 from raytf.errors import PeerLostError, RaytfError
@@ -60,8 +60,6 @@ _ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE = range(5)
 _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of parts with their weights")
 # Seconds without an answer from the other host's kernel after which it counts as gone.
 HOST_GONE = 35
-# That what a lost member sent before may still take to arrive, and the first cause after a connection broke.
-_GRACE_SECONDS = 0.5
 # Of a step, a checkpoint behind it, the begin of an epoch, and callbacks behind them, see `healing.tag_of`.
 _MOST_HELD = 4
 TOKEN_BYTES = 32
@@ -461,7 +459,7 @@ class Ring:
 
     def _lost(self, error: _LostError) -> PeerLostError:
         """Leaves the ring, as a member is lost."""
-        heard = self._lookout.cause(_GRACE_SECONDS)  # a neighbour may have hung up for another's sake
+        heard = self._lookout.cause(timeouts.get().ring_cause)  # a neighbour may have hung up for another's sake
         why = heard.why if heard is not None else f"is lost: {said(error.error)}"
         lost = heard.lost if heard is not None else error.lost
         cause = self._lookout.tell(Cause(lost, self.rank, why))  # it counts now also if that one just left
@@ -731,7 +729,7 @@ class Ring:
         if not ready:
             raise TimeoutError(f"a neighbour sent nothing for {self.timeout} s")
         # what still arrives counts first
-        if ready == [self._lookout.fileno()] and not polling(False).poll(_GRACE_SECONDS * 1000):
+        if ready == [self._lookout.fileno()] and not polling(False).poll(timeouts.get().ring_cause * 1000):
             cause = self._lookout.cause()
             raise _LostError(cause.lost, ConnectionResetError(cause.why))
 
@@ -987,11 +985,9 @@ _MAGIC = b"raytf/ring/3"
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sIII{TOKEN_BYTES}s")
 _PROOF_BYTES = 32
 _WELCOME = b"\1"
-# What has not proved within so many seconds that it belongs here is a stranger.
-_STRANGER_SECONDS = 5.0
 # Connections that may be at it at once; the oldest of more is turned away, and comes again if it was a neighbour.
 _STRANGERS = 64
-_AGAIN_SECONDS = 0.02
+_AGAIN_INTERVAL = 0.02
 # Times that a neighbour of this host which answers at its port may be missed at its local socket.
 _MISSES = 3
 
@@ -1196,7 +1192,7 @@ class _Meeting:
             except BaseException:
                 one.close()
                 raise
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_AGAIN_INTERVAL)
 
     async def _answers(self, host: str, port: int, purpose: int) -> bool:
         """Returns whether the next one listens already, as it answers at its port.
@@ -1244,7 +1240,7 @@ class _Meeting:
         try:
             if _is_local(one) and not liveness.is_own_peer(one):
                 return
-            async with asyncio.timeout(_STRANGER_SECONDS):
+            async with asyncio.timeout(timeouts.get().ring_stranger):
                 hello = await _receive(one, _HELLO.size)
                 magic, rank, purpose, generation, _ = _HELLO.unpack(hello)
                 if magic != _MAGIC or purpose not in self._purposes or rank != self._peer(purpose, -1):

@@ -32,9 +32,9 @@ _ON_PURPOSE = re.compile(
     "worker processes have been started on node"
     r"|class name: 'Evaluator' and ID: '\w+' has constructor arguments in the object store"
 )
-_LOOK_SECONDS = 0.1
+_LOOK_INTERVAL = 0.1
 # Ray looks for new lines several times a second, but for that it needs the CPU.
-_LAST_SECONDS, _LAST_OF_FAILED_SECONDS = 5.0, 1.5
+_LAST_INTERVAL, _LAST_OF_FAILED_INTERVAL = 5.0, 1.5
 
 
 # ------------------------------------------------------------------------------------------ in a run's processes
@@ -108,10 +108,10 @@ class Output:
         """
         if self._stop.is_set():
             return
-        seconds = _LAST_SECONDS if error is None else _LAST_OF_FAILED_SECONDS
+        seconds = _LAST_INTERVAL if error is None else _LAST_OF_FAILED_INTERVAL
         until = time.monotonic() + (0.0 if isinstance(error, KeyboardInterrupt) else seconds)
         while self._open and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_INTERVAL)
         self._stop.set()
         self._thread.join()
         if len(_listeners) > 1:
@@ -134,7 +134,7 @@ class Output:
             self._show_new()
 
     def _follow_lines(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
+        while not self._stop.wait(_LOOK_INTERVAL):
             self._show_new()
 
     def _show_new(self) -> None:

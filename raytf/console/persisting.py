@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from raytf.compat import loggers
 
-_PERSISTS_SECONDS = 30.0
+_PERSISTS_INTERVAL = 30.0
 # Ray waits 5 s for an answer and tries again at the next poll: what comes later than so long is another failure.
-_SERIES_SECONDS = 15.0
+_SERIES_INTERVAL = 15.0
 
 
 def autoscaler_is_asked(clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,10 +34,10 @@ class _Persisting(logging.Filter):
         if not str(record.msg).startswith(self._text):
             return True
         now = self._clock()
-        if now - self._last > _SERIES_SECONDS:
+        if now - self._last > _SERIES_INTERVAL:
             self._since = now
         self._last = now
-        if now - self._since < _PERSISTS_SECONDS:
+        if now - self._since < _PERSISTS_INTERVAL:
             return False
         self._since = now
         return True

@@ -10,7 +10,7 @@ import threading
 import time
 
 # A phase that is shorter has no line where lines stay.
-_WORTH_A_LINE_SECONDS = 1.0
+_WORTH_A_LINE = 1.0
 _FRAMES, _PLAIN_FRAMES, _FRAMES_A_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\", 5
 # The phases before a run's first step, and after its last epoch.
 STARTING_RAY, READING, TRYING, WORKERS = "starting Ray", "reading data", "trying the model", "starting workers"
@@ -95,7 +95,7 @@ class Phases:
         """Writes lines, where there is no terminal."""
         while not self._ended:
             phase, since = self._phase, self._since
-            left = since + _WORTH_A_LINE_SECONDS - time.monotonic()
+            left = since + _WORTH_A_LINE - time.monotonic()
             waits = phase is not None and phase != self._said
             if self._changed.wait(max(0.0, left) if waits else None):
                 self._changed.clear()

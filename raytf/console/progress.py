@@ -124,7 +124,7 @@ class Reader:
 
 
 # Between two looks at a board.
-_LOOKS_SECONDS = 0.2
+_LOOKS_INTERVAL = 0.2
 
 
 class Line:
@@ -153,7 +153,7 @@ class Line:
 
     def _follow(self):
         while True:
-            stopping = self._stop.wait(_LOOKS_SECONDS)
+            stopping = self._stop.wait(_LOOKS_INTERVAL)
             lines, running, phase = self._reader.new()
             for line in lines:
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
+from raytf import timeouts
 from raytf.compat import loggers
 from raytf.console import native_lines
 
@@ -21,7 +22,6 @@ _RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
 # Whose calls of `ray.init` nobody has written.
 _NOBODYS = {loggers.AUTO_INIT, "raytf.runtime.connection"}
-_FILTER_ENDS_SECONDS = 2.0
 
 _lock = threading.Lock()
 _state = {"active": False, "started": False}
@@ -73,7 +73,7 @@ def _filtered():
         os.dup2(kept, 2)
         os.close(kept)
         try:
-            filtering.wait(_FILTER_ENDS_SECONDS)
+            filtering.wait(timeouts.get().output_filter)
         except subprocess.TimeoutExpired:  # a process that was started meanwhile writes to it
             _left.append(filtering)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
+from raytf import timeouts
 from raytf.compat import ray_data
 from raytf.console import output
 from raytf.data import partitions
@@ -26,13 +27,11 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import StreamError
 from raytf.runtime import resources
 
-_WAIT_SECONDS = 1.0
+_WAIT_INTERVAL = 1.0
 # A request is answered within this, if only with "not yet": so that who asks knows that the server lives.
-_ANSWER_SECONDS = 10.0
+_ANSWER_INTERVAL = 10.0
 # Between two sentences about rows that do not come.
-_REPORT_SECONDS = 30.0
-# A server that has died is back within seconds, on another node if need be.
-_DEADLINE_SECONDS = 180.0
+_REPORT_INTERVAL = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class StreamedDataset:
 
     def rest(self) -> None:
         """Lets go of what was read for workers that have stopped."""
-        ray.wait([self.server.rest.remote()], timeout=_ANSWER_SECONDS)
+        ray.wait([self.server.rest.remote()], timeout=_ANSWER_INTERVAL)
 
     def request(self, worker: int, workers: int, order: Sampler, epoch: int, start: int, stop: int) -> list[Part]:
         """Where the rows from stream position `start` to `stop` lie, in order, when they are read.
@@ -85,12 +84,12 @@ class StreamedDataset:
         while True:
             try:
                 call = self.server.rows.remote(worker, workers, order, epoch, start, stop)
-                found = ray.get(call, timeout=_DEADLINE_SECONDS)
+                found = ray.get(call, timeout=timeouts.get().stream_answer)
                 if found == []:  # it is new
-                    ray.get(self.server.take.remote([self.pieces]), timeout=_DEADLINE_SECONDS)
+                    ray.get(self.server.take.remote([self.pieces]), timeout=timeouts.get().stream_answer)
                     found = None
             except ray.exceptions.GetTimeoutError:
-                why = f"has not answered for {_DEADLINE_SECONDS:g} s"
+                why = f"has not answered for {timeouts.get().stream_answer:g} s"
                 raise StreamError(f"What reads {self.name!r} {why}: see why its process cannot start") from None
             except ray.exceptions.RayActorError as error:
                 why = str(error).strip().splitlines()[0]
@@ -165,7 +164,7 @@ class StreamServer:
         """
         if self._pieces is None:
             return []
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + _ANSWER_INTERVAL
         while True:  # another worker may have gone back, behind what this run still has
             run = self._run(worker, workers, order, epoch, start)
             found = run.wait(start, stop, deadline)
@@ -243,7 +242,7 @@ class EpochRead:
             if self._read < stop:
                 self._want(stop)
                 while self._read < stop and self._error is None and not self._ended and time.monotonic() < deadline:
-                    self._changed.wait(_WAIT_SECONDS)
+                    self._changed.wait(_WAIT_INTERVAL)
                     self._report()
             elif self._wanted < stop:
                 self._want(stop)
@@ -267,7 +266,7 @@ class EpochRead:
     def _report(self) -> None:
         """Says that no rows come, and what may be waited for."""
         quiet = time.monotonic() - self._came
-        if quiet > _REPORT_SECONDS:
+        if quiet > _REPORT_INTERVAL:
             self._came = time.monotonic()
             held = resources.held()
             output.say(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading goes on; {held}")
@@ -327,7 +326,7 @@ class EpochRead:
             self._came = time.monotonic()
             self._changed.notify_all()
             while self._read > self._wanted + self._ahead and not self._ended:
-                self._changed.wait(_WAIT_SECONDS)
+                self._changed.wait(_WAIT_INTERVAL)
             self._came = time.monotonic()
             return not self._ended
 
@@ -338,7 +337,7 @@ def watched(name: str):
     ended = threading.Event()
 
     def watch():
-        began, pause = time.monotonic(), _REPORT_SECONDS
+        began, pause = time.monotonic(), _REPORT_INTERVAL
         while not ended.wait(pause):
             seconds = time.monotonic() - began
             output.say(f"{name!r} is not read after {seconds:.0f} s, reading goes on; {resources.held()}")

@@ -14,6 +14,7 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytf import timeouts
 from raytf.collectives import ring
 from raytf.compat import versions
 from raytf.doctor import probe
@@ -26,16 +27,12 @@ from raytf.runtime.connection import connect, located
 from raytf.runtime.settings import PORTS, check_ports
 from raytf.storage import shared_folders
 
-# What a step may take, of the time that is left: a process for each node, and what it answers.
-_START_SECONDS, _FACTS_SECONDS, _STORAGE_SECONDS, _CLOCK_SECONDS = 20.0, 12.0, 10.0, 3.0
-_NETWORK_SECONDS = probe.LINK_SECONDS + probe.STEP_SECONDS
-_CLOSE_SECONDS = 3.0
 # Links of a node that are measured at a time.
 _THREADS = 8
 # Of so many nodes all links are measured; of more, so many of each node's.
 _ALL_LINKS_NODES = 16
 _LINKS = 8
-LEAST_SECONDS = 30.0
+LEAST_TIME = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +73,8 @@ def run(
         ConfigError: an argument is wrong, or no cluster answers.
     """
     check_ports(ports)
-    if not seconds >= LEAST_SECONDS:
-        raise ConfigError(f"An examination takes at least {LEAST_SECONDS:g} seconds", seconds, "Give it more")
+    if not seconds >= LEAST_TIME:
+        raise ConfigError(f"An examination takes at least {LEAST_TIME:g} seconds", seconds, "Give it more")
     if storage is not None and "://" not in storage and not os.path.isabs(storage):
         raise ConfigError("The storage is an absolute path or a URI", repr(storage), "Write it from the root")
     if located(address) is None and "local" not in (address, os.environ.get("RAY_ADDRESS")):
@@ -127,13 +124,14 @@ class _Cluster:
         self._ports, self._deadline = ports, deadline
         nodes = _nodes()
         self.found = Measurements(nodes=list(nodes), tested=versions.TESTED, ports=ports)
-        token = secrets.token_bytes(32)
+        token, its = secrets.token_bytes(32), timeouts.get()
+        seconds = its.link_step, its.link, its.name_lookup
         self._places = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}
         cloudpickle.register_pickle_by_value(probe)
         try:
             made = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(probe.Probe)
             self._actors = {
-                name: made.options(scheduling_strategy=place).remote(token, _address(name), ports)
+                name: made.options(scheduling_strategy=place).remote(token, _address(name), ports, *seconds)
                 for name, place in self._places.items()
             }
         finally:
@@ -143,15 +141,15 @@ class _Cluster:
     def ask_facts(self) -> None:
         """Asks each node what it is; those that do not start a process in time are silent from here on."""
         started = {name: actor.clock.remote() for name, actor in self._actors.items()}
-        self._answers(started, _START_SECONDS, "a process of Ray's there")
+        self._answers(started, timeouts.get().doctor_start, "a process of Ray's there")
         asked = {name: self._actors[name].facts.remote() for name in self._answering()}
-        self.found.facts = self._answers(asked, _FACTS_SECONDS, "its versions, limits and disks")
+        self.found.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
 
     def ask_clocks(self) -> None:
         """Bounds the difference of clocks: a node's time lies between question and answer, if clocks agree."""
         for name in self._answering():
             before = time.time()
-            told = self._answers({name: self._actors[name].clock.remote()}, _CLOCK_SECONDS, "the time")
+            told = self._answers({name: self._actors[name].clock.remote()}, timeouts.get().doctor_clock, "the time")
             if name in told:
                 after = time.time()
                 self.found.skew[name] = min(told[name] - before, 0.0) + max(told[name] - after, 0.0)
@@ -159,13 +157,13 @@ class _Cluster:
     def measure_network(self) -> None:
         """Measures links, see `links_of`, and the rate to the next node, as the ring of a training uses it."""
         asked = {name: self._actors[name].listen.remote() for name in self._answering()}
-        open_at, errors = self._gathered(asked, _FACTS_SECONDS)
+        open_at, errors = self._gathered(asked, timeouts.get().doctor_facts)
         names = list(open_at)
         pairs = links_of(names)
         links = {(one, other): self._actors[one].reach.remote(_address(other), open_at[other]) for one, other in pairs}
         # A node has so many at a time, and each may take as long as a link may.
         each = -(-len(pairs) // max(1, len(names)))
-        self.found.links = self._measured(links, _NETWORK_SECONDS * (1 + each // _THREADS))
+        self.found.links = self._measured(links, _network() * (1 + each // _THREADS))
         for name, error in errors.items():
             for other in names:
                 self.found.links[other, name] = {"error": f"{name} could not listen: {error}"}
@@ -173,7 +171,7 @@ class _Cluster:
         for one, other in zip(names, names[1:] + names[:1], strict=True):
             if one != other and self.found.links[one, other]["error"] is None:
                 rates[one, other] = self._actors[one].bandwidth.remote(_address(other), open_at[other][0])
-        for link, seen in self._measured(rates, _NETWORK_SECONDS).items():
+        for link, seen in self._measured(rates, _network()).items():
             error = seen.pop("error")
             self.found.links[link] |= seen if error is None else {"stalled": f"{error}, with 8 MiB on their way"}
 
@@ -196,10 +194,10 @@ class _Cluster:
             )
         finally:
             # A folder that is not shared is there on each node that wrote.
-            self._gathered({n: self._actors[n].remove.remote(folder) for n in names}, _STORAGE_SECONDS)
+            self._gathered({n: self._actors[n].remove.remote(folder) for n in names}, timeouts.get().doctor_storage)
 
     def _stored(self, asked: Mapping[tuple[str, str], object]) -> None:
-        told, errors = self._gathered(asked, _STORAGE_SECONDS)
+        told, errors = self._gathered(asked, timeouts.get().doctor_storage)
         self.found.storage |= {pair: error for pair, error in (told | errors).items() if error is not None}
 
     def train(self) -> None:
@@ -210,7 +208,7 @@ class _Cluster:
         made = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
         self._runners = {n: made.options(scheduling_strategy=self._places[n]).remote() for n in names}
         folder = shared_folders.folder(os.getcwd())
-        asked = {n: runner.reserve.remote(folder, self._ports) for n, runner in self._runners.items()}
+        asked = {n: runner.reserve.remote(folder, timeouts.get(), self._ports) for n, runner in self._runners.items()}
         places, errors = self._gathered(asked, self._left())
         self.found.training = dict(errors)
         if errors:
@@ -247,7 +245,7 @@ class _Cluster:
         closes = {("close", n): self._actors[n].close.remote() for n in self._answering()}
         refs = [*stops.values(), *closes.values()]
         if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_SECONDS)
+            ray.wait(refs, num_returns=len(refs), timeout=timeouts.get().doctor_close)
         for actor in [*self._runners.values(), *self._actors.values()]:
             ray.kill(actor)
 
@@ -303,7 +301,7 @@ def links_of(names: Sequence[str]) -> list[tuple[str, str]]:
 
 def _value(ref):
     """What has been answered, for which nobody waits any more."""
-    return ray.get(ref, timeout=_CLOSE_SECONDS)
+    return ray.get(ref, timeout=timeouts.get().doctor_close)
 
 
 def _nodes() -> dict[str, str]:
@@ -331,3 +329,8 @@ def _lines(report: Report) -> Iterable[str]:
     yield from (f"left out: {text}." for text in report.left_out)
     wrong = f"{len(report.findings)} finding(s)" if report.findings else "healthy"
     yield f"{len(report.nodes)} node(s), {report.seconds:.0f} s: {wrong}"
+
+
+def _network() -> float:
+    its = timeouts.get()
+    return its.link + its.link_step

@@ -13,8 +13,8 @@ MIN_SHM = 256 * 2**20
 MIN_DISK = 2 * 2**30
 # Ray takes no more objects above this share.
 MAX_DISK_SHARE = 0.95
-MAX_SKEW_SECONDS = 1.0
-MAX_RTT_SECONDS = 0.02
+MAX_SKEW = 1.0
+MAX_RTT = 0.02
 MAX_LOSS = 0.02
 MIN_LARGE = 0.5
 MIN_BYTES_A_SECOND = 100e6 / 8
@@ -194,7 +194,7 @@ def _tokens(found: Measurements) -> Iterator[Finding]:
 
 def _clocks(found: Measurements) -> Iterator[Finding]:
     for node, skew in found.skew.items():
-        if abs(skew) > MAX_SKEW_SECONDS:
+        if abs(skew) > MAX_SKEW:
             yield Finding(
                 check="clock",
                 problem="the clock differs from that of the driver's host",
@@ -227,8 +227,8 @@ def _judged(check: str, seen: Mapping) -> str | None:
     """What was measured where that is wrong."""
     if check == "ports":
         return seen.get("error")
-    if check == "latency" and seen.get("rtt", 0) > MAX_RTT_SECONDS:
-        return f"a round trip takes {seen['rtt'] * 1000:.1f} ms, wanted {MAX_RTT_SECONDS * 1000:.0f}"
+    if check == "latency" and seen.get("rtt", 0) > MAX_RTT:
+        return f"a round trip takes {seen['rtt'] * 1000:.1f} ms, wanted {MAX_RTT * 1000:.0f}"
     if check == "loss" and seen.get("loss", 0) > MAX_LOSS:
         return f"{seen['loss']:.0%} of small datagrams are lost"
     if check == "mtu" and seen.get("loss", 1) < MIN_LARGE and seen.get("large", 1) < MIN_LARGE:

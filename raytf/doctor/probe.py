@@ -25,15 +25,11 @@ import tempfile
 import threading
 import time
 
-# Of one step of a conversation, and of all that is done over one link.
-STEP_SECONDS = 3.0
-LINK_SECONDS = 9.0
 PINGS, DATAGRAMS, AT_ONCE, LARGE = 20, 200, 50, 8
 BULK_BYTES, CHUNK = 8 * 2**20, bytes(2**16)
 # Connections that a probe serves at a time: strangers cost no more threads than that.
 _SERVED = 256
 _MAC, _NONCE = 32, 16
-_NAME_SECONDS = 5.0
 # Of Linux' linux/in.h.
 _MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
 _IP_UDP_HEADERS = 28
@@ -46,10 +42,12 @@ class Probe:
         token: of the examination, known to its probes alone.
         address: of the node.
         ports: the first and the last on which it may listen.
+        step, link, name: seconds, as `Timeouts.link_step`, `link` and `name_lookup`, which its node may not know.
     """
 
-    def __init__(self, token: bytes, address: str, ports: tuple[int, int]):
+    def __init__(self, token: bytes, address: str, ports: tuple[int, int], step: float, link: float, name: float):
         self._token, self._address, self._ports = token, address, ports
+        self._step, self._link, self._name = step, link, name
         self._sockets: list[socket.socket] = []
         self._places = threading.BoundedSemaphore(_SERVED)
 
@@ -60,7 +58,7 @@ class Probe:
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "shm": _free("/dev/shm"),
             "disks": {path: _free(path) for path in _folders()},
-            "name": _resolved(),
+            "name": _resolved(self._name),
             "token": _token_file(),
         }
 
@@ -149,7 +147,7 @@ class Probe:
 
     def _joined(self, address: str, port: int) -> socket.socket:
         """A connection both of whose ends know the token."""
-        to = socket.create_connection((address, port), STEP_SECONDS, source_address=(self._address, 0))
+        to = socket.create_connection((address, port), self._step, source_address=(self._address, 0))
         try:
             to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             nonce, own = _exactly(to, _NONCE), secrets.token_bytes(_NONCE)
@@ -176,7 +174,7 @@ class Probe:
         """Answers one connection: bytes that begin with p come back, those behind a length are counted."""
         try:
             with to, contextlib.suppress(OSError, ValueError):
-                to.settimeout(STEP_SECONDS)
+                to.settimeout(self._step)
                 to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 nonce = secrets.token_bytes(_NONCE)
                 to.sendall(nonce)
@@ -184,7 +182,7 @@ class Probe:
                 if not hmac.compare_digest(proof, self._proof(b"client", nonce, other)):
                     return
                 to.sendall(self._proof(b"server", other, nonce))
-                until = time.monotonic() + LINK_SECONDS
+                until = time.monotonic() + self._link
                 while time.monotonic() < until and (kind := to.recv(1)):
                     if kind == b"b":
                         _drain(to, until)
@@ -251,7 +249,7 @@ class Probe:
 
 
 def _exactly(to: socket.socket, count: int) -> bytes:
-    until, found = time.monotonic() + STEP_SECONDS, b""
+    until, found = time.monotonic() + to.gettimeout(), b""
     while len(found) < count:
         if time.monotonic() > until:
             raise TimeoutError("timed out")
@@ -283,11 +281,10 @@ def _sent(to: socket.socket) -> float:
     """Bytes a second, of as many as pass within a step's time."""
     began, count = time.monotonic(), 0
     to.sendall(b"b")
-    while count < BULK_BYTES and time.monotonic() < began + STEP_SECONDS / 2:
+    while count < BULK_BYTES and time.monotonic() < began + to.gettimeout() / 2:
         to.sendall(CHUNK)
         count += len(CHUNK)
     to.sendall(b"\1")
-    to.settimeout(STEP_SECONDS)
     _exactly(to, 1)
     return count / (time.monotonic() - began)
 
@@ -356,7 +353,7 @@ def _folders() -> set[str]:
     return found
 
 
-def _resolved() -> dict:
+def _resolved(seconds: float) -> dict:
     """The host's name and the addresses that it resolves to here; a resolver may be slow, and is not waited for."""
     name, answer = socket.gethostname(), []
 
@@ -368,8 +365,8 @@ def _resolved() -> dict:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_NAME_SECONDS)
-    found = answer[0] if answer else f"no answer within {_NAME_SECONDS:g} s"
+    thread.join(seconds)
+    found = answer[0] if answer else f"no answer within {seconds:g} s"
     return {"host": name, "found": found}
 
 

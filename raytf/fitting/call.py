@@ -20,6 +20,7 @@ import tensorflow as tf
 from keras import tree
 from ray.train import RunConfig, ScalingConfig
 
+from raytf import timeouts
 from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
 from raytf.console import phases as phases_module
@@ -37,7 +38,6 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
-from raytf.train import verify as verify_module
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
@@ -47,7 +47,7 @@ _FIRST_ROWS = 1000
 # Whose labels are looked at.
 _LABELLED_ROWS = 256
 # A call waits so long for what is not known when it has ended; then it is said when it is known.
-_PROOF_SECONDS = 1.0
+_PROOF_INTERVAL = 1.0
 # So many losses of workers are healed in a call: those of one that dies again and again have a cause to look for.
 _HEALS = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
@@ -259,7 +259,7 @@ class Call:
             self._group = warm.take(self._scaling, self._run, setup)
             proving = self._proving(work, self._group)
             if proving is not None and self.verify == "error":
-                proving.wait(verify_module.ERROR_SECONDS)
+                proving.wait(timeouts.get().verify_error)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
@@ -298,7 +298,7 @@ class Call:
             if self._group is not None:
                 self._end(well)
         if proving is not None:
-            proving.wait(_PROOF_SECONDS, more=True)
+            proving.wait(_PROOF_INTERVAL, more=True)
 
     def _proving(self, work: dict, group: warm.Group) -> Proving | None:
         """A comparison of two workers with one process, unless this group has had the model in one before."""

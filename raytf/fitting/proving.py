@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from raytf import timeouts
 from raytf.data.stored import StoredDataset
 from raytf.errors import in_a_line
 from raytf.fitting import fit_worker
@@ -26,7 +27,6 @@ from raytf.train.entry import import_raytf
 logger = logging.getLogger(__name__)
 
 _NICE = 10
-_IMPORT_SECONDS = 300.0
 _MOST_BYTES = 64 << 20
 
 
@@ -91,9 +91,10 @@ class Proving:
             environment = worker_environment(run_config, scaling_config, threads(1) | {"CUDA_VISIBLE_DEVICES": "-1"})
             process = start(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
-                collect([process.execute.remote(_import_nicely)], _IMPORT_SECONDS, "its imports", names=["a process"])
-                call = process.execute.remote(prove, sending, parts)
-                (self._proof,) = collect([call], verify.ERROR_SECONDS + 60, "its outcome", names=["a process"])
+                importing, its = process.execute.remote(_import_nicely), timeouts.get()
+                collect([importing], its.imports, "its imports", names=["a process"])
+                call = process.execute.remote(timeouts.under, its, prove, sending, parts)
+                (self._proof,) = collect([call], its.verify_error + 60, "its outcome", names=["a process"])
             finally:
                 ray.kill(process)
         except Exception as error:
@@ -146,5 +147,5 @@ def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
             validation_structure=lambda dataset: fit_worker.structured(dataset, its_structure),
         )
 
-    proof = verify.outcome(verify.begin(trial), verify.ERROR_SECONDS)
-    return proof or verify.Proof(failed=f"no end after {verify.ERROR_SECONDS:g} s")
+    proof = verify.outcome(verify.begin(trial), timeouts.get().verify_error)
+    return proof or verify.Proof(failed=f"no end after {timeouts.get().verify_error:g} s")

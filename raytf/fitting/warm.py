@@ -17,6 +17,7 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.placement_group import placement_group_table
 
+from raytf import timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_configs import label_selectors
 from raytf.console import output
@@ -32,14 +33,11 @@ from raytf.train.worker_group import WorkerGroup, WorkerGroupLostError
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 600.0
+_IDLE_INTERVAL = 600.0
 # Between two looks at whether somebody waits for room.
-_LOOK_SECONDS = 0.5
-_GIVEN_BACK_SECONDS = 5.0
+_LOOK_INTERVAL = 0.5
 # States of a placement group that the cluster has no room for.
 _WAITING = ("PENDING", "RESCHEDULING")
-# An idle worker answers at once, unless it is stopped or has gone.
-_ANSWER_SECONDS = 5.0
 
 
 class Group:
@@ -74,7 +72,11 @@ class Group:
     def answers(self) -> bool:
         """Whether all workers live."""
         try:
-            collect([w.__ray_ready__.remote() for w in self.worker_group.workers], _ANSWER_SECONDS, "idle workers")
+            collect(
+                [w.__ray_ready__.remote() for w in self.worker_group.workers],
+                timeouts.get().idle_answer,
+                "idle workers",
+            )
         except (ray.exceptions.RayActorError, NoAnswerError):
             return False
         return True
@@ -87,7 +89,7 @@ class Group:
         finally:  # who ends idle workers looks over errors of a cluster that goes
             self._reservation.drop()
         self._warned.clear()
-        until = time.monotonic() + _GIVEN_BACK_SECONDS
+        until = time.monotonic() + timeouts.get().resources_back
         while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:
             time.sleep(0.02)
         # at the end of a process the request to remove a group may be lost
@@ -145,12 +147,12 @@ class _Shelf:
 
     def _look_on(self) -> None:
         while True:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_INTERVAL)
             with self._lock:
                 if self._group is None:
                     self._watch = None
                     return
-                late = time.monotonic() - self._since > _IDLE_SECONDS
+                late = time.monotonic() - self._since > _IDLE_INTERVAL
             try:
                 if late or not ray.is_initialized() or wanted():
                     self.clear()

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.fs
 import ray
 
+from raytf import timeouts
 from raytf.compat import keras_objects, ray_data
 from raytf.data.columns import flat
 from raytf.data.stored import as_table
@@ -48,7 +49,7 @@ _VARIES = "another each time"
 _TAILS, _TAIL_BYTES = 16, 64 << 10
 # Of blocks in memory all rows count up to so many bytes, and above a sample; up to so many they are read here.
 _ALL_ROWS_BYTES, _HERE_BYTES = 1 << 30, 128 << 20
-_DIGESTS_AT_ONCE, _DIGEST_SECONDS = 64, 600.0
+_DIGESTS_AT_ONCE = 64
 
 
 # ----------------------------------------------------------------------------------------------- a model, its training
@@ -372,7 +373,7 @@ def _in_memory(operator) -> dict[str, Any]:
     starts = np.cumsum([0, *rows[:-1]]).tolist()
     work = list(zip([block.ref for block in blocks], starts, strict=True))
     if size <= _HERE_BYTES:
-        found = [_digest(ray.get(ref, timeout=_DIGEST_SECONDS), start, stride) for ref, start in work]
+        found = [_digest(ray.get(ref, timeout=timeouts.get().digest), start, stride) for ref, start in work]
     else:
         # no CPU is asked for: workers may hold them all
         remote = ray.remote(num_cpus=0, max_retries=2)(_digest)
@@ -381,7 +382,7 @@ def _in_memory(operator) -> dict[str, Any]:
             part = work[i : i + _DIGESTS_AT_ONCE]
             refs = [remote.remote(ref, start, stride) for ref, start in part]
             names = [f"block {i + j}" for j in range(len(refs))]
-            found += collect(refs, _DIGEST_SECONDS, "digests of the data in memory", names=names)
+            found += collect(refs, timeouts.get().digest, "digests of the data in memory", names=names)
     return {"content": hashed(dumped(contents.joined(found)))}
 
 

@@ -20,10 +20,11 @@ import sys
 import threading
 from collections.abc import Callable
 
-from raytf import activity
+from raytf import activity, timeouts
 from raytf.collectives import ring
 from raytf.compat import fast_import, legacy_keras, legacy_names
 from raytf.runtime import cores, settings
+from raytf.timeouts import Timeouts
 
 _prepared = contextlib.ExitStack()
 # Questions to a script's process.
@@ -40,6 +41,7 @@ class BootOptions:
         asked: of a socket on which its starter asks what the training does; see `_answer`.
         module: the script is the name of a module.
         ports: the first and the last port on which it may listen.
+        timeouts: its starter's, by name.
         cores: those that its starter has claimed for it; none leaves it where it is.
     """
 
@@ -47,6 +49,7 @@ class BootOptions:
     asked: int
     module: bool
     ports: tuple[int, int]
+    timeouts: Timeouts
     cores: list[int] = dataclasses.field(default_factory=list)
 
     def text(self) -> str:
@@ -58,6 +61,7 @@ def main(arguments: list[str]) -> None:
     """Runs the script until it ends, as `__main__`."""
     order, script, *rest = arguments
     order = BootOptions(**json.loads(order))
+    timeouts.put_in_force(Timeouts(**order.timeouts))
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     threading.Thread(target=_answer, args=(order.asked,), daemon=True).start()

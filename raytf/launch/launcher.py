@@ -16,10 +16,10 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from raytf import activity
+from raytf import activity, timeouts
 from raytf.collectives import ring
 from raytf.errors import RaytfError, first_line, in_a_line
-from raytf.launch.runner import BEAT_SECONDS, Place, TaskRunner
+from raytf.launch.runner import BEAT_INTERVAL, Place, TaskRunner
 from raytf.launch.spec import LaunchSpec
 from raytf.runtime import cores, resources, roles, settings
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
@@ -28,22 +28,12 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.roles import Exit, Task
 from raytf.storage import shared_folders
 
-# A task that failed because another had gone often ends before that one.
-_CAUSE_SECONDS = 5.0
-_GRACE_SECONDS = 5.0
-# When the training has ended, an evaluator may still be at its last checkpoint.
-_EVALUATOR_SECONDS = 30.0
-# A runner says every few seconds that it is there; one that does not for so long more has gone with its host.
-_SILENT_SECONDS = 20.0
 # Between two looks at who is silent. A driver that was itself stopped meanwhile counts no more than that.
-_TICK_SECONDS = 1.0
-# Processes start in a minute where no runtime environment has to be set up first.
-_START_SECONDS = 600.0
-_ANSWER_SECONDS = 60.0
+_TICK_INTERVAL = 1.0
 # How long is waited, for resources or for processes, before it is said what for, and then between two times.
-_PATIENCE_SECONDS = 10.0
-_PATIENCE_WITH_PROCESSES_SECONDS = 30.0
-_AGAIN_SECONDS = 60.0
+_PATIENCE_INTERVAL = 10.0
+_PATIENCE_WITH_PROCESSES_INTERVAL = 30.0
+_AGAIN_INTERVAL = 60.0
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -149,7 +139,7 @@ class ScriptCluster:
         resources.check_bundles(bundles)
         self._group = placement_group(bundles, strategy="PACK")
         say = _saying(lambda: f"waiting for the cluster's resources ({_needed(bundles)}): other work holds them")
-        while not self._group.wait(_TICK_SECONDS):
+        while not self._group.wait(_TICK_INTERVAL):
             if say():
                 resources.check_bundles(bundles)  # a node may have gone
         for i, (task, bundle) in enumerate(zip(self._tasks, bundles, strict=True)):
@@ -159,9 +149,9 @@ class ScriptCluster:
         """Starts tasks: all with new addresses, or one where it stood."""
         if len(tasks) == len(self._tasks):
             folder = shared_folders.folder(os.getcwd())
-            wanted = self._script.ports, self._script.to_claim()
+            wanted = timeouts.get(), self._script.ports, self._script.to_claim()
             refs = [self._runners[task].reserve.remote(folder, *wanted) for task in tasks]
-            found = self._answers(tasks, refs, _START_SECONDS, "the start of its process")
+            found = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
             self._places = dict(zip(tasks, found, strict=True))
             self._configs = roles.environment({task: place.address for task, place in self._places.items()})
             places = self._places.values()
@@ -184,7 +174,9 @@ class ScriptCluster:
             for task in tasks
         ]
         self._asked = {ref: task for ref, task in self._asked.items() if task not in tasks}
-        self._numbers |= zip(tasks, self._answers(tasks, refs, _ANSWER_SECONDS, "the start of its script"), strict=True)
+        self._numbers |= zip(
+            tasks, self._answers(tasks, refs, timeouts.get().script_start, "the start of its script"), strict=True
+        )
         for task in tasks:
             self._ask(task)
 
@@ -194,7 +186,7 @@ class ScriptCluster:
         Raises:
             StartError, NoAnswerError: an actor failed, or did not answer.
         """
-        late = _saying(lambda: f"waiting for {_unready(tasks, refs)}: {what}", _PATIENCE_WITH_PROCESSES_SECONDS)
+        late = _saying(lambda: f"waiting for {_unready(tasks, refs)}: {what}", _PATIENCE_WITH_PROCESSES_INTERVAL)
         return collect(
             refs,
             seconds,
@@ -227,14 +219,16 @@ class ScriptCluster:
             yield
             return
         refs = [self._runners[task].process.remote() for task in tasks]
-        places = dict(enumerate(self._answers(tasks, refs, _ANSWER_SECONDS, "where its script's process is")))
+        places = dict(
+            enumerate(self._answers(tasks, refs, timeouts.get().script_start, "where its script's process is"))
+        )
         runners = [self._runners[task] for task in tasks]
 
         def execute(rank, function):
             return runners[rank].told.remote() if function is activity.told else runners[rank].stack.remote()
 
         limit = self._script.hang_timeout
-        first = max(limit, settings.FIRST_STEP_SECONDS)
+        first = max(limit, settings.FIRST_STEP_TIMEOUT)
         self._ranks = dict(enumerate(tasks))
         names = {rank: str(task) for rank, task in self._ranks.items()}
         self._hangs = HangWatch(execute, places, limit, first, _say, names, through_others=True)
@@ -270,7 +264,7 @@ class ScriptCluster:
             exits |= self._hanging(exits)
             first = roles.first_failure(exits)
             if first is not None:
-                until = until or time.monotonic() + _CAUSE_SECONDS
+                until = until or time.monotonic() + timeouts.get().task_cause
                 if not exits[first].is_consequence():
                     break
                 if time.monotonic() >= until:
@@ -295,7 +289,7 @@ class ScriptCluster:
         """Prints what tasks say now; (task, how it ended, whether its actor was lost) of those that have ended."""
         done, silent = [], list(self._asked)
         if silent:
-            ray.wait(silent, timeout=_TICK_SECONDS)
+            ray.wait(silent, timeout=_TICK_INTERVAL)
             done, silent = ray.wait(silent, num_returns=len(silent), timeout=0)  # all that have answered, not one
         ended = []
         for ref in done:
@@ -306,11 +300,11 @@ class ScriptCluster:
             else:
                 ended.append((task, end, gone))
         now = time.monotonic()
-        passed, self._heard = min(now - self._heard, 2 * _TICK_SECONDS), now
+        passed, self._heard = min(now - self._heard, 2 * _TICK_INTERVAL), now
         for ref in silent:
             task = self._asked[ref]
             self._silent[task] += passed
-            if self._silent[task] >= BEAT_SECONDS + _SILENT_SECONDS:
+            if self._silent[task] >= BEAT_INTERVAL + timeouts.get().host_silent:
                 del self._asked[ref]
                 self._lost.add(task)
                 why = f"its host {self._places[task].host}, or Ray's process there, gives no answer: frozen or gone"
@@ -339,7 +333,7 @@ class ScriptCluster:
         tasks = [task for task in self._tasks if task not in exits]
         found = {}
         with contextlib.suppress(NoAnswerError):
-            for index, ref in as_they_come(refs, _CAUSE_SECONDS, "whether their processes are stopped"):
+            for index, ref in as_they_come(refs, timeouts.get().task_cause, "whether their processes are stopped"):
                 with contextlib.suppress(RayActorError):
                     if (end := ray.get(ref)) is not None:
                         found[tasks[index]] = end
@@ -362,14 +356,14 @@ class ScriptCluster:
         rest = {task for task in self._tasks if task not in exits}
         evaluators = {task for task in rest if task.role == "evaluator"}
         self._tell_to_stop(rest - evaluators)
-        for task, end in self._hear_out(evaluators, _EVALUATOR_SECONDS).items():
+        for task, end in self._hear_out(evaluators, timeouts.get().last_evaluation).items():
             if end.code:
                 _say(f"{task} failed after the end of the training: {end.reason()}")
             evaluators.discard(task)
         for task in evaluators:
-            _say(f"{task} is ended, {_EVALUATOR_SECONDS:g} s after the training")
+            _say(f"{task} is ended, {timeouts.get().last_evaluation:g} s after the training")
         self._tell_to_stop(evaluators)
-        self._hear_out(rest, 2 * _GRACE_SECONDS)
+        self._hear_out(rest, 2 * timeouts.get().script_grace)
 
     def _hear_out(self, tasks: set[Task], seconds: float) -> dict[Task, Exit]:
         """Prints what tasks say until they have ended, or for some seconds; how they ended."""
@@ -379,11 +373,15 @@ class ScriptCluster:
         return {task: end for task, end in exits.items() if task in tasks}
 
     def _tell_to_stop(self, tasks: Iterable[Task]) -> list:
-        return [self._runners[task].stop.remote(_GRACE_SECONDS) for task in tasks if task not in self._lost]
+        return [
+            self._runners[task].stop.remote(timeouts.get().script_grace) for task in tasks if task not in self._lost
+        ]
 
     def _stop(self, tasks: Iterable[Task]) -> None:
         with contextlib.suppress(NoAnswerError):  # who does not answer is killed by Ray, or has gone
-            for _ in as_they_come(self._tell_to_stop(tasks), 4 * _GRACE_SECONDS, "the ends of their scripts"):
+            for _ in as_they_come(
+                self._tell_to_stop(tasks), 4 * timeouts.get().script_grace, "the ends of their scripts"
+            ):
                 pass
 
     def close(self) -> None:
@@ -403,14 +401,14 @@ def _say(text: str) -> None:
     click.echo(f"raytf run: {text}", err=True)
 
 
-def _saying(text: Callable[[], str], patience_s: float = _PATIENCE_SECONDS) -> Callable[[], bool]:
+def _saying(text: Callable[[], str], patience_s: float = _PATIENCE_INTERVAL) -> Callable[[], bool]:
     """What is called while something is waited for: it says so after a while, and then again; whether it did."""
     due = [time.monotonic() + patience_s]
 
     def maybe() -> bool:
         if time.monotonic() < due[0]:
             return False
-        due[0] = time.monotonic() + _AGAIN_SECONDS
+        due[0] = time.monotonic() + _AGAIN_INTERVAL
         _say(text())
         return True
 

@@ -18,27 +18,25 @@ import threading
 import time
 from dataclasses import dataclass
 
+from raytf import timeouts
 from raytf.launch.bootstrap import STACK, TOLD, BootOptions
-from raytf.liveness import LOOK_SECONDS, Watch, look
+from raytf.liveness import LOOK_INTERVAL, Watch, look
 from raytf.runtime import cores, guard, ports
 from raytf.runtime.roles import Exit
 from raytf.storage import shared_folders
 from raytf.storage.shared_folders import Folder
+from raytf.timeouts import Timeouts
 
 # `TaskRunner.follow` answers after this at the latest: so the driver knows that the host is there.
-BEAT_SECONDS = 5.0
+BEAT_INTERVAL = 5.0
 # Lines that wait for the driver; a script that prints more waits, as at any pipe.
 _LINES = 10_000
 _TAIL_LINES = 500
 _LONGEST = 1 << 16
 # Between two looks at whether a script that prints nothing has ended.
-_TICK_SECONDS = 0.25
-# The kernel ends a process at once, but for one that waits uninterruptibly.
-_KILLED_SECONDS = 5.0
-# For a script's process to say what it does.
-_ANSWER_SECONDS = 1.0
+_TICK_INTERVAL = 0.25
 # For what processes that a script left behind still print.
-_LAST_SECONDS = 1.0
+_LAST_INTERVAL = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,16 @@ class TaskRunner:
         self._number = 0
         self._place: Place | None = None
 
-    def reserve(self, folder: Folder, allowed: tuple[int, int], count: int = 0) -> Place:
+    def reserve(self, folder: Folder, its: Timeouts, allowed: tuple[int, int], count: int = 0) -> Place:
         """A port for this task, and cores, for as long as this process lives.
 
         Args:
             folder: the one that the script is to run in; where this host does not see it, Ray's copy.
+            its: the driver's.
             allowed: the first and the last port on which the task's processes may listen.
             count: of the cores.
         """
+        timeouts.put_in_force(its)
         self._ports = allowed
         self._place = Place(
             address=ports.reserve_address(allowed),
@@ -119,7 +119,7 @@ class TaskRunner:
         lines, found = self._script.events, []
         with contextlib.suppress(queue.Empty):
             if number == self._number:
-                found.append(lines.get(timeout=BEAT_SECONDS))
+                found.append(lines.get(timeout=BEAT_INTERVAL))
             while found and len(found) < _LINES:
                 found.append(lines.get_nowait())
         return found
@@ -176,9 +176,10 @@ class _Script:
         alive, self._alive = os.pipe()
         os.write(self._alive, token)
         self._asks, asked = socket.socketpair()
-        self._asks.settimeout(_ANSWER_SECONDS)
+        self._asks.settimeout(timeouts.get().script_answer)
         self._asking, self._asked, self._answer = threading.Lock(), b"", b""
-        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, ports=allowed, cores=own)
+        given = {"ports": allowed, "timeouts": timeouts.get(), "cores": own}
+        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **given)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],
@@ -213,7 +214,7 @@ class _Script:
                     if not self._take(key.data, os.read(key.fd, _LONGEST)):
                         pipes.unregister(key.fileobj)
                 if end is None and (end := self._ended()) is not None:
-                    until = time.monotonic() + _LAST_SECONDS
+                    until = time.monotonic() + _LAST_INTERVAL
                     for key in pipes.get_map().values():
                         self._take(key.data, _waiting(key.fd))
         for name, rest in self._started.items():
@@ -223,9 +224,9 @@ class _Script:
 
     def _wait(self, pipes) -> list:
         if pipes.get_map():
-            return pipes.select(_TICK_SECONDS)
+            return pipes.select(_TICK_INTERVAL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its pipes, and goes on
-            self._process.wait(_TICK_SECONDS)
+            self._process.wait(_TICK_INTERVAL)
         return []
 
     def _take(self, name: str, text: bytes) -> bool:
@@ -247,7 +248,7 @@ class _Script:
         """How the script ended; one that is stopped for too long is ended."""
         if (code := self._process.poll()) is not None:
             return Exit(code)
-        if time.monotonic() - self._looked < LOOK_SECONDS:
+        if time.monotonic() - self._looked < LOOK_INTERVAL:
             return None
         self._looked = time.monotonic()
         how = self._watch.judge(look(self._process.pid))
@@ -300,7 +301,7 @@ class _Script:
 
     def end(self, grace_s: float) -> None:
         """See `TaskRunner.stop`."""
-        for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILLED_SECONDS)):
+        for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, timeouts.get().script_killed)):
             self._signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)

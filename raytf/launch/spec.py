@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from raytf.compat import legacy_keras
 from raytf.errors import ConfigError
-from raytf.liveness import STOPPED_SECONDS
+from raytf.liveness import STOPPED_INTERVAL
 from raytf.runtime import roles, settings
 from raytf.runtime.allocator import allocator
 from raytf.runtime.roles import Task
@@ -59,7 +59,7 @@ class LaunchSpec:
     gpus_per_worker: int = 0
     max_restarts: int = 0
     ports: tuple[int, int] = settings.PORTS
-    frozen_after: float = STOPPED_SECONDS
+    frozen_after: float = STOPPED_INTERVAL
     hang_timeout: float = 10.0
     pin_cpus: bool = False
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -19,11 +19,12 @@ import time
 
 import tensorflow as tf
 
+from raytf import timeouts
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import OwnedIterator, dataset_of, take_resource
 
 # At the end of Python: after so long it says what it waits for, and no longer than TensorFlow's minute and some more.
-_QUIET_SECONDS, _MOST_SECONDS = 5.0, 90.0
+_QUIET_INTERVAL = 5.0
 
 
 class _Ends:
@@ -54,10 +55,10 @@ class _Ends:
         began, told = time.monotonic(), False
         while self._held:
             waited = time.monotonic() - began
-            if waited > _QUIET_SECONDS and not told:
+            if waited > _QUIET_INTERVAL and not told:
                 told = True
                 _say("this process ends when TensorFlow has freed its iterators over tf.data, which may take a minute")
-            if waited > _MOST_SECONDS:
+            if waited > timeouts.get().iterator_end:
                 _say(
                     f"TensorFlow has not freed {len(self._held)} iterators over tf.data; the process ends all the same"
                 )

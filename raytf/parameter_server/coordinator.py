@@ -43,9 +43,9 @@ from raytf.worker.within_epoch import StepCheckpointCallback
 
 # Steps that a worker is given at once: few enough that all workers end an epoch at about the same time.
 _SPANS_A_WORKER, _LONGEST_SPAN = 8, 32
-_POLL_SECONDS = 0.05
+_POLL_INTERVAL = 0.05
 # What is begun ahead of what is made: little, as a checkpoint or an end waits for it. Spans of each worker, or seconds.
-_SPANS_AHEAD, _AHEAD_SECONDS = 2, 0.5
+_SPANS_AHEAD, _AHEAD_INTERVAL = 2, 0.5
 
 
 class Position:
@@ -167,7 +167,7 @@ class EpochRunner:
 
     def _ahead(self, rate: float) -> int:
         """Steps that may wait or be made at once: all workers have some, and they end soon after the last has begun."""
-        return int(max(_SPANS_AHEAD * self._longest("train") * self._servers.plan.num_workers, rate * _AHEAD_SECONDS))
+        return int(max(_SPANS_AHEAD * self._longest("train") * self._servers.plan.num_workers, rate * _AHEAD_INTERVAL))
 
     def validate(self) -> dict[str, float]:
         """All steps of the validation: the metrics, by name.
@@ -224,7 +224,7 @@ class EpochRunner:
         return [[np.asarray(v) for v in result.fetch()] for result in results]
 
     def _look(self, progress, begin: int, before: int) -> None:
-        self._servers.changed.wait(_POLL_SECONDS)
+        self._servers.changed.wait(_POLL_INTERVAL)
         self._servers.check()
         if progress:
             progress(begin + self.remote.steps() - before)

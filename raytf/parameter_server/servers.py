@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
+from raytf import timeouts
 from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.runtime import guard, ports, roles, settings
@@ -23,10 +24,9 @@ from raytf.runtime.resources import placed_actor
 from raytf.runtime.roles import Task
 from raytf.runtime.topology import tf_config
 from raytf.runtime.watchdog import Watchdog
+from raytf.timeouts import Timeouts
 
-_ASK_SECONDS = 0.1
-# A process that has to set up a runtime environment first may need minutes; TensorFlow's server, half of one.
-_START_SECONDS, _ANSWER_SECONDS = 600.0, 300.0
+_ASK_INTERVAL = 0.1
 
 
 class ServerLostError(RaytfError, ConnectionError):
@@ -75,8 +75,9 @@ class ServerSpec:
 class ServerActor:
     """A worker or parameter server, in an actor of its own."""
 
-    def reserve(self, allowed: tuple[int, int]) -> tuple[str, guard.Place]:
+    def reserve(self, its: Timeouts, allowed: tuple[int, int]) -> tuple[str, guard.Place]:
         """("host:port", where its process is); `allowed` are the first and the last port."""
+        timeouts.put_in_force(its)
         return ports.reserve_address(allowed), guard.here()
 
     def serve(
@@ -151,13 +152,13 @@ class ServerGroup:
     def _start(self, chief: str) -> None:
         for task in self._tasks:
             self._actors[task] = self._actor(task)
-        asked = [actor.reserve.remote(self._ports) for actor in self._actors.values()]
-        found = self._collect(asked, _START_SECONDS, "the processes of workers and parameter servers")
+        asked = [actor.reserve.remote(timeouts.get(), self._ports) for actor in self._actors.values()]
+        found = self._collect(asked, timeouts.get().process_start, "the processes of workers and parameter servers")
         self.cluster: dict[str, list[str]] = {"chief": [chief]}
         for task, (address, place) in zip(self._tasks, found, strict=True):
             self.cluster.setdefault(task.role, []).append(address)
             self._watchdog.watch(task, place)
-        self._collect([self._serve(task) for task in self._tasks], _ANSWER_SECONDS, "TensorFlow's servers")
+        self._collect([self._serve(task) for task in self._tasks], timeouts.get().process_setup, "TensorFlow's servers")
 
     def _collect(self, asked: list, seconds: float, what: str, tasks: list[Task] | None = None) -> list:
         def failed(name: str, error: Exception) -> Exception:
@@ -185,7 +186,9 @@ class ServerGroup:
         """Makes datasets available on all workers, those that replace others included; see `ServerActor.feed`."""
         self._feeds = dict(feeds)
         workers = [task for task in self._tasks if task.role == "worker"]
-        self._collect([self._feed(task) for task in workers], _ANSWER_SECONDS, "the workers' rows", workers)
+        self._collect(
+            [self._feed(task) for task in workers], timeouts.get().process_setup, "the workers' rows", workers
+        )
 
     def _feed(self, task: Task):
         return self._actors[task].feed.remote(self._feeds, task.index, self.plan.num_workers)
@@ -205,7 +208,7 @@ class ServerGroup:
         """TensorFlow's own way of connecting to workers anew waits for ever for an address at which none will come up:
         so the addresses are asked first, until each answers, and those that are new are told."""
         while not self._closed and self.lost is None and not all(map(self._answers, self._tasks)):
-            self.changed.wait(_ASK_SECONDS)
+            self.changed.wait(_ASK_INTERVAL)
         for job in definition.cluster.job:
             for index, address in enumerate(self.cluster[job.name]):
                 job.tasks[index] = address
@@ -256,13 +259,13 @@ class ServerGroup:
         self._watchdog.ended.pop(task, None)
         self._actors[task] = self._actor(task)
         with contextlib.suppress(RayActorError):  # it died again; the next turn replaces it
-            what, names = "a worker in place of one that died", [str(task)]
+            what, names, its = "a worker in place of one that died", [str(task)], timeouts.get()
             ((address, place),) = collect(
-                [self._actors[task].reserve.remote(self._ports)], _START_SECONDS, what, names=names
+                [self._actors[task].reserve.remote(its, self._ports)], its.process_start, what, names=names
             )
             self.cluster[task.role][task.index] = address
             self._watchdog.watch(task, place)
-            collect([self._serve(task)], _ANSWER_SECONDS, what, names=names)
+            collect([self._serve(task)], timeouts.get().process_setup, what, names=names)
 
     def close(self) -> None:
         """Ends all servers."""

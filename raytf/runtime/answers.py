@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from raytf.errors import RaytfError
 
 # Between two calls of what looks after the actors meanwhile.
-_LOOK_SECONDS = 1.0
+_LOOK_INTERVAL = 1.0
 
 
 class NoAnswerError(RaytfError, TimeoutError):
@@ -91,7 +91,7 @@ def _settled(refs: Sequence, seconds: float | None, what: str, names, look) -> I
     until = None if seconds is None else time.monotonic() + seconds
     while pending:
         left = None if until is None else max(0.0, until - time.monotonic())
-        step = left if look is None else min(_LOOK_SECONDS, _LOOK_SECONDS if left is None else left)
+        step = left if look is None else min(_LOOK_INTERVAL, _LOOK_INTERVAL if left is None else left)
         try:
             index, answer = done.get(timeout=step)
         except queue.Empty:

@@ -14,12 +14,11 @@ import grpc
 import ray
 from ray.exceptions import AuthenticationError
 
+from raytf import timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_core import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel, is_token_auth_enabled
 from raytf.errors import ConfigError, first_line
 
-# For a cluster's head to answer; Ray itself tries for 20 s and then does not say why.
-_ANSWER_SECONDS = 15.0
 _HERE = "this machine"
 _NO_TOKEN = (
     "Put the cluster's token (`ray get-auth-token` on a host of it) into ~/.ray/auth_token, or into a file that "
@@ -147,7 +146,7 @@ def _lets_in(address: str, where: str) -> bool:
     with init_grpc_channel(address) as channel:
         ask = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive
         try:
-            ask(gcs_service_pb2.CheckAliveRequest(), timeout=_ANSWER_SECONDS)
+            ask(gcs_service_pb2.CheckAliveRequest(), timeout=timeouts.get().head_answer)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 return False

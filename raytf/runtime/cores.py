@@ -23,13 +23,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from raytf import liveness
+from raytf import liveness, timeouts
 
 # Between two looks at which cores others have claimed.
-_LOOK_SECONDS = 1.0
-# Who claims cores needs a millisecond for it, and there may be a hundred.
-_CLAIMING_SECONDS = 0.5
-_AGAIN_SECONDS = 0.001
+_LOOK_INTERVAL = 1.0
+_AGAIN_INTERVAL = 0.001
 _DOOR = "\0raytf/cpus"
 _SYSTEM = pathlib.Path("/sys/devices/system/cpu")
 
@@ -81,7 +79,7 @@ class Cores:
             self._thread.start()
 
     def _watch(self) -> None:
-        while not self._end.wait(_LOOK_SECONDS):
+        while not self._end.wait(_LOOK_INTERVAL):
             self._look()
 
     def _look(self) -> None:
@@ -257,7 +255,7 @@ def _one_at_a_time() -> Iterator[None]:
     One that stands still in between is not waited for: claims are exclusive by themselves.
     """
     with socket.socket(socket.AF_UNIX) as door:
-        until = time.monotonic() + _CLAIMING_SECONDS
+        until = time.monotonic() + timeouts.get().core_claim
         while (left := until - time.monotonic()) > 0:
             try:
                 door.bind(_DOOR)
@@ -284,5 +282,5 @@ def _waited_for_door(seconds: float) -> bool:
         except OSError as error:  # it is done meanwhile, or is about to listen; else it is no door
             if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, None):
                 return False
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(_AGAIN_INTERVAL)
     return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ray
@@ -16,17 +16,14 @@ import ray.util
 from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import liveness
+from raytf import liveness, timeouts
 from raytf.errors import RaytfError
 from raytf.liveness import Watch
 
 # Waits that end sooner need no look.
-_PATIENCE_SECONDS = 5.0
-# A host whose watcher does not answer for so long has gone; where the watcher has yet to start, the longer one.
-_SILENT_SECONDS = 20.0
-_START_SECONDS = 45.0
+_PATIENCE_INTERVAL = 5.0
 # Between two calls, as far as it counts: a process that was itself stopped meanwhile must not blame others.
-_COUNTED_SECONDS = 3.0
+_COUNTED_INTERVAL = 3.0
 
 
 class FrozenError(RaytfError, ConnectionError):
@@ -77,9 +74,11 @@ class Guard:
 
     Args:
         places: of the processes, by name.
+        clock: gives seconds; for tests.
     """
 
-    def __init__(self, places: Mapping[str, Place]):
+    def __init__(self, places: Mapping[str, Place], clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
         self._places = {name: place for name, place in places.items() if place.started is not None}
         self._mine = ray.get_runtime_context().get_node_id()
         self._hosts = {place.node: _Host(place) for place in self._places.values() if place.node != self._mine}
@@ -87,19 +86,19 @@ class Guard:
 
     def begin(self) -> None:
         """Another wait begins."""
-        self._watches = {name: Watch(liveness.STOPPED_SECONDS) for name in self._places}
-        self._waited, self._last, self._due = 0.0, time.monotonic(), 0.0
+        self._watches = {name: Watch(liveness.STOPPED_INTERVAL, self._clock) for name in self._places}
+        self._waited, self._last, self._due = 0.0, self._clock(), 0.0
 
     def look(self) -> None:
         """Raises FrozenError for a process that has been stopped for too long, or whose host gives no answer."""
-        now = time.monotonic()
-        passed, self._last = min(now - self._last, _COUNTED_SECONDS), now
+        now = self._clock()
+        passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
         self._waited += passed
-        if self._waited < _PATIENCE_SECONDS:
+        if self._waited < _PATIENCE_INTERVAL:
             return
         due = now >= self._due
         if due:
-            self._due = now + liveness.LOOK_SECONDS
+            self._due = now + liveness.LOOK_INTERVAL
             self._judge(self._mine, liveness.looks(self._pids(self._mine)))
         for node, host in self._hosts.items():
             if host.answer(passed):
@@ -179,7 +178,7 @@ class _Host:
             self._answered = True
             return True
         self._silent += passed
-        if self._silent >= (_SILENT_SECONDS if self._answered else _START_SECONDS):
+        if self._silent >= (timeouts.get().host_silent if self._answered else timeouts.get().watcher_start):
             raise FrozenError(f"the host {self._place.host}", f"has given no answer for {self._silent:.0f} s")
         return False
 

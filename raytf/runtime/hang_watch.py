@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from raytf import activity, liveness
+from raytf import activity, liveness, timeouts
 from raytf.console import output
 from raytf.runtime import stacks, watchdog
 from raytf.runtime.failures import WorkerFrozenError
@@ -26,17 +26,15 @@ from raytf.runtime.guard import Place
 from raytf.runtime.hangs import Hang, Judge, Turns
 from raytf.runtime.stragglers import Stragglers
 
-_LOOK_SECONDS = 0.5
+_LOOK_INTERVAL = 0.5
 # A question that is not answered for so long is one to which no answer comes soon.
-_SILENT_SECONDS = 2.0
+_SILENT_INTERVAL = 2.0
 # As far as a pause between two looks counts: a process that was itself stopped meanwhile must not blame others.
-_COUNTED_SECONDS = 2.0
-_STACK_SECONDS = 3.0
-_FAR_STACK_SECONDS = 15.0
+_COUNTED_INTERVAL = 2.0
 # Between two looks whether all is being closed; and what is done then without a wait takes no longer.
-_POLL_SECONDS, _CLOSES_SECONDS = 0.2, 2.0
+_POLL_INTERVAL = 0.2
 # What is said comes within the limit, with the looks that lead to it.
-_LEAD_SECONDS = 1.5
+_LEAD_INTERVAL = 1.5
 # Questions of a look: each takes about half a millisecond of this process.
 _AT_ONCE = 64
 # Ticks of a processor between two looks that a process does not use by asking and answering alone.
@@ -55,6 +53,7 @@ class HangWatch:
         say: say(text) tells the driver.
         names: of the workers, by rank; "worker 0" and so on without.
         through_others: each question goes through another process, whose own silence says nothing of a worker.
+        clock: gives seconds; for tests.
 
     Attributes:
         ended: for each worker that the run is to end by, what is to be said of it.
@@ -69,9 +68,11 @@ class HangWatch:
         say: Callable[[str], None] | None = None,
         names: Mapping[int, str] | None = None,
         through_others: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        self._clock = clock
         self._execute, self._places, self._say = execute, dict(places), say or output.say
-        lead = min(_LEAD_SECONDS, limit / 4)
+        lead = min(_LEAD_INTERVAL, limit / 4)
         self._limit = limit - lead
         self._names = dict(names or {rank: f"worker {rank}" for rank in places})
         self._judge = Judge(self._limit, first, self._names)
@@ -83,7 +84,7 @@ class HangWatch:
         self._silent: dict[int, float] = {}
         self._ticks: dict[int, tuple[float, int]] = {}  # of silent ones, when silence and processor time were noted
         self._turns = Turns(_AT_ONCE)
-        self._last = time.monotonic()
+        self._last = clock()
         self._said: Hang | None = None
         self._stragglers = Stragglers()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -93,12 +94,13 @@ class HangWatch:
     def close(self) -> None:
         """Watches nothing any more; what was asked is not waited for."""
         self._closed.set()
-        self._thread.join(_CLOSES_SECONDS)  # it may take the stack of a process of this host, of which nothing comes
+        # it may take the stack of a process of this host, of which nothing comes
+        self._thread.join(timeouts.get().hang_watch_end)
 
     def over(self, rank: int) -> None:
         """Says that a worker's process has ended well."""
         with self._lock:
-            self._over.setdefault(rank, time.monotonic())
+            self._over.setdefault(rank, self._clock())
 
     def last_words(self, rank: int) -> tuple[str, str]:
         """(who waits for a worker, as a clause; its stack), for one that another one is about to end."""
@@ -107,7 +109,7 @@ class HangWatch:
         return (self._judge.waiting_for(rank, told) if told else ""), self._stack_from_outside(self._places[rank])
 
     def _follow(self) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
+        while not self._closed.wait(_LOOK_INTERVAL):
             try:
                 self._look()
             except Exception:  # what failed once may not fail again, and without this thread nobody looks
@@ -150,13 +152,13 @@ class HangWatch:
             self._say(f"{self._names[slow.rank]} on {self._places[slow.rank].host} is {slow}")
 
     def _ended_well(self, rank: int) -> Mapping[str, Any]:
-        seconds, last = time.monotonic() - self._over[rank], self._told[rank]
+        seconds, last = self._clock() - self._over[rank], self._told[rank]
         clock = last["clock"] + seconds
         return {**last, "phase": activity.END, "meeting": None, "seconds": seconds, "clock": clock}
 
     def _ask(self) -> None:
-        now = time.monotonic()
-        passed, self._last = min(now - self._last, _COUNTED_SECONDS), now
+        now = self._clock()
+        passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
         done = set(
             ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[0] if self._asked else ()
         )
@@ -180,7 +182,7 @@ class HangWatch:
     def _all_at_once(self) -> bool:
         """Whether every worker is to be asked now, as one may stand still, or not all have told anything yet."""
         told = self._told.values()
-        if max(self._silent.values(), default=0.0) >= _SILENT_SECONDS or len(self._told) < len(self._places):
+        if max(self._silent.values(), default=0.0) >= _SILENT_INTERVAL or len(self._told) < len(self._places):
             return True
         waiting = (its["meeting"][2] for its in told if its["meeting"] is not None)
         lasting = (its["seconds"] for its in told)
@@ -196,10 +198,10 @@ class HangWatch:
     def _idle_silent(self) -> tuple[dict[int, float], dict[int, str]]:
         """(seconds of no answer, and no processor used, by rank; how the kernel holds some of these)."""
         found, stopped = {}, {}
-        asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_SECONDS, self._limit / 2)]
-        looks = self._there({rank: self._places[rank] for rank in asked}, liveness.look, _STACK_SECONDS)
+        asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
+        looks = self._there({rank: self._places[rank] for rank in asked}, liveness.look, timeouts.get().stack)
         for rank, seconds in self._silent.items():
-            if seconds < _SILENT_SECONDS:
+            if seconds < _SILENT_INTERVAL:
                 continue
             seen = looks.get(rank)
             if seen is not None:
@@ -210,21 +212,21 @@ class HangWatch:
                 if (how := liveness.held(seen.state)) is not None:
                     stopped[rank] = how
             else:
-                found[rank] = _SILENT_SECONDS  # gone with its host, perhaps, which Ray notices
+                found[rank] = _SILENT_INTERVAL  # gone with its host, perhaps, which Ray notices
         return found, stopped
 
     def _stack(self, rank: int) -> str:
         """Told by the worker itself, or taken from outside."""
         if rank not in self._silent:
             with contextlib.suppress(ray.exceptions.RayError):
-                ref = next(self._as_they_come([self._execute(rank, activity.stack)], _STACK_SECONDS), None)
+                ref = next(self._as_they_come([self._execute(rank, activity.stack)], timeouts.get().stack), None)
                 told = None if ref is None else ray.get(ref)
                 if told is not None:
                     return told
         return self._stack_from_outside(self._places[rank])
 
     def _stack_from_outside(self, place: Place) -> str:
-        found = self._there({0: place}, stacks.of, _FAR_STACK_SECONDS).get(0)
+        found = self._there({0: place}, stacks.of, timeouts.get().far_stack).get(0)
         return found if found is not None else "its stack is not known: its host does not answer"
 
     def _there(self, places: Mapping[int, Place], function: Callable, seconds: float) -> dict[int, Any]:
@@ -248,7 +250,7 @@ class HangWatch:
         """Those that are there within so many seconds, until all is being closed."""
         until, left = time.monotonic() + seconds, refs
         while left:
-            wait = min(_POLL_SECONDS, max(0.0, until - time.monotonic()))
+            wait = min(_POLL_INTERVAL, max(0.0, until - time.monotonic()))
             came, left = ray.wait(left, num_returns=len(left), timeout=wait)
             yield from came
             if self._closed.is_set() or time.monotonic() >= until:

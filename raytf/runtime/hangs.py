@@ -28,11 +28,11 @@ from raytf import activity
 _TIMES_USUAL = 30.0
 _ENDS, _ENDS_LATE = 3.0, 30.0
 # Of a processor: a process that uses as much works; threads that only ask and answer use less.
-_WORKS, _WORKED_SECONDS = 0.2, 4.0
+_WORKS, _WORKED_INTERVAL = 0.2, 4.0
 # Those that are waited for by nobody, and those in which a worker may stand still.
 _STILL = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.CONTROLLER)
 # A worker that waits is one that has done so for longer than messages and looks take.
-_WAITS_SECONDS = 1.5
+_WAITS_INTERVAL = 1.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class Judge:
 
     def _works(self, rank: int) -> bool:
         """Whether it has used processors lately, or was ready to and got none; unknown is yes."""
-        last, before = self._since(rank, _WORKED_SECONDS)
+        last, before = self._since(rank, _WORKED_INTERVAL)
         if before is None:
             return True
         known = None not in (last["queued"], before["queued"])
@@ -224,7 +224,7 @@ class Judge:
         rank = max(still, key=lambda r: told[r]["seconds"])
         its = told[rank]
         waited = max((told[r]["seconds"] for r in rest), default=its["seconds"])
-        if rest and waited < _WAITS_SECONDS:
+        if rest and waited < _WAITS_INTERVAL:
             return None
         if not rest:
             waited = min(told[r]["seconds"] for r in still)

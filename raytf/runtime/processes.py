@@ -13,6 +13,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RuntimeEnvSet
 from ray.train import ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytf import timeouts
 from raytf.compat import legacy_keras
 from raytf.compat.ray_configs import resources_per_worker
 from raytf.compat.ray_core import WARN_BLOCKING_GET
@@ -31,11 +32,6 @@ _VARIABLES = {
 
 # Likewise, unless the driver's says otherwise; with Ray Train's `print` each line comes twice.
 _VARIABLES_UNLESS_SET = {"TF_CPP_MIN_LOG_LEVEL": "2", ENABLE_PRINT_PATCH_ENV_VAR: "0"}
-
-# A process starts in a minute where no runtime environment has to be set up first.
-_START_SECONDS = 900.0
-# The dry run of a model ends itself after 600 s.
-_ASK_SECONDS = 900.0
 
 
 class Process:
@@ -78,7 +74,7 @@ class WarmPool:
             self._extra.append(start(kind, here, environment, soft=True))
         self.warned = Entries("warned")
         self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
-        self._ready = {actor.execute.remote(preload): actor for actor in self._all()}
+        self._ready = {actor.execute.remote(timeouts.under, timeouts.get(), preload): actor for actor in self._all()}
 
     def ask(self, function, *arguments):
         """Calls a function in the first process that is ready; one that dies meanwhile is replaced by the next.
@@ -87,11 +83,15 @@ class WarmPool:
             NoAnswerError: none started, or the function did not end, in time.
         """
         failed = None
-        for _, ready in as_they_come(list(self._ready), _START_SECONDS, "the start of a process", names=self._names()):
+        for _, ready in as_they_come(
+            list(self._ready), timeouts.get().process_start, "the start of a process", names=self._names()
+        ):
             try:
                 ray.get(ready)
-                call = self._ready[ready].execute.remote(function, *arguments)
-                (answer,) = collect([call], _ASK_SECONDS, "what it finds out about the model", names=["a process"])
+                call = self._ready[ready].execute.remote(timeouts.under, timeouts.get(), function, *arguments)
+                (answer,) = collect(
+                    [call], timeouts.get().model_answer, "what it finds out about the model", names=["a process"]
+                )
             except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
                 failed = error
                 continue

@@ -23,10 +23,10 @@ from raytf.errors import ResourceError
 from raytf.runtime import resources
 
 # How long is waited before it is said what for, and then between two times.
-_PATIENCE_SECONDS = 5.0
-_AGAIN_SECONDS = 60.0
+_PATIENCE_INTERVAL = 5.0
+_AGAIN_INTERVAL = 60.0
 # Between two looks: a wait for a group can be interrupted after it.
-_TICK_SECONDS = 1.0
+_TICK_INTERVAL = 1.0
 
 
 def layout(
@@ -119,18 +119,18 @@ class Reservation:
         while True:
             now = time.monotonic()
             if self._since is None:
-                self._since, self._say_at = now, now + _PATIENCE_SECONDS
-            step = _TICK_SECONDS if until is None else max(0.0, min(_TICK_SECONDS, until - now))
+                self._since, self._say_at = now, now + _PATIENCE_INTERVAL
+            step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - now))
             if self.group.wait(step):
-                if now - self._since >= _PATIENCE_SECONDS:
+                if now - self._since >= _PATIENCE_INTERVAL:
                     output.say("the cluster has given the run its resources")
                 self._since = None
                 return True
             if until is not None and time.monotonic() >= until:
                 return False
             if now >= self._say_at:
-                self._say_at = now + _AGAIN_SECONDS
-                if now - self._since >= _AGAIN_SECONDS:  # before, a node may be on its way back
+                self._say_at = now + _AGAIN_INTERVAL
+                if now - self._since >= _AGAIN_INTERVAL:  # before, a node may be on its way back
                     resources.check_bundles(self._bundles)
                 output.say(f"{self._wanted()}; waiting for {now - self._since:.0f} s{self._end()}")
 
@@ -207,7 +207,7 @@ class _Cleaner:
         try:
             while True:
                 ray.get(owner.__ray_ready__.remote())
-                time.sleep(_TICK_SECONDS)
+                time.sleep(_TICK_INTERVAL)
         except ray.exceptions.RayActorError:
             _remove_named(prefix)
         ray.actor.exit_actor()

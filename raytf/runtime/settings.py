@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raytf import timeouts
 from raytf.errors import ConfigError
+from raytf.timeouts import Timeouts
 
 _IMPLEMENTATIONS = ("auto", "ring", "nccl")
 _WIRE_DTYPES = (None, "bfloat16", "float16")
@@ -15,7 +17,7 @@ PORTS = (20_000, 31_999)
 # threads hung, and six ran.
 SERVER_THREADS = 8
 # Until all workers have made a step, as graphs are compiled meanwhile.
-FIRST_STEP_SECONDS = 300.0
+FIRST_STEP_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class TensorflowConfig:
     sync_every: int = 1
     timeout_s: float | None = None
     hang_timeout_s: float | None = 10.0
-    first_step_timeout_s: float = FIRST_STEP_SECONDS
+    first_step_timeout_s: float = FIRST_STEP_TIMEOUT
     heal: bool = True
     spares: int = 0
     bytes_per_pack: int = 0
@@ -171,6 +173,7 @@ class WorkerSetup:
         warned: where warnings are claimed by the worker that shows them, a `progress.Entries`.
         board: where the chief says how far a `fit` of a train loop is, a `progress.Board`.
         log_level: from which on Ray Train's own lines are shown.
+        timeouts: those of the driver.
     """
 
     config: TensorflowConfig = field(default_factory=TensorflowConfig)
@@ -181,6 +184,7 @@ class WorkerSetup:
     warned: Any = field(default=None, repr=False)
     board: Any = field(default=None, repr=False)
     log_level: str = field(default="WARNING", repr=False)
+    timeouts: Timeouts = field(default_factory=timeouts.get)
 
 
 def check_ports(ports: tuple[int, int]) -> None:

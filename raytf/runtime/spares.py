@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection
 import ray
 from ray.exceptions import RayError
 
+from raytf import timeouts
 from raytf.console import output
 from raytf.errors import in_a_line
 from raytf.runtime.failures import cause_of
 
-# For one that is ready to answer, and for one that still imports TensorFlow; then it is of no use.
-_ANSWER_SECONDS, _START_SECONDS = 3.0, 30.0
 # Between two looks at whether they live.
-_LOOK_SECONDS = 5.0
+_LOOK_INTERVAL = 5.0
 # Of one node, one after the other, none of which came to be ready: no further one is tried there.
 _MOST_FAILURES = 3
 
@@ -32,10 +31,13 @@ class Spares:
         each: on each node, at least 1.
         start: start(node) gives the actor of a process that starts there; it does what its `execute` is told.
         preload: is called in each as it starts; gives what it could not do ahead, as a line, or None.
+        clock: gives seconds; for tests.
     """
 
-    def __init__(self, each: int, start: Callable, preload: Callable[[], None]):
-        self._each, self._start, self._preload = each, start, preload
+    def __init__(
+        self, each: int, start: Callable, preload: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ):
+        self._each, self._start, self._preload, self._clock = each, start, preload, clock
         self._there: list[_Spare] = []
         self._failures: dict[str, int] = {}
         self._said = False
@@ -46,10 +48,10 @@ class Spares:
 
         Call it now and then: one that has died is seen, and followed by another.
         """
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             if now >= self._look_at:
-                self._look_at = now + _LOOK_SECONDS
+                self._look_at = now + _LOOK_INTERVAL
                 for spare in self._there:
                     if spare.node not in nodes:
                         spare.end()
@@ -93,7 +95,7 @@ class Spares:
                     return None
                 spare = next((spare for spare in here if spare.ready), here[0])
                 self._there.remove(spare)
-            seconds = _ANSWER_SECONDS if spare.ready else _START_SECONDS
+            seconds = timeouts.get().idle_answer if spare.ready else timeouts.get().standby_start
             try:
                 return spare.actor, ray.get(ask(spare.actor), timeout=seconds)
             except RayError:  # GetTimeoutError is one
@@ -118,7 +120,7 @@ class _Spare:
     def __init__(self, node: str, actor, preload: Callable[[], None]):
         self.node, self.actor, self.ready = node, actor, False
         self.less: str | None = None
-        self._answer = actor.execute.remote(preload)
+        self._answer = actor.execute.remote(timeouts.under, timeouts.get(), preload)
 
     def look(self) -> str | None:
         """Why it is of no use, in a line; None while nothing is known against it."""

@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 
-_SECONDS = 10.0
+from raytf import timeouts
+
 # Threads of a worker are many; of each the innermost lines.
 _LINES = 120
 
@@ -24,7 +25,7 @@ def of(pid: int) -> str:
         return "its stack is not known: py-spy is not installed on its host (pip install py-spy)"
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.get().stack_dump, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"its stack is not known: py-spy failed ({type(error).__name__})"
     if done.returncode:

@@ -19,7 +19,7 @@ from raytf import activity
 SLOWER = 1.2
 # Of a whole step: what does not hold it up is nobody's matter.
 _OF_A_STEP = 0.1
-_PERIODS, _STEPS, _SECONDS = 10, 3, 0.4
+_PERIODS, _STEPS, _LEAST_INTERVAL = 10, 3, 0.4
 _PARTS = {"compute": "computing", "input": "its input", "callbacks": "its callbacks"}
 
 
@@ -67,7 +67,7 @@ class Stragglers:
             self._begin, self._found = dict(told), []
             return None
         if any(told[r]["step"] - began[r]["step"] < _STEPS for r in told) or any(
-            told[r]["clock"] - began[r]["clock"] < _SECONDS for r in told
+            told[r]["clock"] - began[r]["clock"] < _LEAST_INTERVAL for r in told
         ):
             return None
         self._begin = dict(told)

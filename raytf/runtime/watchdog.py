@@ -14,15 +14,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS, Look, Watch, look, looks
+from raytf import timeouts
+from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL, Look, Watch, look, looks
 from raytf.runtime.guard import Place
 
 # Who was heard within so many seconds stands not still.
-_HEARD_SECONDS = 3.0
-# For what is to be said of all that are about to be ended.
-_WORDS_SECONDS = 15.0
+_HEARD_INTERVAL = 3.0
 # Between two looks at processes of another node, which are a task there.
-_FAR_SECONDS = 4.0
+_FAR_INTERVAL = 4.0
 
 
 class Watchdog:
@@ -33,14 +32,20 @@ class Watchdog:
     Args:
         seconds: of a stop that is one too long.
         last_words: last_words(key) gives more to say, and something to keep, of a process that is about to be ended.
+        clock: gives seconds; for tests.
 
     Attributes:
         kept: what `last_words` gave to keep, by key.
         ended: for each process that it ended, by the key that it was given, why: a sentence without a full stop.
     """
 
-    def __init__(self, seconds: float = STOPPED_SECONDS, last_words: Callable[[Any], tuple[str, Any]] | None = None):
-        self._seconds, self._last_words = seconds, last_words
+    def __init__(
+        self,
+        seconds: float = STOPPED_INTERVAL,
+        last_words: Callable[[Any], tuple[str, Any]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._seconds, self._last_words, self._clock = seconds, last_words, clock
         self.kept: dict = {}
         self.ended: dict = {}
         self._node = ray.get_runtime_context().get_node_id()
@@ -63,14 +68,14 @@ class Watchdog:
         """Watches a process, in place of one that had its key before."""
         with self._lock:
             if self._places.get(key) != place:
-                self._places[key], self._watches[key] = place, Watch(self._seconds)
+                self._places[key], self._watches[key] = place, Watch(self._seconds, self._clock)
                 self._started.pop(key, None)
 
     def heard(self, key) -> None:
         """Says that a process has just answered: it need not be looked at for a while."""
         with self._lock:
-            self._heard[key] = time.monotonic()
-            self._watches[key] = Watch(self._seconds)
+            self._heard[key] = self._clock()
+            self._watches[key] = Watch(self._seconds, self._clock)
 
     def forget(self, key) -> None:
         """No longer watches a process."""
@@ -83,7 +88,7 @@ class Watchdog:
         self._thread.join()
 
     def _follow(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(LOOK_INTERVAL):
             try:
                 self._look()
             except Exception:  # what failed once may not fail again, and without this thread nobody looks
@@ -99,10 +104,10 @@ class Watchdog:
                 self._look_far(node, keys)
 
     def _due(self) -> dict[str, list]:
-        now, due = time.monotonic(), {}
+        now, due = self._clock(), {}
         with self._lock:
             for key, place in self._places.items():
-                if key not in self.ended and now - self._heard.get(key, -_HEARD_SECONDS) >= _HEARD_SECONDS:
+                if key not in self.ended and now - self._heard.get(key, -_HEARD_INTERVAL) >= _HEARD_INTERVAL:
                     due.setdefault(place.node, []).append(key)
         return due
 
@@ -113,10 +118,10 @@ class Watchdog:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._judge(keys, ray.get(ref))
             ref = None
-        if ref is None and time.monotonic() - asked >= _FAR_SECONDS:
+        if ref is None and self._clock() - asked >= _FAR_INTERVAL:
             with self._lock:
                 pids = [self._places[key].pid for key in keys if key in self._places]
-            self._asked[node] = on(node, looks, pids), time.monotonic()
+            self._asked[node] = on(node, looks, pids), self._clock()
         elif ref is None:
             self._asked[node] = None, asked
 
@@ -144,7 +149,7 @@ class Watchdog:
             found[key] = self._last_words(key)
 
         threads = [threading.Thread(target=ask, args=(key,), daemon=True, name="raytf_last_words") for key in keys]
-        until = time.monotonic() + _WORDS_SECONDS
+        until = time.monotonic() + timeouts.get().last_words
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -179,4 +184,5 @@ def kill(pid: int, started: int) -> None:
 def on(node: str, function: Callable, *arguments):
     """The ref of what a function gives on a node."""
     place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=place).remote(*arguments)
+    task = ray.remote(num_cpus=0, max_retries=0)(timeouts.under).options(scheduling_strategy=place)
+    return task.remote(timeouts.get(), function, *arguments)

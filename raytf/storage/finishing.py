@@ -13,10 +13,10 @@ import time
 
 from pyarrow.fs import FileSelector
 
+from raytf import timeouts
+
 _PREFIX = ".finishing_"
-_LOOKS_SECONDS = 0.2
-# To remove a note takes a storage that answers.
-_REMOVE_SECONDS = 5.0
+_LOOKS_INTERVAL = 0.2
 
 
 class Note:
@@ -43,7 +43,7 @@ class Note:
 
     def remove(self) -> None:
         """Says that it has finished; no note comes after this."""
-        if self._lock.acquire(timeout=_REMOVE_SECONDS):
+        if self._lock.acquire(timeout=timeouts.get().note_removal):
             self._is_over = True
             if self._is_there:
                 with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def wait(filesystem, folder: str, seconds: float) -> bool:
     until = time.monotonic() + seconds
     first = found = _notes(filesystem, folder)
     while found and time.monotonic() < until:
-        time.sleep(_LOOKS_SECONDS)
+        time.sleep(_LOOKS_INTERVAL)
         found = _notes(filesystem, folder)
     for path in first & found:
         with contextlib.suppress(FileNotFoundError):

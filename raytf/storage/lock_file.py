@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 
+from raytf import timeouts
 from raytf.storage import stored_json
 
 # What two drivers that write at the same moment to an object store may differ by, and some more.
-SETTLE_SECONDS = 1.0
-# Who takes over a lock needs a few lines for it: a mark of that which is older was left by one that died there.
-_TAKING_SECONDS = 60.0
+SETTLE_INTERVAL = 1.0
 
 
 class MountedFile:
@@ -34,7 +33,7 @@ class MountedFile:
         try:
             os.close(_exclusive(taking))
         except FileExistsError:
-            if self._since(taking) <= _TAKING_SECONDS:
+            if self._since(taking) <= timeouts.get().lock_taking:
                 return False
             os.unlink(taking)  # its writer died within a few lines of here
             os.close(_exclusive(taking))
@@ -120,7 +119,7 @@ class StoredFile:
 
     def settle(self) -> None:
         """Waits until whoever wrote at the same moment has written."""
-        time.sleep(max(0.0, self._written + SETTLE_SECONDS - time.monotonic()))
+        time.sleep(max(0.0, self._written + SETTLE_INTERVAL - time.monotonic()))
 
     def read(self) -> str | None:
         try:
@@ -168,13 +167,13 @@ def _exclusive(path: str) -> int:
 
 def look(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
     """The lock's text and its owner; one that names nobody is read again for a moment, as it may be half written."""
-    end = time.monotonic() + SETTLE_SECONDS
+    end = time.monotonic() + SETTLE_INTERVAL
     while True:
         text = file.read()
         owner = _owner_in(text)
         if text is None or owner or time.monotonic() >= end:
             return text, owner
-        time.sleep(SETTLE_SECONDS / 20)
+        time.sleep(SETTLE_INTERVAL / 20)
 
 
 def _owner_in(text: str | None) -> dict:

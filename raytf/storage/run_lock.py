@@ -20,14 +20,12 @@ from collections.abc import Callable
 
 import pyarrow.fs
 
+from raytf import timeouts
 from raytf.errors import ConfigError, TrainingError, in_a_line
 from raytf.storage.lock_file import MountedFile, StoredFile, look
 
 LOCK = "run.lock"
-_BEAT_SECONDS = 10.0
-# Without a heartbeat; long beside a slow upload that holds the storage, short beside a night.
-_LIMIT_SECONDS = 60.0
-_RELEASE_SECONDS = 30.0
+_BEAT_INTERVAL = 10.0
 
 # The locks that this process holds: one that names this process and is not among them was left behind.
 _held: set[str] = set()
@@ -40,14 +38,20 @@ class RunLock:
         filesystem: where the folder is.
         folder: its path there; made if it does not exist, and removed again if nothing else came into it.
         on_lost: called from another thread when another driver has taken the lock over: nothing more may be written.
+        clock: gives seconds; for tests.
 
     Attributes:
         lost: a clause that says who has taken the lock over, or None.
     """
 
     def __init__(
-        self, filesystem: pyarrow.fs.FileSystem, folder: str, on_lost: Callable[[], None] | None = None
+        self,
+        filesystem: pyarrow.fs.FileSystem,
+        folder: str,
+        on_lost: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.lost: str | None = None
         self.on_lost = on_lost
         self._filesystem, self._folder = filesystem, folder
@@ -143,7 +147,7 @@ class RunLock:
     def _stop(self) -> None:
         self._end.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_RELEASE_SECONDS)
+            self._thread.join(timeouts.get().lock_release)
 
     def _take(self) -> None:
         mine = self._text()
@@ -167,17 +171,19 @@ class RunLock:
         age = self._file.age()
         if age is not None:
             return age
-        print(f"{self._folder}: waits {_LIMIT_SECONDS:g} s to see whether {_shown(owner)} is alive")
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) <= _LIMIT_SECONDS:
-            time.sleep(min(1.0, _LIMIT_SECONDS / 10))
+        seconds = timeouts.get().lock_silent
+        print(f"{self._folder}: waits {seconds:g} s to see whether {_shown(owner)} is alive")
+        began = self._clock()
+        while (waited := self._clock() - began) <= seconds:
+            time.sleep(min(1.0, seconds / 10))
             if self._file.read() != seen:
                 return 0.0
         return waited
 
     def _refused(self, owner: dict, age: float | None) -> ConfigError:
         beat = "" if age is None else f", whose last heartbeat is {max(0.0, age):.0f} s old"
-        lapses = "" if _same_machine(owner) else f" (if it has died, its lock lapses after {_LIMIT_SECONDS:g} s)"
+        seconds = timeouts.get().lock_silent
+        lapses = "" if _same_machine(owner) else f" (if it has died, its lock lapses after {seconds:g} s)"
         return ConfigError(
             "The folder of a run takes one driver at a time",
             f"{self._folder!r}, held by {_shown(owner)}{beat}",
@@ -186,7 +192,7 @@ class RunLock:
 
     def _beat(self) -> None:
         failed: str | None = None
-        while not self._end.wait(_BEAT_SECONDS):
+        while not self._end.wait(_BEAT_INTERVAL):
             self._owner["beat"] += 1
             try:
                 if not self._file.beat(self._text()):
@@ -240,7 +246,7 @@ def _same_machine(owner: dict) -> bool:
 def _is_dead(owner: dict, age: float | None) -> bool:
     """Whether the owner is gone: of this machine by its process, of another one by its heartbeat."""
     if not _same_machine(owner):
-        return age is not None and age > _LIMIT_SECONDS
+        return age is not None and age > timeouts.get().lock_silent
     pid = owner.get("pid")
     if pid == os.getpid():
         return owner.get("id") not in _held

@@ -20,14 +20,15 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
+from raytf import timeouts
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, division, scattered, step_folders, stored_json
 from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, MODEL, STATE, VERSION, VERSION_OF_PARTS
 
 _PARTIAL, _PARTS = ".partial_", ".parts_"
 # Parts of other workers are waited for so long, or so many times as long as this one has written its own.
-_PATIENCE_SECONDS, _PATIENCE = 5.0, 3.0
-_LOOKS_SECONDS = 0.02
+_PATIENCE = 3.0
+_LOOKS_INTERVAL = 0.02
 _CHUNK_BYTES = 1 << 22
 
 
@@ -354,11 +355,11 @@ class _Others:
 
     def wait(self) -> Iterator[tuple[str, bool]]:
         """(name, whether it has come), when that is known; called when this process has written its own."""
-        until = time.monotonic() + max(_PATIENCE_SECONDS, _PATIENCE * (time.monotonic() - self._began))
+        until = time.monotonic() + max(timeouts.get().checkpoint_parts, _PATIENCE * (time.monotonic() - self._began))
         for name, size in self.awaited.items():
             path = posixpath.join(self.folder, name)
             while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < until:
-                time.sleep(_LOOKS_SECONDS)
+                time.sleep(_LOOKS_INTERVAL)
             if not is_there:
                 self.late.append(self._index[name])
             yield name, is_there

@@ -5,8 +5,8 @@ python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, fro
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes; what is to be written lies in one of the buffers, complete when the message comes. So what was
 handed over is written even if the other side is killed in the next moment. When the other side has gone, what is left
-is tried for `ORPHAN_SECONDS`, in which it had a processor, and then this process ends however far it is. What is only
-held is written if the other side goes without a word.
+is tried for `Timeouts.writer_alone` seconds, in which it had a processor, and then this process ends however far it is.
+What is only held is written if the other side goes without a word.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from raytf import liveness
+from raytf import liveness, timeouts
 from raytf.storage import finishing, priority, scattered
 from raytf.storage.snapshot_store import SnapshotStore, Written
 
-# So long it goes on when the other side has gone; and while others have its processor, up to so long in all.
-ORPHAN_SECONDS, LONGEST_SECONDS = 30.0, 90.0
 _LONGEST_MESSAGE = 1 << 16
 _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
@@ -265,8 +263,9 @@ def _stay() -> None:
     """Returns when the time is over for which this process goes on alone."""
     began, queued = time.monotonic(), _queued()
     while True:
-        waited = min(_queued() - queued, LONGEST_SECONDS - ORPHAN_SECONDS)
-        left = began + ORPHAN_SECONDS + waited - time.monotonic()
+        its = timeouts.get()
+        waited = min(_queued() - queued, its.writer_alone_at_most - its.writer_alone)
+        left = began + its.writer_alone + waited - time.monotonic()
         if left <= 0:
             return
         time.sleep(left)
@@ -283,6 +282,7 @@ def _queued() -> float:
 def main(arguments: list[str]) -> None:
     """Reads the settings from standard input, leaves the family of the process that started it, and works."""
     settings = pickle.loads(sys.stdin.buffer.read())  # of the process that started this one, not of a storage
+    timeouts.put_in_force(settings["timeouts"])
     if os.fork():
         os._exit(0)  # who kills the children of a worker, as Ray does, does not find this one
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

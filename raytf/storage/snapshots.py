@@ -32,13 +32,11 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 
-from raytf import liveness
+from raytf import liveness, timeouts
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import finishing, planted, priority, snapshot_store
 from raytf.storage.snapshot_buffers import Buffer, Part, Plan, needs_of
-from raytf.storage.snapshot_writer import LONGEST_SECONDS
 
-_END_SECONDS = 5.0
 _LONGEST_MESSAGE = 1 << 16
 # So many of the last ones are told.
 _TOLD = 100
@@ -46,10 +44,8 @@ _TOLD = 100
 # few bytes. Large snapshots have one buffer, and two where some are held: the one before stays until the next is there.
 _BUFFERS = 5
 _FEW_BYTES = 64 << 20
-# One that is pinned waits so long for its place, and where the storage fails.
-_PLACE_SECONDS, _FAILING_SECONDS = 900.0, 15.0
 # Who waits looks so often whether all is being closed.
-_LOOKS_SECONDS = 0.2
+_LOOKS_INTERVAL = 0.2
 # After so many with parts that did not come the chief writes alone.
 _MOST_LATE = 2
 
@@ -107,7 +103,7 @@ class SnapshotWriter:
     Other threads may wait in `finish`.
 
     What was handed over is written even when this process is killed. The other one ends when this one closes it or is
-    gone, at the latest `snapshot_writer.LONGEST_SECONDS` later.
+    gone, at the latest `Timeouts.writer_alone_at_most` seconds later.
 
     Args:
         filesystem: a `pyarrow.fs.FileSystem` that can be pickled.
@@ -141,7 +137,7 @@ class SnapshotWriter:
         self._holds = False  # whether some are held
         self._readied: threading.Thread | None = None
         self._said: set[str] = set()
-        given = {"folder": folder, "keep": max(1, keep), "cpus": cpus}
+        given = {"folder": folder, "keep": max(1, keep), "cpus": cpus, "timeouts": timeouts.get()}
         settings = pickle.dumps({"filesystem": _pickled(filesystem), **given})
         self._buffers = [Buffer(number) for number in range(_BUFFERS)]
         self._control, self._errors = None, os.memfd_create("raytf_snapshot_errors")
@@ -307,7 +303,7 @@ class SnapshotWriter:
                 raise NotKeptError(name, self._how_it_ended())
             if left <= 0:
                 raise NotKeptError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
-            self._drain(min(left, _LOOKS_SECONDS))
+            self._drain(min(left, _LOOKS_INTERVAL))
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
@@ -346,7 +342,7 @@ class SnapshotWriter:
                 return
             self._closing = True
             self._control.shutdown(socket.SHUT_WR)
-            until = time.monotonic() + _END_SECONDS
+            until = time.monotonic() + timeouts.get().writer_end
             while not self._gone and (left := until - time.monotonic()) > 0:
                 self._drain(left)
             self._control.close()
@@ -403,10 +399,11 @@ class SnapshotWriter:
                     if not asked:
                         self._send({"yield": True})
                         asked = True
-                left = began + (_FAILING_SECONDS if self._failed else _PLACE_SECONDS) - time.monotonic()
+                its = timeouts.get()
+                left = began + (its.checkpoint_failing if self._failed else its.checkpoint_write) - time.monotonic()
                 if left <= 0:
                     raise NoRoomError(name, self._failed or "its storage has not taken the one before")
-                self._drain(min(left, _LOOKS_SECONDS))
+                self._drain(min(left, _LOOKS_INTERVAL))
 
     def _leave_out(self, number: int | None = None) -> None:
         self._names.pop(number, None)
@@ -458,7 +455,7 @@ class SnapshotWriter:
             self.pid = event["pid"]
             self._other = _Other(event["pid"], event["niceness"])
             self._weigh()
-            self._reap(_END_SECONDS)  # the process between, which has ended
+            self._reap(timeouts.get().writer_end)  # the process between, which has ended
             return
         number = event["id"]
         name = self._names.get(number)
@@ -516,7 +513,7 @@ class SnapshotWriter:
             warnings.warn(text, stacklevel=5)
 
     def _how_it_ended(self) -> str:
-        self._reap(_END_SECONDS)
+        self._reap(timeouts.get().writer_end)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
         return f"the process that writes snapshots has ended{': ' + said[-1] if said else ''}"
 
@@ -527,15 +524,16 @@ class SnapshotWriter:
             return
 
 
-def wait_for_writers(folder: str, seconds: float = LONGEST_SECONDS + 10.0) -> bool:
+def wait_for_writers(folder: str, seconds: float | None = None) -> bool:
     """Waits until no process of this host writes snapshots of a run any more, and says whether that is so.
 
     Those of a worker that was killed finish what they were handed; a run that goes on should see it.
 
     Args:
         folder: of the run on its storage.
-        seconds: at most so long.
+        seconds: at most so long; None is as long as they may go on alone, and some more.
     """
+    seconds = _ends_alone() if seconds is None else seconds
     until = time.monotonic() + seconds
     for name in _signs(folder):
         with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
@@ -550,16 +548,21 @@ def wait_for_writers(folder: str, seconds: float = LONGEST_SECONDS + 10.0) -> bo
     return True
 
 
-def wait_for_all(filesystem, folder: str, seconds: float = LONGEST_SECONDS + 10.0) -> bool:
+def wait_for_all(filesystem, folder: str, seconds: float | None = None) -> bool:
     """`wait_for_writers`, and then for those of other hosts, whose workers have gone.
 
     Args:
         filesystem: a `pyarrow.fs.FileSystem`.
         folder: of the run there.
-        seconds: at most so long, each.
+        seconds: at most so long, each; see `wait_for_writers`.
     """
+    seconds = _ends_alone() if seconds is None else seconds
     here = wait_for_writers(folder, seconds)
     return finishing.wait(filesystem, folder, seconds) and here
+
+
+def _ends_alone() -> float:
+    return timeouts.get().writer_alone_at_most + 10.0
 
 
 @contextlib.contextmanager

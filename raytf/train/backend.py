@@ -14,7 +14,7 @@ from typing import Any
 import ray.train
 from ray.train.backend import Backend, BackendConfig
 
-from raytf import activity
+from raytf import activity, timeouts
 from raytf.collectives import ring
 from raytf.compat import autograph, legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
@@ -25,9 +25,6 @@ from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
 from raytf.worker import clearing
-
-# The workers' processes are there; this is for one that stands still.
-_ANSWER_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +56,9 @@ class TensorflowBackend(Backend):
         count = len(worker_group)
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
-        asked = [(backend_config.config.ports, to_claim(backend_config, resources.get("CPU", 1)))] * count
-        addresses, claimed = zip(*_from_all(worker_group, "its address", reserve, asked), strict=True)
+        wanted = backend_config.config.ports, to_claim(backend_config, resources.get("CPU", 1))
+        asked = [(timeouts.get(), reserve, *wanted)] * count
+        addresses, claimed = zip(*_from_all(worker_group, "its address", timeouts.under, asked), strict=True)
         pinned, token = cores.agreed(addresses, claimed), ring.new_token()
         told = [(backend_config.config, list(addresses), rank, cpus, token, pinned[rank]) for rank in range(count)]
         _from_all(worker_group, "its environment", set_environment, told)
@@ -70,7 +68,7 @@ def _from_all(worker_group, what: str, function, arguments: list[tuple]) -> list
     """What a function gives on each worker; a worker that died ends the wait at once, for Ray Train to start anew."""
     refs = [worker_group.execute_single_async(rank, function, *its) for rank, its in enumerate(arguments)]
     try:
-        return collect(refs, _ANSWER_SECONDS, what)
+        return collect(refs, timeouts.get().process_setup, what)
     except NoAnswerError as error:
         raise WorkerGroupStartupFailedError(str(error)) from error
 

@@ -12,6 +12,7 @@ import traceback
 
 from ray import cloudpickle
 
+from raytf import timeouts
 from raytf.compat import autograph, keras_objects, legacy_names, versions
 from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
@@ -29,7 +30,6 @@ _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossin
 
 
 _KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
-_DEADLINE_SECONDS = 600.0
 _MEASURED_STEPS = 5
 # Labels, and rows that a map changes, which are looked at.
 _LABELS, _MAPPED_ROWS = 65_536, 32
@@ -261,14 +261,14 @@ def _in_a_copy(answer):
     with os.fdopen(reader, "rb") as file:
         poll = select.poll()
         poll.register(file, select.POLLIN)
-        readable = poll.poll(1e3 * _DEADLINE_SECONDS)
+        readable = poll.poll(1e3 * timeouts.get().dry_run)
         if not readable:
             os.kill(child, signal.SIGKILL)
         said = file.read()
     _, status, used = os.wait4(child, 0)
     status = os.waitstatus_to_exitcode(status)
     if not readable:
-        answer = _unexpected(f"no end after {_DEADLINE_SECONDS:g} s")
+        answer = _unexpected(f"no end after {timeouts.get().dry_run:g} s")
     elif status < 0:  # what it had said may be a part
         answer = _ended_by(-status, used.ru_maxrss << 10)
     else:

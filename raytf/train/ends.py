@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from raytf import timeouts
 from raytf.console import output
 from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
 from raytf.runtime import answers
@@ -27,13 +28,9 @@ from raytf.worker import ending
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AT_ONCE = "ended at once; a run goes on from the last checkpoint that it kept"
 # Who ends a group of processes, as `timeout` does, may send a signal to it and to each.
-_SAME_SECONDS = 1.0
-# For each of the two messages; a worker answers at once, unless it stands still.
-_ANSWER_SECONDS = 10.0
+_SAME_INTERVAL = 1.0
 # After this it is asked again: a worker group that replaces another knows nothing of it.
-_AGAIN_SECONDS = 5.0
-# A step has to end, and its checkpoint to be written, which is given 30 s.
-END_SECONDS = 90.0
+_AGAIN_INTERVAL = 5.0
 
 
 def agree(workers: Sequence, why: str) -> bool:
@@ -51,9 +48,10 @@ def agree(workers: Sequence, why: str) -> bool:
         RayActorError: one has died.
     """
     asked = [worker.execute.remote(ending.ask, why) for worker in workers]
-    begun = max(answers.collect(asked, _ANSWER_SECONDS, "how far a worker is, to end after the same step as others"))
+    seconds = timeouts.get().stop_answer
+    begun = max(answers.collect(asked, seconds, "how far a worker is, to end after the same step as others"))
     told = [worker.execute.remote(ending.end_after, begun) for worker in workers]
-    answers.collect(told, _ANSWER_SECONDS, "that a worker has heard after which step to end")
+    answers.collect(told, seconds, "that a worker has heard after which step to end")
     return begun > 0
 
 
@@ -95,7 +93,7 @@ class Ending:
 
     def _hear(self, number, frame) -> None:
         now = time.monotonic()
-        if self.number is not None and now - self._since < _SAME_SECONDS:
+        if self.number is not None and now - self._since < _SAME_INTERVAL:
             return
         again, self.number, self._since = self.number is not None, self.number or number, now
         if again or self._heard is None or self._heard() is False:
@@ -138,10 +136,10 @@ class Ending:
 
     def _end(self, future, workers: Callable[[], object]) -> None:
         self.say("ends after this step; a second signal ends it at once")
-        until = time.monotonic() + END_SECONDS
+        until = time.monotonic() + timeouts.get().run_end
         while not future.done():
             try:
-                there = ray.get(workers(), timeout=_ANSWER_SECONDS)
+                there = ray.get(workers(), timeout=timeouts.get().stop_answer)
                 begun = there and agree(there, ending.STOP)
             except GetTimeoutError:  # Ray Train's controller stands still while it starts workers
                 begun = False
@@ -152,8 +150,10 @@ class Ending:
             if not begun and not future.done():
                 raise StoppedError(self.number, "ended before its workers had begun a step; nothing is lost")
             if time.monotonic() > until:
-                raise TrainingError(None, f"it was to end, and its workers have not within {END_SECONDS:g} s")
-            concurrent.futures.wait([future], _AGAIN_SECONDS)
+                raise TrainingError(
+                    None, f"it was to end, and its workers have not within {timeouts.get().run_end:g} s"
+                )
+            concurrent.futures.wait([future], _AGAIN_INTERVAL)
 
     def here(self, train: Callable):
         """Calls a training in this very process; a signal ends it after a step, where that can be."""

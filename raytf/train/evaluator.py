@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 
+from raytf import timeouts
 from raytf.compat import autograph
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import ValidationConfig
@@ -27,6 +28,7 @@ from raytf.runtime.guard import Place
 from raytf.runtime.resources import placed_actor
 from raytf.runtime.watchdog import Watchdog
 from raytf.storage.checkpoint_files import read_state_of
+from raytf.timeouts import Timeouts
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker.job import TrainJob
 
@@ -35,9 +37,7 @@ PREFIX = "eval_"
 # A checkpoint whose evaluation ends with the process' death is evaluated once more; where that happens to so many
 # checkpoints in a row, it would happen to all, and their memory and time are the training's.
 _TRIES, _CHECKPOINTS_IN_A_ROW = 2, 2
-# Until an evaluation begins: a process that has to set up a runtime environment first may need minutes.
-_START_SECONDS = 300.0
-_LOOK_SECONDS = 2.0
+_LOOK_INTERVAL = 2.0
 
 
 class Evaluator:
@@ -45,9 +45,11 @@ class Evaluator:
 
     Args:
         given: (a ref of a `TrainJob` with a dataset "validation", what its askers know of it, see `once.py`).
+        its: the driver's.
     """
 
-    def __init__(self, given: tuple):
+    def __init__(self, given: tuple, its: Timeouts):
+        timeouts.put_in_force(its)
         output.say_who("evaluator 0")
         task, record, self._warned = given
         self._task, self._record, self._model = ray.get(task), record, None
@@ -181,7 +183,7 @@ class Beside:
         self._given = self._given or ray.put(self._task)
         name = f"raytf-evaluator-{uuid.uuid4().hex}"
         options = {"runtime_env": self._environment, "name": name, "max_restarts": -1}
-        options["arguments"] = ((self._given, self.record, self._warned),)
+        options["arguments"] = (self._given, self.record, self._warned), timeouts.get()
         self._actor = placed_actor(Evaluator, held.group, held.places[self.name], self.resources, **options)
         self.record.entries.put("actor", name)
 
@@ -236,7 +238,7 @@ class _FrozenError(Exception):
 
 def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
     """What the evaluator says. One that stands still is ended, and one that starts anew is waited for."""
-    late = time.monotonic() + _START_SECONDS
+    late = time.monotonic() + timeouts.get().evaluator_start
     with Watchdog() as watching:
         while True:
             asked = uuid.uuid4().hex
@@ -251,13 +253,13 @@ def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
                     raise _FrozenError(f"the evaluator was frozen: {watching.ended['evaluator']}") from error
                 if begun or time.monotonic() >= late:
                     raise
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_LOOK_INTERVAL)
 
 
 def _follow(ref, record: Record, asked: str, late: float, watching: Watchdog) -> bool:
     """Waits for the end of a call; whether its evaluation had begun."""
     while True:
-        done, _ = ray.wait([ref], timeout=_LOOK_SECONDS)
+        done, _ = ray.wait([ref], timeout=_LOOK_INTERVAL)
         begun = record.entries.get("begun") == asked
         if done:
             return begun
@@ -265,7 +267,7 @@ def _follow(ref, record: Record, asked: str, late: float, watching: Watchdog) ->
         if place is not None:
             watching.watch("evaluator", Place(**place))
         if not begun and time.monotonic() >= late:
-            raise _NotStartedError(f"the evaluator did not start within {_START_SECONDS:g} s")
+            raise _NotStartedError(f"the evaluator did not start within {timeouts.get().evaluator_start:g} s")
 
 
 def _find(record: Record, late: float):
@@ -275,7 +277,7 @@ def _find(record: Record, late: float):
             return ray.get_actor(record.entries.get("actor"))
         except ValueError:
             if time.monotonic() >= late:
-                raise _NotStartedError(f"there was no evaluator within {_START_SECONDS:g} s") from None
+                raise _NotStartedError(f"there was no evaluator within {timeouts.get().evaluator_start:g} s") from None
             time.sleep(1.0)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import ray
 
+from raytf import timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Place, Rejoin, Waiting
 from raytf.compat import ray_train
@@ -27,27 +28,14 @@ from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
 from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
-from raytf.runtime.deadlines import Pace
 from raytf.runtime.failures import cause_of, is_consequence
+from raytf.timeouts import Pace
 from raytf.train import backend
 
-# All of these are for a small model; to those of what depends on it is added what follows from its bytes, and from the
-# time of its first step, see `deadlines`.
-# For the others to come to the sum that the lost one does not make: the rest of a step, and what callbacks do.
-_BREAK_SECONDS = 30.0
-# For a process to start: where its host is gone, and no other has room, all start anew with what there is.
-_START_SECONDS = 45.0
-# For it to come to the step: TensorFlow, the model, graphs.
-_PLACE_SECONDS = 100.0
-_ANSWER_SECONDS = 20.0
 # For which a worker that does not wait so far holds an answer back; it answers nobody else meanwhile.
-_LOOK_SECONDS = 0.1
-# For a checkpoint of what the others hold; the process that writes it has 30 s.
-_KEEP_SECONDS = 45.0
+_LOOK_INTERVAL = 0.1
 # Between two looks at whether there is room for a process.
-_ROOM_SECONDS = 0.5
-# For those that live to say so, when one has not.
-_LIVES_SECONDS = 3.0
+_ROOM_INTERVAL = 0.5
 
 
 class NotHealedError(RaytfError, RuntimeError):
@@ -190,7 +178,7 @@ class Healing:
         refs = {self._asked.standing(worker, 0.0): rank for rank, worker in workers.items()}
         found = set()
         with contextlib.suppress(NoAnswerError):  # one that stands still is seen by the watchdog
-            for _, ref in answers.as_they_come(list(refs), _LIVES_SECONDS, "whether it lives"):
+            for _, ref in answers.as_they_come(list(refs), timeouts.get().sign_of_life, "whether it lives"):
                 try:
                     ray.get(ref)
                 except ray.exceptions.RayActorError:
@@ -211,7 +199,7 @@ class Healing:
             return
         try:
             refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
-            seconds = self._pace.deadline(_KEEP_SECONDS, copies=1)
+            seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
             (self.kept,) = answers.collect(refs, seconds, "a checkpoint of the step that all stand behind")
         except (RaytfError, ray.exceptions.RayError) as error:  # they start anew from the last one
             self.not_kept = _said(error)
@@ -226,7 +214,7 @@ class Healing:
             self._ask(told, "an end of what went before")
         told = [worker.actor.execute.remote(healing.pace) for worker in self._rest.values()]
         self._pace = Pace.slowest(self._ask(told, "how large its training is"))
-        seconds = self._pace.deadline(_BREAK_SECONDS, first_steps=1)
+        seconds = self._pace.deadline(timeouts.get().recovery_break, first_steps=1)
         waiting = self._all_wait(self._rest, seconds, "come to the sum that cannot be made")
         anew = is_to_be_made_anew(waiting, self.lost, len(self._asked.workers))
         if self.lost:
@@ -245,25 +233,25 @@ class Healing:
     def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting], anew: bool) -> None:
         """Has new processes come to where the others wait."""
         donor = self._rest[min(self._rest)].actor
-        copies = self._pace.deadline(_ANSWER_SECONDS, copies=1)
+        copies = self._pace.deadline(timeouts.get().recovery_answer, copies=1)
         (place,) = self._ask([donor.execute.remote(healing.image, anew)], "a copy of the training's state", copies)
         self._held = self._held_by_all(place, waiting)
         owned = self._owned(place, waiting)
-        until = time.monotonic() + _START_SECONDS
+        until = time.monotonic() + timeouts.get().replacement_start
         look = 0.0
         while starting.is_alive() and time.monotonic() < until:
-            starting.join(_LOOK_SECONDS)
+            starting.join(_LOOK_INTERVAL)
             self._check_others()
             if self._asked.has_room is not None and time.monotonic() >= look:
                 if not self._asked.has_room(self.lost):
                     raise NotHealedError("no node has room for a process in its place")
-                look = time.monotonic() + _ROOM_SECONDS
+                look = time.monotonic() + _ROOM_INTERVAL
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
-            raise NotHealedError(f"no process has started in its place within {_START_SECONDS:g} s")
+            raise NotHealedError(f"no process has started in its place within {timeouts.get().replacement_start:g} s")
         self._take_places(place, owned, waiting)
-        seconds = self._pace.deadline(_PLACE_SECONDS, copies=1, first_steps=1)
+        seconds = self._pace.deadline(timeouts.get().replacement_place, copies=1, first_steps=1)
         waiting |= self._all_wait(self._made, seconds, "make the step")
 
     def _start(self) -> None:
@@ -333,9 +321,10 @@ class Healing:
             agreed = {**place.agreed, "missing": place.agreed["reports"] - self._asked.reported.get(rank, 0)}
             taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
             calls.append(worker.actor.execute.remote(healing.take, taken))
-        self._ask(calls, "a place in the training", self._pace.deadline(_ANSWER_SECONDS, copies=1))
+        self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
         allowed, cores = self._asked.ports, self._asked.cores
-        calls = [worker.actor.execute.remote(backend.reserve, allowed, cores) for worker in self._made.values()]
+        asked = timeouts.under, timeouts.get(), backend.reserve, allowed, cores
+        calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
         known = {rank: ports.joined(*its.address) for rank, its in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
@@ -346,9 +335,9 @@ class Healing:
         for worker in self._made.values():
             self._asked.begin(worker)
 
-    def _ask(self, refs: list, what: str, seconds: float = _ANSWER_SECONDS) -> list:
+    def _ask(self, refs: list, what: str, seconds: float | None = None) -> list:
         try:
-            return answers.collect(refs, seconds, what)
+            return answers.collect(refs, timeouts.get().recovery_answer if seconds is None else seconds, what)
         except NoAnswerError as error:
             raise NotHealedError(str(error)) from None
 
@@ -358,7 +347,7 @@ class Healing:
         while True:
             self._check_others()
             ranks = [rank for rank in workers if rank not in found]
-            told = self._ask([self._asked.standing(workers[rank], _LOOK_SECONDS) for rank in ranks], what, seconds)
+            told = self._ask([self._asked.standing(workers[rank], _LOOK_INTERVAL) for rank in ranks], what, seconds)
             for rank, (its, error) in zip(ranks, told, strict=True):
                 if error is not None and not (isinstance(its, str) and is_consequence(error)):
                     raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")

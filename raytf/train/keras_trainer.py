@@ -16,7 +16,7 @@ import ray.train
 from ray import cloudpickle
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
-from raytf import validation
+from raytf import timeouts, validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress, quiet
@@ -551,7 +551,7 @@ class KerasTrainer:
             return None
         validation = blocks["validation"].first() if "validation" in blocks else None
         if self.verify == "error":
-            return verify.Order(validation=validation, seconds=verify.ERROR_SECONDS, cpu_seconds=None)
+            return verify.Order(validation=validation, seconds=timeouts.get().verify_error, cpu_seconds=None)
         return verify.Order(validation=validation, goes_on=goes_on)
 
 

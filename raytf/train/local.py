@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.train import CheckpointUploadMode, Result
 
+from raytf import timeouts
 from raytf.compat import ray_configs, ray_train
 from raytf.compat.patching import overrides
 from raytf.compat.ray_train import (
@@ -28,9 +29,6 @@ from raytf.console.quiet import at_levels
 from raytf.errors import ConfigError, TrainingError
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.entry import import_raytf
-
-# Longer than any storage has for a checkpoint.
-_LATER_SECONDS = 1000.0
 
 
 class Here(WarmPool):
@@ -154,7 +152,7 @@ class _Utils(LocalTrainFnUtils):
         """Waits for the reports that are made later, and raises what one of them raised."""
         waiting, self._later = self._later, []
         for report in waiting:
-            report.result(_LATER_SECONDS)
+            report.result(timeouts.get().report_taken)
 
     def close(self) -> None:
         """Ends the thread of the reports that are made later."""

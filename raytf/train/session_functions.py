@@ -24,7 +24,7 @@ from raytf.errors import ConfigError
 from raytf.worker.session import TrialSession
 
 # Between two looks at which nodes are drained.
-_LOOK_SECONDS = 1.0
+_LOOK_INTERVAL = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         self._session, self._around, self._broadcast, self._folder = session, around, broadcast, folder
         self._context = TrialContext(session.name, session.rank, around)
         self._shards: dict[str, Any] = {}
-        self._looked, self._drained = -_LOOK_SECONDS, None
+        self._looked, self._drained = -_LOOK_INTERVAL, None
 
     def report(
         self,
@@ -151,7 +151,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         """Which of the trial's nodes are drained; all workers must ask, as under Ray Train."""
         found = None
         if self._session.rank == 0:
-            if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            if time.monotonic() - self._looked >= _LOOK_INTERVAL:
                 self._drained = preemption(self._around.nodes, ray_core.draining())
                 self._looked = time.monotonic()
             found = self._drained

@@ -24,6 +24,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
 
+from raytf import timeouts
 from raytf.collectives.healing import Waiting
 from raytf.compat import ray_configs, ray_core, ray_train
 from raytf.compat.patching import overrides
@@ -55,7 +56,7 @@ from raytf.compat.ray_train import (
 )
 from raytf.console import output, persisting, quiet
 from raytf.errors import RaytfError, in_a_line
-from raytf.liveness import LOOK_SECONDS, STOPPED_SECONDS
+from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, processes, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
 from raytf.runtime.guard import Place
@@ -65,6 +66,7 @@ from raytf.runtime.reservation import Reservation
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
+from raytf.timeouts import Timeouts
 from raytf.train import backend, ends, entry, local, staying
 from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing, give_up, names, standing
@@ -72,36 +74,25 @@ from raytf.worker.ending import MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
-_POLL_SECONDS = "0.2"
+_POLL_INTERVAL = "0.2"
 # Where workers fail only because another has gone, and one gives no sign of life, it is the one: after so long.
-_SILENT_SECONDS, _SILENT_AT_MOST_SECONDS = 3.0, 15.0
-# A process that has to set up a runtime environment first may need minutes.
-_START_SECONDS = 600.0
+_SILENT_INTERVAL = 3.0
 # Ray Train's guard against the controller's end is a process that imports Ray Train, when all cores import TensorFlow.
-_GUARDS_START_AFTER_SECONDS = 20.0
+_GUARDS_START_AFTER_INTERVAL = 20.0
 # Between two looks at whether an elastic run could have another number of workers: Ray Train's, and ours unless the
 # user said another; the change costs a start of workers, and no step.
-_RAYS_RESIZE_SECONDS, _RESIZE_SECONDS = 60.0, 2.0
+_RAYS_RESIZE_INTERVAL, _RESIZE_INTERVAL = 60.0, 2.0
 # Between two looks at which nodes there are.
-_NODES_SECONDS = 1.0
+_NODES_INTERVAL = 1.0
 # For Ray to notice the end of a process that another one has told of.
-_LOSS_SECONDS = 2.0
+_LOSS_INTERVAL = 2.0
 # Between two polls meanwhile, and behind one that took a report, as each takes one, and the next may wait.
-_SOON_SECONDS = 0.02
-# For all workers to wait for another ring, once one has told that it lost another; the kernel of one whose link is cut
-# without a word tells it last.
-_CUT_SECONDS = 60.0
-# For workers to end after a step; later Ray Train ends them.
-_LEAVE_SECONDS = 120.0
-# For processes that are to come to a run to be ready, while it goes on without them.
-_READY_SECONDS = 120.0
+_SOON_INTERVAL = 0.02
 # After which such processes are started again, where they did not come to be ready.
-_AGAIN_SECONDS = 30.0
-# For those that stay to end their trainings, when their group has ended; the last checkpoint is written meanwhile.
-_STAY_SECONDS = 10.0
+_AGAIN_INTERVAL = 30.0
 _NEVER = (-math.inf, -math.inf)
 # Between two looks at which nodes are drained: a question to the head, of a millisecond.
-_DRAINS_SECONDS = 1.0
+_DRAINS_INTERVAL = 1.0
 
 
 class Startup(WarmPool):
@@ -253,8 +244,11 @@ class EarlyStartTrainer(DataParallelTrainer):
             self.backend_config.config,
             self._heals,
             [] if self._rehearsed is None else [ray.put((self._rehearsed, self.backend_config))],
+            timeouts.get(),
         )
-        answers.collect([beginning], _START_SECONDS, "the start of Ray Train's controller", names=["its process"])
+        answers.collect(
+            [beginning], timeouts.get().process_start, "the start of Ray Train's controller", names=["its process"]
+        )
         running = controller.run.remote()
         if self._launch.ending is not None:
             self._launch.ending.result_of(running, controller.workers.remote)
@@ -280,7 +274,9 @@ class _Controller(TrainController):
         config: TensorflowConfig,
         heals: bool,
         rehearsed: list,
+        its: Timeouts,
     ) -> None:
+        timeouts.put_in_force(its)
         output.say_who("controller")
         persisting.autoscaler_is_asked()
         ray_train.have_helpers_ask_their_cluster()
@@ -292,7 +288,7 @@ class _Controller(TrainController):
         known["elastic"] = scaling if isinstance(scaling, _Elastic) else None
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
-        ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_SECONDS, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
+        ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_INTERVAL, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
         ours = {name: value for name, value in ours.items() if name not in environment}
         os.environ.update({ray_core.WARN_BLOCKING_GET: "0"} | environment | ours)
         super().__init__(**arguments)
@@ -314,12 +310,12 @@ class _Controller(TrainController):
         if group.heals:
             self._looks_until = 0.0
         if group.took_report or time.monotonic() < self._looks_until:
-            left = min(left, _SOON_SECONDS)
+            left = min(left, _SOON_INTERVAL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._lost.wait(), left)
         if self._lost.is_set():
             self._lost.clear()
-            self._looks_until = time.monotonic() + _LOSS_SECONDS
+            self._looks_until = time.monotonic() + _LOSS_INTERVAL
             if (group := self.get_worker_group()) is not None:  # it may have ended meanwhile
                 group.look_for_cuts()
         ray_train.poll_now(self)
@@ -376,8 +372,8 @@ class _Elastic(ElasticScalingPolicy):
 
     def __init__(self, scaling_config, beside: dict[str, dict[str, float]], after_step: bool):
         scaling_config = copy.copy(scaling_config)
-        if scaling_config.elastic_resize_monitor_interval_s == _RAYS_RESIZE_SECONDS:
-            scaling_config.elastic_resize_monitor_interval_s = _RESIZE_SECONDS
+        if scaling_config.elastic_resize_monitor_interval_s == _RAYS_RESIZE_INTERVAL:
+            scaling_config.elastic_resize_monitor_interval_s = _RESIZE_INTERVAL
         super().__init__(scaling_config)
         self._bundles, self.after_step = list(beside.values()), after_step
         self.suspects: set[str] = set()
@@ -390,7 +386,7 @@ class _Elastic(ElasticScalingPolicy):
         """Has nodes be seen that have come or gone; Ray itself looks every 20 s."""
         if time.monotonic() < self._look_at:
             return
-        self._look_at = time.monotonic() + _NODES_SECONDS
+        self._look_at = time.monotonic() + _NODES_INTERVAL
         nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if nodes != self._nodes:
             self._nodes = nodes
@@ -413,7 +409,7 @@ class _Elastic(ElasticScalingPolicy):
     def make_decision_for_running_worker_group(self, worker_group_state, worker_group_status):
         self._look()
         started, asked = self._asked
-        if started == worker_group_state.start_time and time.monotonic() < asked + _LEAVE_SECONDS:
+        if started == worker_group_state.start_time and time.monotonic() < asked + timeouts.get().workers_leave:
             return NoopDecision()
         if self.is_broken():
             return NoopDecision()
@@ -423,7 +419,7 @@ class _Elastic(ElasticScalingPolicy):
         before, after = worker_group_state.num_workers, decision.num_workers
         if after > before and time.monotonic() < self._not_before:
             return NoopDecision()
-        self._asked = (worker_group_state.start_time, time.monotonic() + _READY_SECONDS)
+        self._asked = (worker_group_state.start_time, time.monotonic() + timeouts.get().joiner_ready)
         actors = [worker.actor for worker in worker_group_state.workers]
         threading.Thread(target=self._change, args=(actors, after), daemon=True).start()
         return NoopDecision()
@@ -433,7 +429,7 @@ class _Elastic(ElasticScalingPolicy):
         before, (group, _) = len(actors), self._asked
         ready = after < before or self.prepare(before, after)
         if not ready:
-            self._not_before = time.monotonic() + _AGAIN_SECONDS
+            self._not_before = time.monotonic() + _AGAIN_INTERVAL
         else:
             self._asked = (group, time.monotonic())
             output.say(
@@ -533,8 +529,9 @@ class _WorkerGroup(WorkerGroup):
         for rank, worker in enumerate(self.get_workers()):
             if rank not in lost and worker.actor not in self._within:
                 worker.actor.shutdown.remote()
-                asked[worker.actor.execute.remote(staying.leave, _STAY_SECONDS)] = worker
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2 * _STAY_SECONDS) if asked else ([], [])
+                asked[worker.actor.execute.remote(staying.leave, timeouts.get().workers_stay)] = worker
+        seconds = 2 * timeouts.get().workers_stay
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
         kept = [asked[ref] for ref in asked if ref in done and _is_true(ref)]
         self.processes[:0] = [(worker.metadata.node_id, worker.actor) for worker in kept]
         ray_train.take_out(self, [worker.actor for worker in kept])
@@ -557,7 +554,7 @@ class _WorkerGroup(WorkerGroup):
         started = [(node, self._start_process(node)) for node in nodes]
         asked = [actor.execute.remote(entry.rehearse, self.rehearsed, after, cpus) for _, actor in started]
         try:
-            answers.collect(asked, _READY_SECONDS, "that a process which is to become a worker is ready")
+            answers.collect(asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready")
         except (RaytfError, RayError) as error:  # its node has gone again, or it is too slow
             for _, actor in started:
                 ray.kill(actor)
@@ -649,7 +646,7 @@ class _WorkerGroup(WorkerGroup):
             there |= {i: self._start_process(nodes[i]) for i in indices if i not in there}
         try:
             asked = [actor.get_metadata.remote() for actor in there.values()]
-            metadata = answers.collect(asked, _START_SECONDS, "the processes that become workers")
+            metadata = answers.collect(asked, timeouts.get().process_start, "the processes that become workers")
         except (RayActorError, ActorUnschedulableError, answers.NoAnswerError) as error:
             for actor in there.values():
                 ray.kill(actor)
@@ -663,7 +660,7 @@ class _WorkerGroup(WorkerGroup):
             workers += super()._create_workers(len(missing), placement_group, resources_per_worker, missing)
         workers = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         limit = self.config.hang_timeout_s
-        seconds = STOPPED_SECONDS if limit is None else max(1.0, limit - LOOK_SECONDS)
+        seconds = STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL)
         self._watchdog = self._watchdog or Watchdog(seconds, self._last_words)
         for worker in workers:
             self._watchdog.watch(worker.distributed_context.world_rank, _place(worker))
@@ -760,7 +757,7 @@ class _WorkerGroup(WorkerGroup):
     def look_for_cuts(self) -> None:
         """Looks, from now on, whether workers have lost each other though the processes of all live."""
         if self.policy is not None and self._healing is None:
-            self._cut_until, self._standing = time.monotonic() + _CUT_SECONDS, ()
+            self._cut_until, self._standing = time.monotonic() + timeouts.get().cut_link, ()
 
     def _are_cut(self, found: list[WorkerStatus]) -> bool:
         """Whether all wait for another ring, and none is lost; has them form one then."""
@@ -902,11 +899,11 @@ class _WorkerGroup(WorkerGroup):
         silent = {
             rank: now - poll.start_time
             for rank, poll in self._world_rank_to_ongoing_poll.items()
-            if rank not in failed and now - poll.start_time >= _SILENT_SECONDS
+            if rank not in failed and now - poll.start_time >= _SILENT_INTERVAL
         }
         if not failed or not silent or not all(is_consequence(found[rank].error) for rank in failed):
             return found
-        self._hold_until = self._hold_until or now + _SILENT_AT_MOST_SECONDS
+        self._hold_until = self._hold_until or now + timeouts.get().silent_worker
         for rank in failed:
             if now < self._hold_until:
                 found[rank] = WorkerStatus(running=True, training_report=found[rank].training_report)
@@ -953,7 +950,7 @@ class _LateCleaner(PlacementGroupCleanerCallback):
 
     @overrides(PlacementGroupCleanerCallback)
     def after_worker_group_start(self, worker_group):
-        self._group, self._due = worker_group, time.monotonic() + _GUARDS_START_AFTER_SECONDS
+        self._group, self._due = worker_group, time.monotonic() + _GUARDS_START_AFTER_INTERVAL
 
     @overrides(WorkerGroupCallback)
     def after_worker_group_poll_status(self, worker_group_status):
@@ -986,7 +983,7 @@ class _Preemption(PreemptionCallback):
             rank = worker.distributed_context.world_rank
             ranks.setdefault(worker.metadata.node_id, []).append(rank)
             actors[rank] = worker.actor
-        self._watcher = _Drains(ranks, min(self._poll_interval_s, _DRAINS_SECONDS), actors)
+        self._watcher = _Drains(ranks, min(self._poll_interval_s, _DRAINS_INTERVAL), actors)
 
     @overrides(PreemptionCallback)
     def _stop_watcher(self):

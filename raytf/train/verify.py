@@ -25,6 +25,7 @@ import pyarrow as pa
 import ray
 from ray import cloudpickle
 
+from raytf import timeouts
 from raytf.collectives import ring
 from raytf.compat import autograph
 from raytf.data import stored
@@ -43,16 +44,12 @@ _LARGE_ROW_BYTES = 64 << 10
 _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-2
 # A difference is one if it exceeds so many times what other last bits, and other seeds, come to.
 _TIMES = 30.0
-# One device and two workers are done within these, or nothing is said of them.
-_DEADLINE_SECONDS = 180.0
 # What the start of a training waits for: less than a second of two processors, on a busy machine until they gave it.
-WAIT_CPU_SECONDS, WAIT_SECONDS = 1.6, 4.0
-# With verify="error" the start waits until it is known.
-ERROR_SECONDS = 200.0
-_LOOK_SECONDS = 0.1
+START_WAIT_CPU, START_WAIT = 1.6, 4.0
+_LOOK_INTERVAL = 0.1
 _NICE = 10
 # Between two looks of the driver at a comparison that goes on, for its answer, and for its thread to end.
-_POLL_SECONDS, _ANSWER_SECONDS, _PARTING_SECONDS = 1.0, 60.0, 5.0
+_POLL_INTERVAL = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +100,8 @@ class Order:
     """
 
     validation: StoredDataset | None = None
-    seconds: float = WAIT_SECONDS
-    cpu_seconds: float | None = WAIT_CPU_SECONDS
+    seconds: float = START_WAIT
+    cpu_seconds: float | None = START_WAIT_CPU
     goes_on: bool = False
 
 
@@ -206,7 +203,7 @@ def outcome(running: Running, seconds: float, cpu_seconds: float | None = None) 
     until, spent = time.monotonic() + seconds, _cpu_seconds(running.pid)
     poll = select.poll()
     poll.register(running.reader, select.POLLIN)
-    while not poll.poll(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())) * 1000):
+    while not poll.poll(min(_LOOK_INTERVAL, max(0.0, until - time.monotonic())) * 1000):
         if time.monotonic() >= until:
             return None
         if cpu_seconds is not None and _cpu_seconds(running.pid) - spent >= cpu_seconds:
@@ -269,13 +266,13 @@ class Following:
     def __exit__(self, kind, error, traceback) -> None:
         self._ends.set()
         if self._running is not None:
-            self._thread.join(_PARTING_SECONDS)
+            self._thread.join(timeouts.get().verify_parting)
 
     def _follow(self) -> None:
         try:
-            while not self._ends.wait(_POLL_SECONDS):
+            while not self._ends.wait(_POLL_INTERVAL):
                 call = self._processes.asked.execute.remote(outcome, self._running, 0.0)
-                (proof,) = collect([call], _ANSWER_SECONDS, "what came of verify", names=["a process"])
+                (proof,) = collect([call], timeouts.get().verify_answer, "what came of verify", names=["a process"])
                 if proof is not None:
                     tell(proof, "warn")
                     return
@@ -331,7 +328,7 @@ class _Supervisor:
 
     def __init__(self, trial: Callable[[], Any], asking: int):
         self._trial, self._asking, self._eagerly = trial, asking, True
-        self._until = time.monotonic() + _DEADLINE_SECONDS
+        self._until = time.monotonic() + timeouts.get().verify
 
     def proof(self) -> Proof:
         found = self._compared()
@@ -396,14 +393,14 @@ class _Supervisor:
             poll.register(one, select.POLLIN)
         try:
             while left:
-                for one, _ in poll.poll(_LOOK_SECONDS * 5000):
+                for one, _ in poll.poll(_LOOK_INTERVAL * 5000):
                     poll.unregister(one)
                     os.waitpid(left.pop(one).pid, 0)
                     os.close(one)
                 if os.getppid() != self._asking:
                     raise _LostError
                 if left and time.monotonic() > self._until:
-                    raise TimeoutError(f"no end after {_DEADLINE_SECONDS:g} s")
+                    raise TimeoutError(f"no end after {timeouts.get().verify:g} s")
         finally:
             for run in left.values():
                 os.kill(run.pid, signal.SIGKILL)

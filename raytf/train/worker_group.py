@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import activity, liveness
+from raytf import activity, liveness, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_names, ray_core
@@ -34,6 +34,7 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
+from raytf.timeouts import Timeouts
 from raytf.train import backend, ends
 from raytf.train.entry import import_raytf
 from raytf.train.healing import Asked, Healing, give_up, names
@@ -41,28 +42,14 @@ from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
 
-# Workers that fail alike fail within this; one that failed alone leaves the others waiting in a collective.
-_TOGETHER_SECONDS = 10.0
-# A worker's process starts in a minute where no runtime environment has to be set up first, and TensorFlow finds its
-# peers in another; a step takes what it takes, as long as its process is not stopped.
-_OPEN_SECONDS = 900.0
-# To begin or to end a trial: a checkpoint is read, graphs are dropped.
-_ANSWER_SECONDS = 600.0
-_SAVE_SECONDS = 3600.0
-# A spare process answers when it has imported TensorFlow.
-_SPARE_SECONDS = 300.0
-# For workers that are well to clear up when they are ended.
-_PARTING_SECONDS = 5.0
 # Between two looks at whether a worker group is still there; one that dies in between is seen at the next.
-_LOOKS_SECONDS = 5.0
+_LOOKS_INTERVAL = 5.0
 # A worker's process listens for its trial so long before it answers other questions.
-_BEAT_SECONDS = 0.5
+_BEAT_INTERVAL = 0.5
 # What a worker says then that waits for another ring, as one was lost, or all lost their connections.
 _WAITS = ("waits", None)
 # Between two looks at workers that train.
-_LOOK_SECONDS = 1.0
-# For a process to start that takes a lost one's place.
-_REPLACE_SECONDS = 60.0
+_LOOK_INTERVAL = 1.0
 # In Ray's key-value store, where the spare processes that have become a group's workers are noted.
 _TAKEN = b"raytf_taken"
 
@@ -186,17 +173,19 @@ class WorkerGroup:
         return placed_actor(self._kind, self._group, bundle, self._resources, runtime_env=self._environment)
 
     def _open(self, setup, cpus: float) -> None:
-        asked = setup.config.ports, backend.to_claim(setup, cpus)
-        found = self._all("reserve", *asked, seconds=_OPEN_SECONDS, what="the start of its process")
+        asked = timeouts.get(), setup.config.ports, backend.to_claim(setup, cpus)
+        found = self._all("reserve", *asked, seconds=timeouts.get().process_start, what="the start of its process")
         addresses = [address for address, _, _ in found]
         pinned = cores.agreed(addresses, [claimed for _, claimed, _ in found])
         self._config = setup.config
         self._see({rank: place for rank, (_, _, place) in enumerate(found)})
-        self._all("execute", import_raytf, seconds=_OPEN_SECONDS, what="the import of TensorFlow")
+        self._all("execute", import_raytf, seconds=timeouts.get().process_start, what="the import of TensorFlow")
         token, nodes = ring.new_token(), tuple(place.node for place in self._places.values())
         told = setup, addresses
         arguments = [(*told, rank, self._threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
-        self._each("open", arguments, seconds=_OPEN_SECONDS, what="the strategy, for which all workers meet")
+        self._each(
+            "open", arguments, seconds=timeouts.get().process_start, what="the strategy, for which all workers meet"
+        )
 
     def outgrown(self) -> str | None:
         """Returns which worker has outgrown `renew_worker_mb`, as a clause; to be asked between two trials.
@@ -207,7 +196,7 @@ class WorkerGroup:
         limit = self._config.renew_worker_mb
         if limit is None:
             return None
-        resident = self._all("execute", liveness.memory_bytes, seconds=_ANSWER_SECONDS, what="its memory")
+        resident = self._all("execute", liveness.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
         for rank, now in enumerate(resident):
             if now is None:
                 continue
@@ -267,7 +256,7 @@ class WorkerGroup:
         self._begin_wait()
         pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
         while pending:
-            done, _ = ray.wait(list(pending), timeout=_LOOK_SECONDS)
+            done, _ = ray.wait(list(pending), timeout=_LOOK_INTERVAL)
             lost: dict[int, WorkerGroupLostError] = {}
             for ref in done:
                 rank = pending.pop(ref)
@@ -290,7 +279,7 @@ class WorkerGroup:
                 waits.clear()
                 pending = {ref: rank for ref, rank in pending.items() if rank not in new}
                 pending |= {self.workers[rank].next_event.remote(): rank for rank in new}
-            elif pending and failed is not None and time.monotonic() - failed >= _TOGETHER_SECONDS:
+            elif pending and failed is not None and time.monotonic() - failed >= timeouts.get().alike_failures:
                 raise self._alone(events)
             elif len(waits) == len(self.workers):
                 self._connect()
@@ -379,7 +368,7 @@ class WorkerGroup:
         def place(rank: int) -> _Worker:
             worker = self._process(rank)
             try:
-                made[rank] = ray.get(worker.execute.remote(guard.here), timeout=_REPLACE_SECONDS)
+                made[rank] = ray.get(worker.execute.remote(guard.here), timeout=timeouts.get().replacement_report)
             except BaseException:
                 ray.kill(worker)
                 raise
@@ -462,7 +451,9 @@ class WorkerGroup:
 
     def save(self) -> dict[str, bytes] | None:
         """The files of a checkpoint of this report: the chief's, and those that others have of their own."""
-        found = self._answers([worker.save.remote() for worker in self.workers], _SAVE_SECONDS, "a checkpoint")
+        found = self._answers(
+            [worker.save.remote() for worker in self.workers], timeouts.get().trial_save, "a checkpoint"
+        )
         files = [its for its in reversed(found) if its is not None]
         return {name: content for its in files for name, content in its.items()} if files else None
 
@@ -478,7 +469,9 @@ class WorkerGroup:
         """
         if well:
             with contextlib.suppress(NoAnswerError):
-                for _ in as_they_come([w.stop.remote() for w in self.workers], _PARTING_SECONDS, "their ends"):
+                for _ in as_they_come(
+                    [w.stop.remote() for w in self.workers], timeouts.get().worker_parting, "their ends"
+                ):
                     pass
         for worker in self.workers:
             ray.kill(worker)
@@ -488,9 +481,9 @@ class WorkerGroup:
     def _all(self, method: str, *arguments, **how) -> list:
         return self._each(method, [arguments] * len(self.workers), **how)
 
-    def _each(self, method: str, arguments: list[tuple], *, what: str, seconds: float = _ANSWER_SECONDS) -> list:
+    def _each(self, method: str, arguments: list[tuple], *, what: str, seconds: float | None = None) -> list:
         calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, arguments, strict=True)]
-        return self._answers(calls, seconds, what)
+        return self._answers(calls, timeouts.get().trial_answer if seconds is None else seconds, what)
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
         """Raises WorkerGroupLostError as soon as a worker dies, is stopped, or is late."""
@@ -537,7 +530,7 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
         if there != node or ray_core.put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
             continue
         with contextlib.suppress(*gone):
-            ray.get(actor.end_with.remote(me), timeout=_SPARE_SECONDS)
+            ray.get(actor.end_with.remote(me), timeout=timeouts.get().imports)
             return actor
     return None
 
@@ -552,8 +545,9 @@ class GroupWorker(Process):
         self._failed: Exception | None = None
         self._told: tuple = ()
 
-    def reserve(self, allowed: tuple[int, int], count: int) -> tuple[str, bool, Place]:
+    def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, Place]:
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
+        timeouts.put_in_force(its)
         return *backend.reserve(allowed, count), guard.here()
 
     def end_with(self, leader) -> None:
@@ -651,7 +645,7 @@ class GroupWorker(Process):
         So this process answers other questions.
         """
         with contextlib.suppress(queue.Empty):
-            return self._session.events.get(timeout=_BEAT_SECONDS)
+            return self._session.events.get(timeout=_BEAT_INTERVAL)
         return _WAITS if isinstance(healing.here.waiting(), Waiting) else None
 
     def save(self) -> dict[str, bytes] | None:
@@ -678,7 +672,7 @@ def _end_with(actor) -> None:
             ray.get(actor.__ray_ready__.remote())
         except ray.exceptions.RayActorError:
             os._exit(1)
-        time.sleep(_LOOKS_SECONDS)
+        time.sleep(_LOOKS_INTERVAL)
 
 
 def _broadcast(value: Any) -> Any:

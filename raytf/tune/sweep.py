@@ -34,7 +34,7 @@ from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import validation
+from raytf import timeouts, validation
 from raytf.compat import loggers
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.phases import READING, TRYING, phases, starting
@@ -70,8 +70,6 @@ _TUNES_STATE = "experiment_state-"
 _FREQUENT_SNAPSHOTS = "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S"
 # What the trainer itself reads of a trial's config.
 _OWN_KEYS = ("batch_size", "epochs", "num_workers")
-# How long the end of a sweep waits for other hosts.
-_CLEAN_SECONDS = 10.0
 
 
 def sweep(
@@ -245,7 +243,7 @@ def _clean_hosts() -> None:
     clean = ray.remote(scratch.clean)
     refs = [clean.options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote() for place in places]
     with contextlib.suppress(NoAnswerError):
-        for _ in as_they_come(refs, _CLEAN_SECONDS, "the removal of temporary folders"):
+        for _ in as_they_come(refs, timeouts.get().cleanup, "the removal of temporary folders"):
             pass
 
 

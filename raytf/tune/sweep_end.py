@@ -9,14 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from raytf import timeouts
 from raytf.console.progress import Entries
 from raytf.errors import RaytfError
-from raytf.train import ends
 
-_END_SECONDS = ends.END_SECONDS
-# Behind its end a trial waits for that of Tune, which waits for all trials.
-_RELEASE_SECONDS = 2 * _END_SECONDS
-_LOOKS_SECONDS = 0.1
+_LOOKS_INTERVAL = 0.1
 _ASKED, _OVER, _TRIALS = "asked", "over", "trials/"
 
 
@@ -53,11 +50,13 @@ class SweepEnd:
             NotReleasedError: Tune does not end.
         """
         self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "kept": kept})
-        until = time.monotonic() + _RELEASE_SECONDS
+        # behind its end a trial waits for that of Tune, which waits for all trials
+        seconds = 2 * timeouts.get().run_end
+        until = time.monotonic() + seconds
         while self._entries.get(_OVER) is None:
             if time.monotonic() > until:
-                raise NotReleasedError(f"the sweep was to end, and its driver has not within {_RELEASE_SECONDS:g} s")
-            time.sleep(_LOOKS_SECONDS)
+                raise NotReleasedError(f"the sweep was to end, and its driver has not within {seconds:g} s")
+            time.sleep(_LOOKS_INTERVAL)
 
     def ask(self) -> None:
         """Asks all trials to end after a step."""
@@ -122,7 +121,7 @@ class Asking:
             return
         if self._until is None:
             self._say("the trials end after this step; a second signal ends them at once")
-            self._until = time.monotonic() + _END_SECONDS
+            self._until = time.monotonic() + timeouts.get().run_end
             self._end.ask()
         notes = self._end.notes(running())
         if at_work(notes) and time.monotonic() < self._until:

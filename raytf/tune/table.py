@@ -24,8 +24,8 @@ from raytf.tune.trial import UnknownMetricError
 _DERIVED = {"per_replica_batch": "a replica", "steps_per_epoch": "steps an epoch", "scaled_learning_rate": "rate"}
 _ROWS = 20
 # How long no trial runs before it is said what all wait for, and then between two times.
-_PATIENCE_SECONDS = 20.0
-_AGAIN_SECONDS = 60.0
+_PATIENCE_INTERVAL = 20.0
+_AGAIN_INTERVAL = 60.0
 
 
 class Table(tune.Callback):
@@ -90,9 +90,9 @@ class Table(tune.Callback):
         if not waiting or any(t.status == "RUNNING" for t in self._trials):
             self._due = None
         elif self._due is None:
-            self._due = now + _PATIENCE_SECONDS
+            self._due = now + _PATIENCE_INTERVAL
         elif now >= self._due:
-            self._due = now + _AGAIN_SECONDS
+            self._due = now + _AGAIN_INTERVAL
             bundles = waiting[0].placement_group_factory.bundles
             try:
                 resources.check_bundles(bundles)

@@ -16,6 +16,7 @@ from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from ray.tune.utils import flatten_dict
 
+from raytf import timeouts
 from raytf.compat import loggers, ray_configs, ray_core, ray_tune
 from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
@@ -27,7 +28,7 @@ from raytf.worker.ending import DRAIN, STOP, MovedError
 from raytf.worker.session import TRIAL, Within, read_files, write_files
 
 # A trial that lasts is saved this often, so that one whose worker dies does not start anew.
-_SAVE_SECONDS = 30.0
+_SAVE_INTERVAL = 30.0
 # In the errors of TensorFlow, of Python, and of Ray where its monitor ended a worker.
 _NO_MEMORY = ("ResourceExhausted", "OutOfMemory", "MemoryError", "OUT_OF_MEMORY")
 
@@ -90,6 +91,7 @@ class Trial(tune.Trainable):
 
     def setup(self, config, plan: SweepSpec):
         logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it tells of each checkpoint
+        timeouts.put_in_force(plan.setup.timeouts)
         self._plan, self._worker_group = plan, None
         output.say_who(self.trial_name)
         self._take(config)
@@ -219,7 +221,7 @@ class Trial(tune.Trainable):
         return files
 
     def _maybe_save(self) -> dict[str, Any]:
-        due = ray_tune.seconds_of(self) - self._saved >= _SAVE_SECONDS
+        due = ray_tune.seconds_of(self) - self._saved >= _SAVE_INTERVAL
         if due:
             self._saved = ray_tune.seconds_of(self)
         return {SHOULD_CHECKPOINT: True} if due else {}

@@ -12,7 +12,7 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 _STEPS = ("step", "steps")
 # With "auto": what checkpoints, and looking for when they are due, may take of the time; how near they are at most.
-_SHARE, _LEAST_SECONDS = 0.01, 30.0
+_SHARE, _LEAST_INTERVAL = 0.01, 30.0
 # What the first is taken to cost, on a busy machine: the functions for it are made.
 _FIRST_COST = 1.0
 # From one look of the chief to the next: steps may become slower, or faster. With "auto" a moment matters less, and
@@ -135,7 +135,7 @@ class Clock:
         """The time of the next checkpoint."""
         if self._every.seconds is not None:
             return self._last + self._every.seconds
-        return max(self._last + _LEAST_SECONDS, self._began + (self._spent + self._cost) / _SHARE)
+        return max(self._last + _LEAST_INTERVAL, self._began + (self._spent + self._cost) / _SHARE)
 
     def made(self, now: float, cost: float) -> None:
         """Notes a checkpoint within an epoch.

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from raytf import timeouts
 from raytf.compat import legacy_keras
 from raytf.errors import ConfigError
 from raytf.runtime import cores, ports
@@ -42,6 +43,7 @@ def prepared(setup: WorkerSetup):
 
     Where it is one for Keras 2, Keras 3 and what raytf changes in it are left alone.
     """
+    timeouts.put_in_force(setup.timeouts)
     if not legacy_keras.is_on():
         from raytf.parallel import trainer
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from raytf import timeouts
 from raytf.errors import RaytfError
-
-# From the question to what follows from all workers' answers.
-_TOLD_WITHIN_SECONDS = 30.0
 
 STOP, DRAIN, RESIZE = "stop", "drain", "resize"
 # Why workers end after a step to go on elsewhere, or with others.
@@ -126,9 +124,10 @@ class Gate:
         """
         with self._changed:
             told = lambda: self.why is None or self._end_after is not None
-            if not self._changed.wait_for(told, _TOLD_WITHIN_SECONDS):
+            seconds = timeouts.get().stop_step
+            if not self._changed.wait_for(told, seconds):
                 raise NotToldError(
-                    f"This worker was asked to end, and not told after which step within {_TOLD_WITHIN_SECONDS:g} s: "
+                    f"This worker was asked to end, and not told after which step within {seconds:g} s: "
                     "another one gave no answer"
                 )
             self._begun += 1

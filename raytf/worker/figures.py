@@ -23,7 +23,7 @@ FOLDER = "figures"
 # The run of TensorBoard beside "train" and "validation".
 _SYSTEM = "system"
 # An object store has no appending: there the whole file is written again, at most so often.
-_AGAIN_SECONDS = 30.0
+_AGAIN_INTERVAL = 30.0
 _SHOWN = (
     "learning_rate",
     "examples_per_second",
@@ -152,7 +152,7 @@ class Lines:
         if self._text is None:
             self._text = self._there()
         self._text += line
-        if time.monotonic() - self._written >= _AGAIN_SECONDS:
+        if time.monotonic() - self._written >= _AGAIN_INTERVAL:
             self._flush()
 
     def _flush(self) -> None:

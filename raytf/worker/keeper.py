@@ -8,23 +8,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raytf import activity
+from raytf import activity, timeouts
 from raytf.runtime import cores
-from raytf.runtime.deadlines import deadline
 from raytf.storage import checkpoint_files, division, snapshots
 from raytf.storage.division import Cutter
 from raytf.storage.images import Archive, Image
 from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
+from raytf.timeouts import deadline
 from raytf.worker.checkpoint import Moment
 
 # Those that stay: the last, and one for when it is damaged.
 _KEPT_STEPS = 2
 # Of what is in a checkpoint beside the model: callbacks, metrics, history.
 _OTHER_BYTES = 1 << 20
-# The last of them is waited for so long at the end, and for its bytes.
-_LAST_SECONDS = 30.0
-# For the checkpoint at the end of an epoch a slow storage has so long, and one that fails.
-_EPOCH_SECONDS, _FAILING_SECONDS = 900.0, 15.0
 
 
 class Keeper:
@@ -159,7 +155,7 @@ class Keeper:
 
         def wait() -> None:
             try:
-                writer.finish(_EPOCH_SECONDS, _FAILING_SECONDS, number)
+                writer.finish(timeouts.get().checkpoint_write, timeouts.get().checkpoint_failing, number)
             except NotKeptError:
                 writer.unpin(number)
                 raise
@@ -174,10 +170,10 @@ class Keeper:
         """See `session.RaySession.keep_now`."""
         number = self._take(name, model, parts, pinned=True)
         with self._writer.held_up():
-            self._writer.finish(self._last_seconds(), _FAILING_SECONDS, number)
+            self._writer.finish(self._last_seconds(), timeouts.get().checkpoint_failing, number)
 
     def _last_seconds(self) -> float:
-        return deadline(_LAST_SECONDS, 0 if self._file is None else self._file.size)
+        return deadline(timeouts.get().checkpoint_last, 0 if self._file is None else self._file.size)
 
     def close(self, well: bool = True) -> None:
         """Waits for the last one, when the training has ended or failed.

@@ -25,7 +25,7 @@ from typing import Any
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
-from raytf import activity
+from raytf import activity, timeouts
 from raytf.collectives import healing
 from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
@@ -39,10 +39,8 @@ from raytf.worker.keeper import Keeper
 
 # Beside the files of a trial's checkpoints: what its sweep needs to know of them.
 TRIAL = "trial.json"
-# The controller knows the reports of a run that goes on before its workers start.
-_LIST_SECONDS = 60.0
 # So many reports may wait for Ray Train's controller, and one may be so old; then the training waits, at most so long.
-_MOST_REPORTS, _OLD_SECONDS, _TAKEN_SECONDS = 5, 60.0, 1000.0
+_MOST_REPORTS = 5
 # What a controller that takes none may be at, as a clause that follows "it" or "which".
 _WAITS_FOR = "waits for its storage or in a callback of RunConfig, or has no processor"
 
@@ -125,22 +123,25 @@ class Reports:
             self._made.popleft()
         if not self._made:
             return
+        its = timeouts.get()
         made, oldest = self._made[0]
-        if len(self._made) < _MOST_REPORTS and time.monotonic() - made < _OLD_SECONDS:
+        if len(self._made) < _MOST_REPORTS and time.monotonic() - made < its.report_old:
             return
         with activity.here.within(activity.CONTROLLER):
-            done, _ = concurrent.futures.wait([oldest], _TAKEN_SECONDS)
+            done, _ = concurrent.futures.wait([oldest], its.report_taken)
         if not done:
             raise TimeoutError(
-                f"Ray Train's controller was to take a report within {_TAKEN_SECONDS:g} s and has not: it {_WAITS_FOR}"
+                f"Ray Train's controller was to take a report within {its.report_taken:g} s and has not: "
+                f"it {_WAITS_FOR}"
             )
 
     def end(self) -> None:
         """Says, when the training has ended, why the run has not, where that takes long."""
-        _, left = concurrent.futures.wait([report for _, report in self._made], _OLD_SECONDS)
+        seconds = timeouts.get().report_old
+        _, left = concurrent.futures.wait([report for _, report in self._made], seconds)
         if left:
             warnings.warn(
-                f"The training has ended, and {len(left)} of its reports wait since {_OLD_SECONDS:g} s for Ray Train's "
+                f"The training has ended, and {len(left)} of its reports wait since {seconds:g} s for Ray Train's "
                 f"controller, which {_WAITS_FOR}",
                 stacklevel=2,
             )
@@ -367,7 +368,7 @@ def _names_reported() -> set[str]:
 
 def _reported() -> list:
     return ray.train.get_all_reported_checkpoints(
-        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=_LIST_SECONDS
+        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=timeouts.get().reports_listed
     )
 
 

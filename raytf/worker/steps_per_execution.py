@@ -24,7 +24,7 @@ _LOOKED_AT, _WARM_UP = 24, 8
 # Python's share of a step from which it is worth a new trace, and what may be left of it.
 _MIN_OVERHEAD, _OVERHEAD_TARGET = 0.03, 0.01
 # One execution is to stay short: progress, and a stop, come between two.
-_MAX_CALL_SECONDS = 1.0
+_LONGEST_CALL = 1.0
 _MOST = 64
 
 
@@ -43,7 +43,7 @@ def choose(between: float, within: float, first: float, steps_left: int) -> int:
     if between < _MIN_OVERHEAD * (between + within):
         return 1
     wanted = between / (_OVERHEAD_TARGET * (between + within))
-    longest = _MAX_CALL_SECONDS / max(within, 1e-9)
+    longest = _LONGEST_CALL / max(within, 1e-9)
     number = 2 ** math.floor(math.log2(max(1.0, min(wanted, longest, _MOST))))
     saved = steps_left * between * (1 - 1 / number)
     return number if saved > 2 * first else 1

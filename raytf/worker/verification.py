@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from raytf import timeouts
 from raytf.collectives import communicator, ring
 from raytf.compat import keras_objects
 from raytf.compat.patching import patched
@@ -40,7 +41,6 @@ _UNITS = 4
 _SEED = 20_261
 # The first scale of a LossScaleOptimizer is one at which few rows overflow where many do not, and it is lowered then.
 _LOSS_SCALE = 64.0
-_TIMEOUT_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,9 @@ def _trained(trial: Trial, eagerly: bool, shard: Shard, begin: Callable) -> dict
     """What came of two steps: {"logs", "weights", "before", "states", "traits"}, or {"skipped": why}."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    config = TensorflowConfig(seed=_SEED, timeout_s=_TIMEOUT_SECONDS, hang_timeout_s=None, first_step_timeout_s=20.0)
+    config = TensorflowConfig(
+        seed=_SEED, timeout_s=timeouts.get().strategy_of_verify, hang_timeout_s=None, first_step_timeout_s=20.0
+    )
     with context.prepared(WorkerSetup(config=config)):
         strategy = context.get_strategy()
         keras.utils.set_random_seed(_SEED)

@@ -44,7 +44,7 @@ def groups():
 
 
 def test_a_run_that_waits_holds_nothing_says_what_for_and_goes_on(monkeypatch, capfd):
-    monkeypatch.setattr(reservation, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(reservation, "_PATIENCE_INTERVAL", 0.0)
     run = Reservation(BESIDE)
     with three_of_four_cpus() as other:
         run.hold(1, {"CPU": 1.0}, "PACK", None)
@@ -102,7 +102,7 @@ def test_who_answers_is_not_looked_at():
         with watchdog.Watchdog(seconds=0.0) as watching:
             watching.watch("it", guard.Place(node, "here", process.pid, None))
             process.send_signal(19)
-            until = time.monotonic() + 2.5 * liveness.LOOK_SECONDS
+            until = time.monotonic() + 2.5 * liveness.LOOK_INTERVAL
             while time.monotonic() < until:
                 watching.heard("it")
                 time.sleep(0.2)

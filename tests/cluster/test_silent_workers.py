@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import time
 
@@ -9,7 +11,7 @@ import pytest
 import ray
 
 from raytf import activity
-from raytf.runtime import hang_watch, watchdog
+from raytf.runtime import watchdog
 from raytf.runtime.guard import Place
 from raytf.runtime.hang_watch import HangWatch
 
@@ -38,7 +40,7 @@ class Silent:
         self._told.set()
 
 
-def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monkeypatch):
+def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monkeypatch, set_timeouts):
     silent, told = Silent.remote(), activity.told()
     asked: list[int] = []
 
@@ -47,12 +49,16 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
         return silent.answer.remote()
 
     monkeypatch.setattr(watchdog, "on", on)
-    monkeypatch.setattr(hang_watch, "_STACK_SECONDS", 3600.0)
-    monkeypatch.setattr(hang_watch, "_SILENT_SECONDS", 0.1)
+    set_timeouts(stack=3600.0)
     places = {rank: Place("far", "far", rank, None) for rank in range(WORKERS)}
+    clock = functools.partial(next, itertools.count())  # a second passes between two looks
     first = [ray.put(told) for _ in places]  # each answers once, and then no more
     watch = HangWatch(
-        lambda rank, function: first.pop() if first else silent.answer.remote(), places, limit=1.0, first=3600.0
+        lambda rank, function: first.pop() if first else silent.answer.remote(),
+        places,
+        limit=1.0,
+        first=3600.0,
+        clock=clock,
     )
     try:
         wait_for(lambda: set(asked) == set(range(WORKERS)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import time
@@ -10,7 +12,7 @@ import pytest
 import ray
 
 from raytf.data.stored import StoredDataset
-from raytf.runtime import processes, spares
+from raytf.runtime import processes
 from raytf.runtime.processes import Process
 from raytf.runtime.spares import Spares
 from raytf.train import entry
@@ -43,14 +45,14 @@ def pid(actor):
     return actor.execute.remote(os.getpid)
 
 
-@pytest.fixture(autouse=True)
-def looks_each_time(monkeypatch):
-    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+def kept_of(each, start, preload):
+    """Spares that look each time that they are kept: so much time has passed."""
+    return Spares(each, start, preload, functools.partial(next, itertools.count(0.0, 60.0)))
 
 
 def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_handed_out(capsys):
     node, started = ray.get_runtime_context().get_node_id(), Started()
-    kept = Spares(2, started, less)
+    kept = kept_of(2, started, less)
     for _ in range(2):
         kept.keep({node})
         assert len(started.actors) == 2
@@ -78,7 +80,7 @@ def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_
 
 def test_where_none_can_start_it_is_said_once_and_no_more_are_tried(capsys):
     node, started, until = "a" * 56, Started(), time.monotonic() + 120
-    kept, said = Spares(1, started, nothing), ""
+    kept, said = kept_of(1, started, nothing), ""
     while "no spare process can be kept on node aaaaaaaa" not in said:
         assert time.monotonic() < until, f"{len(started.actors)} were tried"
         kept.keep({node})

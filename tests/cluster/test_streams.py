@@ -126,7 +126,7 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
 
 
 def test_what_waits_says_for_what(monkeypatch, capsys):
-    monkeypatch.setattr(streamed, "_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(streamed, "_REPORT_INTERVAL", 0.01)
     with streamed.watched("train"):
         signal.sigtimedwait([], 0.1)
     assert "'train' is not read after 0 s, reading goes on; " in capsys.readouterr().err

@@ -17,7 +17,7 @@ def waiting(cpus):
 
 @pytest.fixture
 def table(monkeypatch):
-    monkeypatch.setattr(table_module, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(table_module, "_PATIENCE_INTERVAL", 0.0)
     return table_module.Table("loss", "min", 2, show=False)
 
 

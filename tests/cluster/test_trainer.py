@@ -167,9 +167,10 @@ def test_twenty_faults_of_a_plan_change_nothing(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_the_end_of_an_epoch_holds_nothing_up(undisturbed, tmp_path):
+def test_a_disk_that_is_full_at_the_end_of_an_epoch_holds_nothing_up(undisturbed, tmp_path, set_timeouts):
     """The chief's callback fills the disk before the first epoch's checkpoint, and makes room in the third epoch: that
     of the first is given up when the second ends, whose own is written then."""
+    set_timeouts(checkpoint_failing=15.0)  # it is waited for that long
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "raytf_test", disk], capture_output=True)

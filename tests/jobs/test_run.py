@@ -286,9 +286,9 @@ if rank == 0 and not os.path.exists("again"):
     assert said[1:] == ["raytf run: restart 1 of 1: all tasks"]
 
 
-def test_a_runner_that_gives_no_answer_has_gone(tmp_path, monkeypatch, capfd):
+def test_a_runner_that_gives_no_answer_has_gone(tmp_path, monkeypatch, capfd, set_timeouts):
     """Ray's own process is stopped, as if its host were: the others end, and so does it."""
-    monkeypatch.setattr(launcher, "_SILENT_SECONDS", 6.0)  # a busy machine answers late
+    set_timeouts(host_silent=6.0)  # a busy machine answers late
     text = """
 import json, os, signal
 if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
@@ -300,9 +300,9 @@ signal.pause()
     assert re.search(r"worker 1 failed first: its host \S+, or Ray's process there, gives no answer", err)
 
 
-def test_an_evaluator_is_heard_to_its_last_line(tmp_path, monkeypatch, capfd):
+def test_an_evaluator_is_heard_to_its_last_line(tmp_path, monkeypatch, set_timeouts, capfd):
     """Also what it prints when it is told to end, long after the training."""
-    monkeypatch.setattr(launcher, "_EVALUATOR_SECONDS", 1.0)
+    set_timeouts(last_evaluation=1.0)
     text = """
 import json, os, signal, sys, time
 def end(*_):

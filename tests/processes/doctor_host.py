@@ -9,7 +9,7 @@ from raytf.doctor.probe import Probe
 
 
 def main(address: str) -> None:
-    probe = Probe(b"t" * 32, address, (20000, 31999))
+    probe = Probe(b"t" * 32, address, (20000, 31999), 3.0, 9.0, 5.0)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(json.dumps(getattr(probe, method)(*arguments)), flush=True)

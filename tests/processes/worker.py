@@ -123,6 +123,7 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
     from raytf.collectives import ring
     from raytf.runtime.settings import TensorflowConfig, WorkerSetup
     from raytf.runtime.topology import tf_config
+    from raytf.timeouts import Timeouts
     from raytf.worker import context
     from tests.processes.scenarios import Place
 
@@ -136,7 +137,10 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     ring.keep_token(bytes(ring.TOKEN_BYTES))  # what starts processes gives them one; here nobody is to be kept out
     with context.prepared(
-        WorkerSetup(config=TensorflowConfig(**{"communication": group["communication"]} | group.get("config", {})))
+        WorkerSetup(
+            config=TensorflowConfig(**{"communication": group["communication"]} | group.get("config", {})),
+            timeouts=Timeouts().scaled(5),  # the machine may be busy
+        )
     ):
         distribution = tf.distribute.get_strategy()
         if world > 1:

@@ -164,9 +164,9 @@ def test_a_pinned_one_takes_the_place_of_one_that_the_storage_does_not_take(larg
     check(tmp_path / "run" / name_of(2), 2, 100_000)
 
 
-def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_path, monkeypatch):
+def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_path, monkeypatch, set_timeouts):
     monkeypatch.setattr(snapshots, "_FEW_BYTES", 0)
-    monkeypatch.setattr(snapshots, "_PLACE_SECONDS", 0.5)
+    set_timeouts(checkpoint_write=0.5)
     model, _ = trained(functional)
     keeper = Keeper(LOCAL, str(tmp_path / "run"))
     parts = checkpoint.parts(model, State(0, 1, 0, False, []))

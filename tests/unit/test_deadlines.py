@@ -1,10 +1,19 @@
 """Deadlines follow a model's bytes and its first step. No Ray."""
 
+import ast
+import pathlib
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import raytf
+from raytf import testing, timeouts
+from raytf.collectives import healing as worker
 from raytf.collectives.healing import Healer
-from raytf.runtime.deadlines import Pace, deadline
+from raytf.errors import ConfigError
+from raytf.storage import snapshots
+from raytf.timeouts import Pace, Timeouts, deadline
 
 numbers = st.integers(0, 1 << 45)
 seconds = st.floats(0, 1e6)
@@ -25,9 +34,7 @@ def test_a_large_model_has_the_time_that_a_slow_network_takes_for_it():
 
 
 def test_a_worker_tells_its_pace_and_waits_no_shorter_than_the_driver_does():
-    from raytf.collectives import healing as worker
-    from raytf.train import healing as driver
-
+    its = Timeouts()
     nothing = lambda: None
     healer = Healer()
     healer.arm(nothing, nothing, nothing, step=0, size=7)
@@ -39,12 +46,55 @@ def test_a_worker_tells_its_pace_and_waits_no_shorter_than_the_driver_does():
     assert before.first_step_seconds <= first.first_step_seconds == healer.pace().first_step_seconds
     healer.disarm()
     for pace in (Pace(), Pace(10**11, 600.0)):
-        waits = pace.deadline(worker.WAIT_SECONDS, worker._WAIT_COPIES, worker._WAIT_STEPS)
+        waits = pace.deadline(its.recovery_plan, worker._WAIT_COPIES, worker._WAIT_STEPS)
         parts = [
-            pace.deadline(driver._BREAK_SECONDS, first_steps=1),
-            pace.deadline(driver._ANSWER_SECONDS, copies=1),
-            driver._START_SECONDS,
-            pace.deadline(driver._ANSWER_SECONDS, copies=1),
-            max(pace.deadline(driver._PLACE_SECONDS, 1, 1), pace.deadline(driver._KEEP_SECONDS, 1)),
+            pace.deadline(its.recovery_break, first_steps=1),
+            pace.deadline(its.recovery_answer, copies=1),
+            its.replacement_start,
+            pace.deadline(its.recovery_answer, copies=1),
+            max(pace.deadline(its.replacement_place, 1, 1), pace.deadline(its.recovery_checkpoint, 1)),
         ]
         assert waits >= sum(parts)
+
+
+def test_no_file_has_a_deadline_of_its_own():
+    """Not one that tests cannot scale: how often one looks is an `_INTERVAL`, what is waited for is in `Timeouts`."""
+    for path in pathlib.Path(raytf.__file__).parent.rglob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert not {name for name in names if name.isupper() and name.endswith("_SECONDS")}, path
+
+
+def test_no_deadline_is_looked_up_before_it_is_waited_for():
+    """As a file is imported, or in a default, it would stay what it was then."""
+    for path in pathlib.Path(raytf.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        early = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                early += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+        assert not [node for node in early if "timeouts.get()" in ast.unparse(node)], path
+
+
+def test_every_deadline_is_more_than_none_and_has_a_sentence():
+    said = Timeouts.__doc__ or ""
+    for name, seconds in vars(Timeouts()).items():
+        assert seconds > 0 and f"\n        {name}: " in said, name
+
+
+def test_what_waits_for_another_wait_waits_longer():
+    its = Timeouts()
+    assert its.model_answer > its.dry_run and its.verify_error > its.verify and its.far_stack > its.stack_dump
+    assert its.report_taken > its.checkpoint_write and its.writer_alone_at_most > its.writer_alone
+    assert snapshots._ends_alone() > its.writer_alone_at_most
+
+
+def test_deadlines_are_scaled_until_the_context_ends():
+    before = timeouts.get()
+    with testing.scale_timeouts(5):
+        assert timeouts.get() == before.scaled(5) and timeouts.get().ring_join == 5 * before.ring_join
+        with testing.scale_timeouts(0.5):
+            assert timeouts.get() == before.scaled(2.5)
+    assert timeouts.get() is before
+    for times in (0, -1, True, "5", float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="times of scale_timeouts"), testing.scale_timeouts(times):
+            pass

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import raytf
-from raytf.storage import checkpoint_files, division, scattered, snapshot_store
+from raytf.storage import checkpoint_files, division, scattered
 from raytf.storage.checkpoint_files import MODEL, DamagedCheckpointError, State
 from raytf.storage.images import Archive, Image
 from raytf.storage.snapshot_store import SnapshotStore
@@ -118,8 +118,8 @@ def test_three_workers_write_one_checkpoint(place, tmp_path):
         assert sorted(os.listdir(run)) == [name_of(1), name_of(2)]
 
 
-def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_store, "_PATIENCE_SECONDS", 0.3)
+def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tmp_path, set_timeouts):
+    set_timeouts(checkpoint_parts=0.3)
     filesystem, run = place
     chief, other = (SnapshotStore(filesystem, run) for _ in range(2))
     other.put_part(name_of(5), MODEL, 1, parts_of(4, 3)[1])
@@ -129,8 +129,8 @@ def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tm
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "a manifest that climbs out", "a manifest without them"])
-def test_a_part_that_is_not_what_was_written_is_named(tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(snapshot_store, "_PATIENCE_SECONDS", 0.0)
+def test_a_part_that_is_not_what_was_written_is_named(tmp_path, set_timeouts, damage):
+    set_timeouts(checkpoint_parts=0.0)
     SnapshotStore(LOCAL, str(tmp_path)).put(name_of(1), files_of(1), 2)
     folder = tmp_path / name_of(1)
     part = sorted(folder.glob(f"{MODEL}.0001-*"))[0]

@@ -103,8 +103,8 @@ def test_a_word_for_the_training_before_ends_no_other_one():
     assert not gate.is_last() and not gate.is_over()
 
 
-def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(ending, "_TOLD_WITHIN_SECONDS", 0.01)
+def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(set_timeouts):
+    set_timeouts(stop_step=0.01)
     gate = Gate()
     gate.begin()
     gate.ask(STOP)

@@ -70,8 +70,9 @@ def ring_of(waiting, listener, generation):
 
 
 @pytest.mark.slow
-def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivor):
-    """Its new member died behind the driver's word: no 30 s for it to come. What was passed on is had by the next."""
+def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivor, set_timeouts):
+    """Its new member died behind the driver's word: an hour would be its. What was passed on is had by the next."""
+    set_timeouts(ring_join=3600.0)
     healer, holder, sum_ = survivor
     first = until(healer.waiting)
     assert first.held == ((2, b"the other's"),)
@@ -79,11 +80,9 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     healer.command(ring_of(first, gone, 1))
     while healer.waiting() is not None:  # it joins
         time.sleep(0.005)
-    began = time.monotonic()
     gone.close()
     healer.leave(1)
     second = until(healer.waiting)
-    assert time.monotonic() - began < 5
     assert second.held == first.held and second.address != first.address
     new = Listener("127.0.0.1")
     told = ring_of(second, new, 2)

@@ -82,8 +82,8 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, monkeypatch):
-    monkeypatch.setattr("raytf.worker.keeper._LAST_SECONDS", 0.5)
+def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, set_timeouts):
+    set_timeouts(checkpoint_last=0.5)
     (tmp_path / "run").write_text("in the way")
     model, _ = trained(functional)
     keep(keeper, model, 1)
@@ -98,9 +98,9 @@ def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, monkeypatch):
 
 
 def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_once_it_failed(
-    tmp_path, keeper, monkeypatch
+    tmp_path, keeper, set_timeouts
 ):
-    monkeypatch.setattr("raytf.worker.keeper._FAILING_SECONDS", 0.5)
+    set_timeouts(checkpoint_failing=0.5)
     model, _ = trained(functional)
     moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
     one = keeper.keep_at_end("checkpoint_one", moment)
@@ -120,8 +120,8 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
 
 
 @pytest.mark.slow
-def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ended(tmp_path, keeper, monkeypatch):
-    monkeypatch.setattr("raytf.worker.keeper._LAST_SECONDS", 0.5)
+def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ended(tmp_path, keeper, set_timeouts):
+    set_timeouts(checkpoint_last=0.5)
     (tmp_path / "run").write_text("in the way")
     model, _ = trained(functional)
     moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
@@ -145,14 +145,17 @@ def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_repor
     assert pending.settle(), "it was whole"
 
 
-@pytest.mark.parametrize("limit", ["_OLD_SECONDS", "_MOST_REPORTS"])
-def test_reports_are_waited_for_where_one_is_old_or_many_are_left(limit, monkeypatch):
+@pytest.mark.parametrize("old", [True, False])
+def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypatch, set_timeouts):
     reports, one, two = Reports(), concurrent.futures.Future(), concurrent.futures.Future()
     reports.wait()
     for report in (one, two):
         reports.add(report)
         reports.wait()
-    monkeypatch.setattr(f"raytf.worker.session.{limit}", 0)
+    if old:
+        set_timeouts(report_old=0.0)
+    else:
+        monkeypatch.setattr("raytf.worker.session._MOST_REPORTS", 0)
     found = []
     thread = threading.Thread(target=lambda: found.append(reports.wait()))
     thread.start()
@@ -161,10 +164,10 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(limit, monkeyp
     one.set_result(None)
     thread.join(30)
     assert found and activity.here.told()["phase"] != activity.CONTROLLER
-    monkeypatch.setattr("raytf.worker.session._TAKEN_SECONDS", 0.01)
+    set_timeouts(report_taken=0.01)
     with pytest.raises(TimeoutError, match="to take a report within 0.01 s and has not"):
         reports.wait()
-    monkeypatch.setattr("raytf.worker.session._OLD_SECONDS", 0.0)
+    set_timeouts(report_old=0.0)
     with pytest.warns(UserWarning, match="The training has ended, and 1 of its reports"):
         reports.end()
     two.set_result(None)

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from raytf.runtime import watchdog
 from raytf.runtime.watchdog import Watchdog
 
 
@@ -21,8 +20,8 @@ def test_all_are_asked_at_once(watches):
     assert {key: kept for key, (_, kept) in found.items()} == {key: key for key in range(8)}
 
 
-def test_one_that_never_answers_holds_up_none_of_the_others(watches, monkeypatch):
-    monkeypatch.setattr(watchdog, "_WORDS_SECONDS", 0.5)
+def test_one_that_never_answers_holds_up_none_of_the_others(watches, set_timeouts):
+    set_timeouts(last_words=0.5)
     ended = threading.Event()
     watches._last_words = lambda key: ended.wait() if key == 0 else ("words", key)
     found = watches._words_of([0, 1, 2])

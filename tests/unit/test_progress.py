@@ -93,7 +93,7 @@ class Said(list):
 
 
 def test_a_phase_that_lasts_has_one_line_where_lines_stay(monkeypatch):
-    monkeypatch.setattr(phases_module, "_WORTH_A_LINE_SECONDS", 0.05)
+    monkeypatch.setattr(phases_module, "_WORTH_A_LINE", 0.05)
     said = Said()
     with Phases(said, "first") as phases:
         wait_for(lambda: said == ["first ..."])

@@ -336,8 +336,8 @@ def hello_of(rank, purpose=0):
 
 
 @pytest.mark.slow
-def test_many_strangers_are_turned_away_at_once(ring_of):
-    """Each of them would cost five seconds if they were asked one after the other: a thousand in all."""
+def test_many_strangers_are_turned_away_at_once(ring_of, set_timeouts):
+    """Each of them would cost ten minutes if they were asked one after the other."""
     hellos = [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(56), hello_of(0)[:9], hello_of(0), hello_of(7)]
     hellos += [hello_of(0) + bytes(32), hello_of(0, 1) + bytes(31), hello_of(0, 9)]
     strangers = []
@@ -350,9 +350,8 @@ def test_many_strangers_are_turned_away_at_once(ring_of):
                 one.shutdown(socket.SHUT_WR)
             strangers.append(one)
 
-    began = time.monotonic()
+    set_timeouts(ring_stranger=600.0)
     places = ring_of(2, "tcp", before_join=knock)
-    assert time.monotonic() - began < 60
     arrays = [np.ones(2), np.ones(2)]
     assert not raised(lambda place: place.add(arrays[place.rank]), places)
     assert arrays[0].tolist() == arrays[1].tolist() == [2.0, 2.0]

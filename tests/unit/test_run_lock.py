@@ -20,8 +20,8 @@ from raytf.storage.run_lock import LOCK, RunLock
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(run_lock, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lock_file, "SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(run_lock, "_BEAT_INTERVAL", 0.05)
+    monkeypatch.setattr(lock_file, "SETTLE_INTERVAL", 0.2)
     yield
     assert not [t for t in threading.enumerate() if t.name == "raytf_heartbeat"], "a heartbeat goes on"
 
@@ -63,10 +63,10 @@ def test_one_driver_has_the_folder(place):
 
 
 @pytest.mark.slow
-def test_of_two_that_come_at_once_one_gets_it(place, monkeypatch):
+def test_of_two_that_come_at_once_one_gets_it(place, monkeypatch, set_timeouts):
     # a busy machine may write late, and a file in memory is seen before it is written: its owner is waited for
-    monkeypatch.setattr(lock_file, "SETTLE_SECONDS", 2.0)
-    monkeypatch.setattr(run_lock, "_LIMIT_SECONDS", 5.0)
+    monkeypatch.setattr(lock_file, "SETTLE_INTERVAL", 2.0)
+    set_timeouts(lock_silent=5.0)
     got, refused = [], []
     barrier = threading.Barrier(4, timeout=60)  # one that fails ends the others, and not with the whole suite
 
@@ -127,21 +127,38 @@ def test_the_lock_of_a_process_that_is_no_more(place, changes):
         lock.confirm()
 
 
-def test_a_driver_on_another_machine_is_judged_by_its_heartbeat(place, monkeypatch, capsys):
+def test_a_driver_on_another_machine_is_judged_by_its_heartbeat(place, monkeypatch, capsys, set_timeouts):
     left_by(place, machine="another", host="far")
     with pytest.raises(ConfigError, match=r"on far .*lapses after"):
-        monkeypatch.setattr(run_lock, "_LIMIT_SECONDS", 60.0)
+        set_timeouts(lock_silent=60.0)
         lock = RunLock(*place)
         # a store without times is watched
         monkeypatch.setattr(lock, "_age", lambda owner, seen: 3.0)
         lock.acquire()
-    monkeypatch.setattr(run_lock, "_LIMIT_SECONDS", 0.3)
+    set_timeouts(lock_silent=0.3)
     path = f"{place[1]}/{LOCK}"
     if isinstance(place[0], pyarrow.fs.LocalFileSystem):
         os.utime(path, (time.time() - 100, time.time() - 100))
     with RunLock(*place) as lock:
         lock.confirm()
     assert "gave no sign of life" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_owner_whose_store_has_no_times_is_watched_for_as_long_as_it_may_be_silent(tmp_path, alive, set_timeouts):
+    set_timeouts(lock_silent=0.5)
+    lock, now, text = RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path), clock=lambda: now[0]), [0.0], "seen"
+
+    class File:
+        def age(self):
+            return None
+
+        def read(self):
+            now[0] += 0.2
+            return f"{text} {now[0]}" if alive and now[0] > 0.3 else text
+
+    lock._file = File()
+    assert lock._age({}, text) == (0.0 if alive else pytest.approx(0.6))
 
 
 def test_a_driver_that_was_frozen_ends(place):

@@ -11,7 +11,7 @@ import zipfile
 import pyarrow.fs
 import pytest
 
-from raytf.storage import checkpoint_files, scratch, snapshot_store
+from raytf.storage import checkpoint_files, scratch
 from raytf.storage.scratch import ScratchError
 from raytf.storage.snapshot_store import SnapshotStore
 from tests.unit.test_snapshots import files_of
@@ -78,8 +78,8 @@ def test_an_error_of_another_folder_is_left_alone(tmp_path, number):
     assert type(caught.value) is OSError
 
 
-def test_a_model_in_parts_needs_room_for_the_whole(small, monkeypatch, tmp_path):
-    monkeypatch.setattr(snapshot_store, "_PATIENCE_SECONDS", 0.0)
+def test_a_model_in_parts_needs_room_for_the_whole(small, set_timeouts, tmp_path):
+    set_timeouts(checkpoint_parts=0.0)
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("model.weights.h5", os.urandom(12 << 20))

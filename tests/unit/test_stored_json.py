@@ -56,7 +56,7 @@ def test_what_is_missing_is_told_from_what_is_no_file(tmp_path):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_lock_of_such_bytes_names_nobody_and_lapses(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(lock_file, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(lock_file, "SETTLE_INTERVAL", 0.05)
     filesystem = pyarrow.fs.LocalFileSystem()
     lock = tmp_path / "run.lock"
     lock.write_bytes(WRONG[name][0])

@@ -96,7 +96,7 @@ class Entries(dict):
     put = dict.__setitem__
 
 
-def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(monkeypatch):
+def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_timeouts):
     end, said, ends = SweepEnd(Entries()), [], []
     asking = Asking(end, lambda: ends.append(True), said.append)
     running = lambda: ["one", "two", "three"]
@@ -108,7 +108,7 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(monkeypa
     for _ in range(2):
         asking.look(running)
     assert end.is_asked() and len(said) == 1 and not ends
-    monkeypatch.setattr(sweep_end, "_RELEASE_SECONDS", -1.0)
+    set_timeouts(run_end=-1.0)
     with pytest.raises(sweep_end.NotReleasedError, match="its driver has not"):
         end.ended("one", 7, kept=True)
     asking.look(running)
@@ -125,10 +125,10 @@ def test_to_tune_a_drained_node_is_no_failure():
     assert isinstance(error, RayActorError) and error.preempted and error.step == 7
 
 
-def test_what_is_not_kept_is_named(monkeypatch):
+def test_what_is_not_kept_is_named(set_timeouts):
     end = SweepEnd(Entries(over=True))
     asking = Asking(end, lambda: None, lambda text: None)
-    monkeypatch.setattr(sweep_end, "_END_SECONDS", 0.0)
+    set_timeouts(run_end=0.0)
     end.ended("one", 7, kept=False)
     end.begun("two")
     asking.hear()
