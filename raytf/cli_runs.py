@@ -99,9 +99,11 @@ def predict(run, data, features, output, batch_size, **options):
     """
     with _model_of(run, data, options) as (model, source, workers):
         import raytf
+        from raytf.data.stored import quiet
 
         made = raytf.predict(model, source, batch_size, features=features, scaling_config=workers)
-        made.write_parquet(output)
+        with quiet():
+            made.write_parquet(output)
     click.echo(output)
 
 

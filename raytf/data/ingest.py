@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,9 +42,7 @@ def read_all(
     """
     workers = scaling_config.num_workers
     workers = max(1, workers) if isinstance(workers, int) else workers[1]
-    with stored.quiet(), warnings.catch_warnings(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
-        # how many tasks run at once is said here, not by the user
-        warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks")
+    with stored.quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
         calls = [
             pool.submit(_read, name, dataset, materialized(materialize, name), workers, specs or {})
             for name, dataset in datasets.items()

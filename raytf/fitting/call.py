@@ -37,6 +37,7 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.train import results
 from raytf.train import verify as verify_module
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
@@ -201,13 +202,14 @@ class Call:
         self._values = sent.values()
         self.objects = sent.joined(own)
 
-    def going_on(self, seed: int, batch: int, arguments: dict) -> tuple[int, dict]:
+    def going_on(self, seed: int, batch: int, arguments: dict, shown: bool = True) -> tuple[int, dict]:
         """Looks for a checkpoint of this very training.
 
         Args:
             seed: of a training that begins.
             batch: rows of the global one.
             arguments: of the call that change what is computed.
+            shown: say where the checkpoints are.
 
         Returns:
             (the seed of the training, more of `fit_worker.Work`).
@@ -219,6 +221,8 @@ class Call:
             return seed, {}
         self._connect()
         rows = {name: sum(found.rows) for name, found in self._found.items()}
+        if shown:
+            print(f"run     {self._keeping.where}", flush=True)
         told = identity(self._model, self._parts, rows, batch, arguments)
         self._files, state = self._keeping.newest(told)
         return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": told}
@@ -347,6 +351,10 @@ class Call:
         model.history = history
         if self._keeping is not None:
             self._keeping.forget()
+            if verbose:
+                for line in results.summary(*_rows(history)):
+                    print(line, flush=True)
+                print("model   has the trained weights; the checkpoints of the run, which has ended, are removed")
         return history
 
     def _shown(self, work: dict, board):
@@ -390,6 +398,13 @@ class Call:
         finally:
             self._phases.close()
             self._ends.__exit__(*sys.exc_info())
+
+
+def _rows(history) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the last epoch's values, those of each) of a history."""
+    whole = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
+    rows = [{"epoch": e + 1} | {name: whole[name][i] for name in whole} for i, e in enumerate(history.epoch)]
+    return (rows[-1] if rows else {}), rows
 
 
 def _build_rest(model, spec) -> None:

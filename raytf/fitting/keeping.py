@@ -40,11 +40,13 @@ class Keeping:
         run: the folder of its name.
         every: see `checkpoint_every`.
         resume: "auto", True or False, as of a `KerasTrainer`.
+        where: the folder as its user would write it.
     """
 
     run: RunFolder
     every: Every
     resume: str | bool
+    where: str
 
     @staticmethod
     def of(name: str | None, storage, checkpoint_every: str, resume: str | bool) -> Keeping | None:
@@ -67,7 +69,8 @@ class Keeping:
             return None
         run_folder.check_name(name)
         where = {} if storage is None else {"storage_path": os.fspath(storage)}
-        return Keeping(RunFolder.of(run_folder.located(RunConfig(name=name, **where))), every, resume)
+        config = run_folder.located(RunConfig(name=name, **where))
+        return Keeping(RunFolder.of(config), every, resume, run_folder.where(config))
 
     @property
     def folder(self) -> str:

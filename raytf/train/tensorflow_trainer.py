@@ -23,7 +23,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, ray_config
+from raytf.train import arguments, ends, ray_config, results, run_list
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.startup import EarlyStartTrainer
 
@@ -144,12 +144,18 @@ class TensorflowTrainer(EarlyStartTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 folder.check_list()
+                where = run_folder.where(self.run_config)
+                print(f"run     {where}", flush=True)
                 try:
                     with failures.first_cause(), self._shown_line(board):
-                        return super().fit()
+                        result = super().fit()
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
                     raise
+            learned = run_list.newest(folder.filesystem, folder.path) is not None
+            for line in results.lines(result, where, learned):
+                print(line, flush=True)
+            return result
         finally:
             board.clear()
             self.backend_config, self.run_config, self.train_run_context = setup, given, context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -91,8 +91,9 @@ def train(task: TrainJob, session) -> dict | None:
         around += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
-        if session.storage is not None:
-            around.append(_figures(task, session, position, users, waited))
+        around += figures.of_run(
+            session.storage, position, task.config["batch_size"], session.rank, session.size, users, waited
+        )
         to = session.report
         if task.report_steps is not None:
             to = functools.partial(session.report, keep=True)
@@ -299,15 +300,6 @@ def _refuse_state_of_rows(model) -> None:
                 f"the layer {layer.name!r}, {type(layer).__name__}(stateful=True)",
                 "Use stateful=False, with longer sequences",
             )
-
-
-def _figures(task: TrainJob, session, position, users: Sequence, waited: Callable[[], float]):
-    """The callback that notes figures of this worker; the chief's go to TensorBoard, too."""
-    storage = session.storage
-    write: list = [figures.Lines(storage.storage_filesystem, storage.experiment_fs_path, session.rank)]
-    events = figures.events_writer(users) if session.rank == 0 else None
-    write += [] if events is None else [events]
-    return figures.FiguresCallback(position, task.config["batch_size"], session.rank, session.size, waited, write)
 
 
 def users_callbacks(task: TrainJob, session) -> list:
