@@ -127,8 +127,11 @@ class Call:
             self._connected = True
         resources.check_cluster(self._scaling)
 
-    def _example(self, name: str, rows: int = 2) -> tf.data.Dataset:
-        """A dataset of the shapes and types of one of the parts, in batches of some rows."""
+    def _example(self, name: str) -> tf.data.Dataset:
+        """A dataset of the shapes and types of one of the parts."""
+        return fit_worker.structured(self._feed(name, 2).dataset(), self._parts[name].structure)
+
+    def _feed(self, name: str, rows: int) -> Feed:
         part = self._parts[name]
         if part.table is not None:
             table = part.table.slice(0, _FIRST_ROWS)
@@ -136,8 +139,7 @@ class Call:
         else:
             found = self._found[name]
             blocks = found.first() if found.rows else found
-        feed = Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
-        return fit_worker.structured(feed.dataset(), part.structure)
+        return Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
 
     def build(self, do: str) -> float:
         """Makes all variables of the model, and checks that the data fits it.
@@ -181,7 +183,8 @@ class Call:
 
     def _check_labels(self, spec) -> None:
         """Raises ConfigError for labels of the first rows that the loss cannot take."""
-        rows = next(iter(self._example("train", _LABELLED_ROWS)), None)
+        feed = self._feed("train", _LABELLED_ROWS)
+        rows = next(iter(fit_worker.structured(feed.first_batch(), self._parts["train"].structure)))
         if (
             isinstance(rows, tuple)
             and len(rows) > 1

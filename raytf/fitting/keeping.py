@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 from ray.train import Checkpoint, RunConfig
 
+from raytf import validation
 from raytf.errors import ConfigError
 from raytf.fitting.arrays import Data
 from raytf.identity import contents, fingerprint, meaning, same_run
@@ -67,7 +68,7 @@ class Keeping:
                     'Pass name="...", too',
                 )
             return None
-        run_folder.check_name(name)
+        validation.check_run_name(name)
         where = {} if storage is None else {"storage_path": os.fspath(storage)}
         config = run_folder.located(RunConfig(name=name, **where))
         return Keeping(RunFolder.of(config), every, resume, run_folder.where(config))

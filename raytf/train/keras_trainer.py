@@ -239,7 +239,7 @@ class KerasTrainer:
         arguments.memory_steps(self.memory_every, self.strategy)
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
-        run_folder.check_name(self.run_config.name)
+        validation.check_run_name(self.run_config.name)
         arguments.check_verify(self.verify)
         validation.check_word("nan", self.nan, arguments.NAN_WORDS)
 

@@ -12,6 +12,7 @@ import ray
 import ray.train
 from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
+from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress
@@ -67,7 +68,7 @@ class TensorflowTrainer(EarlyStartTrainer):
         ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
-        run_folder.check_name(None if run_config is None else run_config.name)
+        validation.check_run_name(None if run_config is None else run_config.name)
         run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
         environment = worker_environment(run_config or RunConfig(), scaling_config)
