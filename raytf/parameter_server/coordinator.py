@@ -264,7 +264,8 @@ def train(task, session) -> dict[str, int] | None:
         position = Position(state.step if state else 0)
         checks = epoch_checks.EpochChecks(task.nan, users)
         around = [*users, checks, *restored(folder, state, model, task, states, session)]
-        around += figures.of_run(session.storage, position, config["batch_size"], 0, session.size, users, None)
+        workers = servers.plan.num_workers
+        around += figures.of_run(session.storage, position, config["batch_size"], 0, workers, users, None)
         report = report_callback(task, data, states, state, session.report, steps=lambda: position.step)
         before, after = resumed(folder, state, states, position, feeds["train"].order, lambda: position)
         kept = within_epochs(task, feeds, position, report, session)
