@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import re
 import signal
 import sys
 import warnings
@@ -29,7 +28,7 @@ from raytf.data import ingest, streamed
 from raytf.data.feed import Feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
-from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError
+from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, plain
 from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.fitting.keeping import Keeping, identity
 from raytf.fitting.proving import Proving
@@ -453,7 +452,7 @@ def _shown(spec) -> str:
 
 def _why(error: Exception) -> str:
     """What Keras says, which has its cause in bold below a line that names the layer."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines() if line.strip()]
+    lines = [line.strip() for line in plain(error).splitlines() if line.strip()]
     cause = (
         lines[1] if len(lines) > 1 and lines[0].startswith("Exception encountered when calling") else "".join(lines[:1])
     )

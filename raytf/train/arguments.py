@@ -56,13 +56,15 @@ def callbacks_function(given) -> Callable | None:
     """Returns what the workers call for their callbacks.
 
     Args:
-        given: a function of config, a list of callbacks, or None.
+        given: a function of config, a callback, a list of them, or None.
 
     Raises:
         ConfigError: it is none of these, or does not pickle.
     """
     if given is None:
         return None
+    if hasattr(given, "on_epoch_end") and not isinstance(given, type):
+        given = [given]
     if not isinstance(given, (list, tuple)):
         check_pickles(given, "callbacks", "config, or a list of callbacks")
         return given

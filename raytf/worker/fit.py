@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import keras
 import tensorflow as tf
@@ -303,9 +303,20 @@ def _refuse_state_of_rows(model) -> None:
 
 
 def users_callbacks(task: TrainJob, session) -> list:
-    """The user's callbacks, and one that writes events beside the run unless they do."""
+    """The user's callbacks, and one that writes events beside the run unless they do.
 
-    users = list(task.callbacks(dict(task.config))) if task.callbacks else []
+    Raises:
+        ConfigError: the function of callbacks returns something else.
+    """
+    made = task.callbacks(dict(task.config)) if task.callbacks else []
+    is_one = lambda given: hasattr(given, "on_epoch_end") and not isinstance(given, type)
+    users = [made] if is_one(made) else list(made) if isinstance(made, Iterable) else [made]
+    if not all(map(is_one, users)):
+        raise ConfigError(
+            "callbacks(config) must return a list of Keras callbacks",
+            repr(made),
+            "Return objects, such as [keras.callbacks.EarlyStopping()]",
+        )
     return users + callbacks.tensorboard(session.storage, users, session.rank)
 
 

@@ -26,6 +26,7 @@ from raytf.train import arguments, dry_run
 from raytf.tune import sweep
 from raytf.tune.sweep import check_metric
 from raytf.tune.trial import UnknownMetricError
+from raytf.worker import fit
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,7 @@ def test_callbacks_may_be_a_list():
     first, second = function({})[0], cloudpickle.loads(cloudpickle.dumps(function))({})[0]
     assert first is not second is not stopping and first.patience == 3
     assert arguments.callbacks_function(None) is None
+    assert [type(one) for one in arguments.callbacks_function(stopping)({})] == [type(stopping)], "as Keras takes one"
     for wrong in ([keras.callbacks.EarlyStopping], ["early"], 3):
         with pytest.raises(ConfigError, match="callbacks"):
             arguments.callbacks_function(wrong)
@@ -160,3 +162,15 @@ def test_a_metric_that_no_trial_reports_is_told_without_a_traceback_of_rays():
     wrapped = types.SimpleNamespace(cause=unknown)
     assert not sweep._is_told(record(unknown)) and not sweep._is_told(record(wrapped))
     assert sweep._is_told(record(ValueError("units"))) and sweep._is_told(logging.makeLogRecord({}))
+
+
+@pytest.mark.parametrize("made", [None, "early", keras.callbacks.EarlyStopping, [keras.callbacks.EarlyStopping]])
+def test_a_function_of_callbacks_returns_some(made):
+    task = types.SimpleNamespace(callbacks=lambda config: made, config={})
+    session = types.SimpleNamespace(storage=None, rank=0)
+    with pytest.raises(ConfigError, match=r"callbacks\(config\) must return a list of Keras callbacks"):
+        fit.users_callbacks(task, session)
+    stopping = keras.callbacks.EarlyStopping()
+    for right in (stopping, [stopping], (one for one in [stopping])):
+        task.callbacks = lambda config, right=right: right
+        assert fit.users_callbacks(task, session) == [stopping]
