@@ -42,6 +42,17 @@ def check_pickles(function, name: str, of: str = "config") -> None:
         ) from error
 
 
+def check_build(build_model) -> None:
+    """Raises ConfigError unless `build_model` is a function that can be sent to a worker; models can be called, too."""
+    if hasattr(build_model, "train_step") and not isinstance(build_model, type):
+        raise ConfigError(
+            "build_model must be a function of config that builds the model on each worker",
+            f"a model, {getattr(build_model, 'name', build_model)!r}",
+            "Pass a function that builds and compiles it, or train it with raytf.fit",
+        )
+    check_pickles(build_model, "build_model")
+
+
 @dataclasses.dataclass(frozen=True)
 class Copies:
     """A `callbacks` function of a list of callbacks: gives each worker copies of them."""

@@ -187,7 +187,7 @@ class KerasTrainer:
 
     def _check_arguments(self) -> None:
         legacy_keras.refuse(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
-        arguments.check_pickles(self.build_model, "build_model")
+        arguments.check_build(self.build_model)
         if self.batch.map is not None:
             arguments.check_pickles(self.batch.map, "map", "batches")
         if self.variable_partitioner is not None:

@@ -174,3 +174,9 @@ def test_a_function_of_callbacks_returns_some(made):
     for right in (stopping, [stopping], (one for one in [stopping])):
         task.callbacks = lambda config, right=right: right
         assert fit.users_callbacks(task, session) == [stopping]
+
+
+def test_a_model_is_no_function_that_builds_one():
+    with pytest.raises(ConfigError, match=r"a model, 'mine'\. .*raytf\.fit"):
+        arguments.check_build(keras.Sequential(name="mine"))
+    arguments.check_build(build)
