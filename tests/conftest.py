@@ -248,7 +248,7 @@ def ray_cluster(warm_python):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", warm_python)
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
     processes = _processes()
     ray.shutdown()

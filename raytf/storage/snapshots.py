@@ -187,14 +187,15 @@ class SnapshotWriter:
             held: it is written only if this process ends before the next one comes, and does not `release` it.
             writers: so many workers write the archive together, see `division`.
             index: this one's, for a worker that writes its `Piece` alone.
-            pinned: newer ones do not make it needless, until it is written, or another one is pinned, or `unpin`.
+            pinned: newer ones do not make it needless, until it is written, or `unpin`. It waits until the pinned one
+                before is written, but where the storage fails.
 
         Returns:
             Its number, for `finish` and `unpin`; 0 where it was left out.
 
         Raises:
             ConfigError: a name is not one of a folder in the run's.
-            NoRoomError: it is pinned, and the storage does not take the one before.
+            NoRoomError: it is pinned, and the storage has not taken the one before.
             NotKeptError: the other process has ended.
         """
         snapshot_store.check_name(name)
@@ -365,6 +366,8 @@ class SnapshotWriter:
         self._drain(0.0)
         if self._gone:
             raise NotKeptError(name, self._how_it_ended())
+        if pinned and self._is_busy(self._pinned) and not self._failed:
+            return None  # the other side keeps one of them from newer ones
         free = sorted((one for one in self._buffers if one.busy is None), key=lambda one: -one.size)
         # one for what is held, and one for what is pinned, would take memory for nothing where there is none
         spare = (not (held or self._held)) + (not (pinned or self._is_busy(self._pinned)))

@@ -28,7 +28,7 @@ def ray_cluster():
 def _start(ray) -> None:
     for left in reversed(range(_STARTS)):
         try:
-            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             return
         except Exception as error:
             ray.shutdown()

@@ -44,11 +44,11 @@ def test_a_loop_of_rays_guide(tmp_path):
 
 
 def test_a_trial_of_a_sweep_equals_the_run_alone(tmp_path):
-    made = test_sweep.trainer(tmp_path)
+    made = test_sweep.trainer(tmp_path, verify=False)
     grid = test_sweep.sweep(made, {"learning_rate": tune.grid_search([0.05, 0.01])}, max_concurrent_trials=1)
     assert not grid.errors
     second = test_sweep.by(grid, "learning_rate")[0.01]
-    alone = test_sweep.trainer(tmp_path / "alone", config={"learning_rate": 0.01}).fit()
+    alone = test_sweep.trainer(tmp_path / "alone", config={"learning_rate": 0.01}, verify=False).fit()
     for trial, run in zip(test_sweep.weights(second), test_sweep.weights(alone), strict=True):
         np.testing.assert_allclose(trial, run, rtol=0, atol=1e-9)
     assert second.metrics["val_loss"] == pytest.approx(alone.metrics["val_loss"], abs=1e-9)
@@ -75,13 +75,14 @@ def test_fit_evaluate_and_predict_equal_keras(tmp_path):
 
 def test_parameter_servers_with_one_worker_equal_one_process(tmp_path):
     made = test_parameter_server.trainer
-    alone = made(tmp_path, "alone", workers=0).fit()
+    alone = made(tmp_path, "alone", workers=0, verify=False).fit()
     served = made(
         tmp_path,
         "served",
         workers=1,
         strategy="parameter_server",
         num_ps=2,
+        verify=False,
         variable_partitioner=test_parameter_server.thirds,
     ).fit()
     one, other = raytf.load_model(alone), raytf.load_model(served)
@@ -137,6 +138,7 @@ def test_rows_of_a_stream_are_those_of_the_table_for_any_number_of_workers(tmp_p
             scaling_config=ScalingConfig(num_workers=workers),
             run_config=RunConfig(storage_path=str(tmp_path), name=f"workers_{workers}"),
             progress=False,
+            verify=False,
         ).fit()
         found.append(test_sweep.weights(result))
     for one, two in zip(*found, strict=True):

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import zipfile
@@ -205,7 +206,9 @@ def test_only_what_can_be_taken_back_is_given_away(privileged):
         "print(*(len(found) == 1 for found in (last, alike)), *(f - before for _, f in [*last, *alike]),"
         "last.pop()[0] == os.SCHED_BATCH, alike.pop()[0] == os.SCHED_OTHER)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, start_new_session=True
+    )  # else all of this session goes last from here on
     before = os.getpriority(os.PRIO_PROCESS, 0)
     if privileged and not priority._may_be_taken_back():
         pytest.skip("this root may not lower niceness")
@@ -290,6 +293,24 @@ def test_one_that_is_pinned_is_written_whatever_comes_behind_it(writer, tmp_path
     assert written[-2:] == [name_of(pinned), name_of(8)] and writer.left_out == 8 - len(written)
     check(tmp_path / "run" / name_of(pinned), pinned)
     check(tmp_path / "run" / name_of(8), 8)
+
+
+def test_two_that_are_pinned_are_both_written(writer, tmp_path):
+    """A signal that ends the run just behind an epoch's end: the last step's is pinned, as the epoch's is."""
+    writer.write(name_of(1), parts_of(1))
+    writer.finish(60.0)
+    stop(writer.pid)
+    first = writer.write(name_of(2), parts_of(2), pinned=True)
+    waiting = threading.Thread(target=writer.write, args=(name_of(3), parts_of(3)), kwargs={"pinned": True})
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    os.kill(writer.pid, signal.SIGCONT)
+    waiting.join(60.0)
+    writer.finish(60.0)
+    assert [its["name"] for its in writer.written] == [name_of(1), name_of(2), name_of(3)] and first
+    for step in (2, 3):
+        check(tmp_path / "run" / name_of(step), step)
 
 
 def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path):
