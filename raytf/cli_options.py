@@ -11,7 +11,7 @@ from typing import Any
 
 from raytf import validation
 from raytf.compat import legacy_keras
-from raytf.data.columns import check_names, parse
+from raytf.data.columns import check_names, of_dataset, parse
 from raytf.errors import ConfigError
 from raytf.identity import config_reads
 from raytf.runtime.topology import per_replica_batch, pick_strategy
@@ -126,9 +126,10 @@ def check_sweep(options: Mapping[str, Any], domains: Sequence[str], space: str |
 def check_columns(name: str, path: str, roles: Mapping[str, Any]) -> None:
     """Raises ConfigError where Parquet files of this machine are not there, or have not the columns of the roles."""
     names = check_parquet(name, path)
-    for role, columns in roles.items():
-        if names is not None:
-            check_names(parse(columns, role), names, role)
+    with of_dataset(name):
+        for role, columns in roles.items():
+            if names is not None:
+                check_names(parse(columns, role), names, role)
 
 
 def check_parquet(name: str, path: str) -> list[str] | None:

@@ -11,8 +11,8 @@ import ray
 
 from raytf.compat import ray_data
 from raytf.console import output
+from raytf.data import columns, stored, streamed
 from raytf.data import partitions as partitions_module
-from raytf.data import stored, streamed
 from raytf.data.partitions import Partitions
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
@@ -44,7 +44,9 @@ def read_all(
     workers = max(1, workers) if isinstance(workers, int) else workers[1]
     with stored.quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
         calls = [
-            pool.submit(_read, name, dataset, materialized(materialize, name), workers, specs or {})
+            pool.submit(
+                columns.of_dataset(name)(_read), name, dataset, materialized(materialize, name), workers, specs or {}
+            )
             for name, dataset in datasets.items()
         ]
         return {name: call.result() for name, call in zip(datasets, calls, strict=True)}
@@ -77,7 +79,13 @@ def materialized(materialize: bool | str | Mapping, name: str) -> bool | str:
 def _read(
     name: str, dataset, materialize: bool | str, workers: int, specs: Mapping
 ) -> StoredDataset | streamed.StreamedDataset:
-    dataset = stored.projected(dataset, specs)
+    with columns.of_dataset(name):
+        return _read_named(name, stored.projected(dataset, specs), materialize, workers, specs)
+
+
+def _read_named(
+    name: str, dataset, materialize: bool | str, workers: int, specs: Mapping
+) -> StoredDataset | streamed.StreamedDataset:
     with streamed.watched(name):
         found = _to_stream(name, dataset, materialize)
     if found is None:

@@ -174,6 +174,7 @@ class Call:
         except ConfigError:
             raise
         except Exception as error:
+            labels.refuse_unknown(error)
             raise ConfigError(
                 "The model must fit the data",
                 f"{_shown(spec)} ({_why(error)})",

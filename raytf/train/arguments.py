@@ -53,6 +53,24 @@ def check_build(build_model) -> None:
     check_pickles(build_model, "build_model")
 
 
+# By the module and name of a type, what makes a dataset of its objects.
+_READS = {
+    ("pandas", "DataFrame"): "ray.data.from_pandas(frame)",
+    ("pyarrow", "Table"): "ray.data.from_arrow(table)",
+    ("numpy", "ndarray"): "ray.data.from_numpy(array), or train arrays with raytf.fit",
+    ("datasets", "Dataset"): "ray.data.from_huggingface(dataset)",
+    ("builtins", "str"): "ray.data.read_parquet(path)",
+    ("builtins", "list"): "ray.data.from_items(rows)",
+}
+
+
+def as_dataset(given) -> str:
+    """Returns how a dataset is made of something else, as a clause."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
+    found = next((_READS[kind] for kind in kinds if kind in _READS), None)
+    return f"Use {found or 'one of ray.data.read_... and from_..., or train it with raytf.fit'}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Copies:
     """A `callbacks` function of a list of callbacks: gives each worker copies of them."""

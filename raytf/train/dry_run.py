@@ -368,6 +368,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     except ConfigError:
         raise
     except Exception as error:
+        labels.refuse_unknown(error)
         parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
         shown = ", ".join(
             f"{role} {_shape(spec)}" for role, spec in zip(("features", "labels", "weights"), parts, strict=False)

@@ -218,7 +218,7 @@ class KerasTrainer:
                 raise ConfigError(
                     "A dataset must be a ray.data.Dataset",
                     f"{name!r} of type {type(dataset).__name__}",
-                    "Read it with ray.data, for example ray.data.read_parquet",
+                    arguments.as_dataset(dataset),
                 )
         self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
         if self.batch.features is None:

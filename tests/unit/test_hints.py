@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 import threading
 import types
 
 import keras
 import numpy as np
+import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle
 from ray.train import RunConfig
 
 import raytf
-from raytf import validation
+from raytf import cli_options, validation
+from raytf.console import phases
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
@@ -180,3 +186,43 @@ def test_a_model_is_no_function_that_builds_one():
     with pytest.raises(ConfigError, match=r"a model, 'mine'\. .*raytf\.fit"):
         arguments.check_build(keras.Sequential(name="mine"))
     arguments.check_build(build)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (pd.DataFrame({"a": [1]}), "ray.data.from_pandas"),
+        (pa.table({"a": [1]}), "ray.data.from_arrow"),
+        ("data", "ray.data.read_parquet"),
+        ({"a": 1}, "raytf.fit"),
+    ],
+)
+def test_what_makes_a_dataset_of_something_else(given, fix):
+    assert fix in arguments.as_dataset(given)
+
+
+def test_a_column_that_the_validation_lacks_is_said_to_be_its(tmp_path):
+    pq.write_table(pa.table({"a": [1.0]}), tmp_path / "rows.parquet")
+    for name, said in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
+        with pytest.raises(ConfigError, match=said):
+            cli_options.check_columns(name, str(tmp_path), {"labels": "y"})
+
+
+@pytest.mark.parametrize("wrong", [{"loss": "msee"}, {"loss": "mse", "metrics": ["acuracy"]}])
+def test_a_loss_or_metric_that_keras_does_not_know(wrong):
+    def misspelt(config):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("adam", **wrong)
+        return model
+
+    table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
+    pickled = cloudpickle.dumps((misspelt, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
+    said = str(dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
+    assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", said), said
+
+
+def test_a_long_phase_is_one_line_in_a_log():
+    out = io.StringIO()
+    with phases.Phases(rich.console.Console(file=out, width=40), "a phase " * 9) as shown:
+        shown._thread.join(1.5)
+    assert out.getvalue() == "a phase " * 9 + " ...\n"
