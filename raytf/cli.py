@@ -187,7 +187,8 @@ def train(ctx, model, **_):
     trainer = _trainer(ctx)
     from raytf.train.results import events_of
 
-    result = trainer.fit()
+    with _wrong_values():
+        result = trainer.fit()
     if (events := events_of(result)) is not None:
         click.echo(f"events  tensorboard --logdir {events}")
     _end_ray()
@@ -208,7 +209,9 @@ def plan(ctx, model, **_):
     """
     from raytf.train.plan import plan as make
 
-    lines = make(_trainer(ctx)).lines()
+    trainer = _trainer(ctx)
+    with _wrong_values():
+        lines = make(trainer).lines()
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(f"{name:<{width}}  {value}")
@@ -304,9 +307,8 @@ def sweep(ctx, model, domains, space, **_):
     from raytf.tune.space import parse
     from raytf.tune.sweep import sweep as run
 
-    with wrong_options():
-        domains = parse(written) or None
-    run(trainer, domains, **settings)
+    with _wrong_values():
+        run(trainer, parse(written) or None, **settings)
     _end_ray()
 
 
@@ -441,6 +443,13 @@ def doctor(address, ports, as_json, **options):
 
 for _command in cli_runs.COMMANDS:
     main.add_command(_command)
+
+
+def _wrong_values():
+    """Within it options that turn out to be wrong when model and data are tried are, as those that are seen at once."""
+    from raytf.storage.checkpoint_files import DamagedCheckpointError
+
+    return wrong_options(but=DamagedCheckpointError)
 
 
 def _end_ray() -> None:

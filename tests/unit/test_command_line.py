@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 import raytf
 from raytf import cli
-from raytf.storage.checkpoint_files import AT_ENDS, State
+from raytf.errors import ConfigError
+from raytf.storage.checkpoint_files import AT_ENDS, DamagedCheckpointError, State
 from raytf.storage.run_lock import RunLock
 from raytf.train import run_list
 
@@ -138,3 +139,14 @@ def test_a_model_is_used_on_columns_that_the_data_has(tmp_path):
     ):
         outcome = invoke(*words, "--data", data)
         assert outcome.exit_code == 2 and "'z'" in outcome.output and "'a', 'y'" in outcome.output, outcome.output
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (DamagedCheckpointError, 1)])
+def test_what_turns_out_to_be_wrong_as_the_model_is_tried_is_a_wrong_value(kind, code, monkeypatch):
+    class Refusing:
+        def fit(self):
+            raise kind("metric must be one that the model reports", "'acuracy'", "Correct it")
+
+    monkeypatch.setattr(cli, "_trainer", lambda ctx: Refusing())
+    outcome = invoke("train", *TRAINING)
+    assert outcome.exit_code == code and "received: 'acuracy'" in outcome.output, outcome.output
