@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from raytf import cli_runs, validation
+from raytf import __version__, cli_runs, validation
 from raytf.cli_parts import (
     COUNT,
     NUMBER,
@@ -27,7 +27,7 @@ from raytf.runtime.topology import STRATEGIES
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(None, "--version", "-V", package_name="raytf")
+@click.version_option(__version__, "--version", "-V", package_name="raytf")
 def main():
     """Train Keras 3 and TensorFlow models on a Ray cluster.
 
@@ -114,7 +114,7 @@ _TRAINING = options(
         to="trainer",
         default=0,
         type=click.IntRange(0, 2**63 - 1),
-        show_default="0",
+        show_default=True,
         metavar="INTEGER",
         help="Of weights, order of rows and masks.",
     ),
@@ -150,7 +150,12 @@ _CHECKPOINT_EVERY = option(
 @main.command(short_help="Train a model on Parquet files.")
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
-@option("--name", to="run", help="Name of the run; one that exists goes on as --resume says.  [default: a new one]")
+@option(
+    "--name",
+    to="run",
+    callback=checked(validation.check_run_name),
+    help="Name of the run; one that exists goes on as --resume says.  [default: a new one]",
+)
 @option(
     "--resume",
     to="trainer",
@@ -182,7 +187,8 @@ def train(ctx, model, **_):
     trainer = _trainer(ctx)
     from raytf.train.results import events_of
 
-    result = trainer.fit()
+    with _wrong_values():
+        result = trainer.fit()
     if (events := events_of(result)) is not None:
         click.echo(f"events  tensorboard --logdir {events}")
     _end_ray()
@@ -203,7 +209,9 @@ def plan(ctx, model, **_):
     """
     from raytf.train.plan import plan as make
 
-    lines = make(_trainer(ctx)).lines()
+    trainer = _trainer(ctx)
+    with _wrong_values():
+        lines = make(trainer).lines()
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(f"{name:<{width}}  {value}")
@@ -268,7 +276,7 @@ def _check_num_samples(number: int) -> None:
     show_default=True,
     help="In which the learning rate rises from 0.",
 )
-@option("--name", to="run", help="Name of the sweep.")
+@option("--name", to="run", callback=checked(validation.check_run_name), help="Name of the sweep.")
 @option("--resume", to="sweep", metavar="PATH", help="Go on with the sweep of this folder, which was interrupted.")
 @click.pass_context
 def sweep(ctx, model, domains, space, **_):
@@ -299,9 +307,8 @@ def sweep(ctx, model, domains, space, **_):
     from raytf.tune.space import parse
     from raytf.tune.sweep import sweep as run
 
-    with wrong_options():
-        domains = parse(written) or None
-    run(trainer, domains, **settings)
+    with _wrong_values():
+        run(trainer, parse(written) or None, **settings)
     _end_ray()
 
 
@@ -436,6 +443,13 @@ def doctor(address, ports, as_json, **options):
 
 for _command in cli_runs.COMMANDS:
     main.add_command(_command)
+
+
+def _wrong_values():
+    """Within it options that turn out to be wrong when model and data are tried are, as those that are seen at once."""
+    from raytf.storage.checkpoint_files import DamagedCheckpointError
+
+    return wrong_options(but=DamagedCheckpointError)
 
 
 def _end_ray() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from raytf import validation
 from raytf.compat import legacy_keras
-from raytf.data.columns import check_names, parse
+from raytf.data.columns import check_names, of_dataset, parse
 from raytf.errors import ConfigError
 from raytf.identity import config_reads
 from raytf.runtime.topology import per_replica_batch, pick_strategy
@@ -82,10 +82,7 @@ def check_training(
     pick_strategy(trainer["strategy"], workers=count, devices=devices, tpu=False)
     per_replica_batch(config["batch_size"], 1 if trainer["num_ps"] else count * max(1, devices))
     for name, path in paths.items():
-        names = check_parquet(name, path)
-        for role in ("features", "labels", "sample_weights"):
-            if names is not None:
-                check_names(parse(trainer[role], role), names, role)
+        check_columns(name, path, {role: trainer[role] for role in ("features", "labels", "sample_weights")})
 
 
 def check_config_keys(build_model: Callable, known: Collection[str], params: Sequence[Any]) -> None:
@@ -124,6 +121,15 @@ def check_sweep(options: Mapping[str, Any], domains: Sequence[str], space: str |
     Scaling(rule=rule, base_batch_size=base, warmup_steps=options["warmup_steps"])
     if options["resume"] and "://" not in options["resume"] and not os.path.exists(options["resume"]):
         raise ConfigError("A sweep is resumed from a path that exists", repr(options["resume"]), "Check the path")
+
+
+def check_columns(name: str, path: str, roles: Mapping[str, Any]) -> None:
+    """Raises ConfigError where Parquet files of this machine are not there, or have not the columns of the roles."""
+    names = check_parquet(name, path)
+    with of_dataset(name):
+        for role, columns in roles.items():
+            if names is not None:
+                check_names(parse(columns, role), names, role)
 
 
 def check_parquet(name: str, path: str) -> list[str] | None:

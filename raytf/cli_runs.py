@@ -12,7 +12,12 @@ from raytf.cli_parts import COUNT, NUMBER, POSITIVE, Which, columns, path, wrong
 
 _RUN = click.argument("run", metavar="RUN")
 _WHICH = click.option(
-    "--which", default="last", type=Which(), show_default=True, help="Of its checkpoints last, best, or that of a step."
+    "--which",
+    default="last",
+    type=Which(),
+    metavar=Which.name,  # as it is written
+    show_default=True,
+    help="Of its checkpoints.",
 )
 _METRIC = click.option("--metric", help="By which one is the best.  [default: val_loss, or loss without validation]")
 _MODE = click.option(
@@ -97,11 +102,13 @@ def predict(run, data, features, output, batch_size, **options):
     Example:
       raytf predict runs/first --data new --features a,b -o predictions --which best
     """
-    with _model_of(run, data, options) as (model, source, workers):
+    with _model_of(run, data, options, features=features) as (model, source, workers):
         import raytf
+        from raytf.data.stored import quiet
 
         made = raytf.predict(model, source, batch_size, features=features, scaling_config=workers)
-        made.write_parquet(output)
+        with quiet():
+            made.write_parquet(output)
     click.echo(output)
 
 
@@ -127,7 +134,8 @@ def evaluate(run, data, features, labels, sample_weights, as_json, batch_size, *
     Example:
       raytf evaluate runs/first --data test --features a,b --labels y --which best
     """
-    with _model_of(run, data, options) as (model, source, workers):
+    roles = {"features": features, "labels": labels, "sample_weights": sample_weights}
+    with _model_of(run, data, options, **roles) as (model, source, workers):
         import raytf
 
         columns_of = {"features": features, "labels": labels}
@@ -221,22 +229,23 @@ def completion(ctx, shell):
 
 
 @contextlib.contextmanager
-def _model_of(run: str, data: str, options: dict):
+def _model_of(run: str, data: str, options: dict, **roles):
     """Gives the model of a run, what its rows are read from, and the workers' `ScalingConfig`; connects to Ray.
 
     Args:
         run, data: paths or URIs.
         options: which, metric, mode, model and those of the workers.
+        roles: columns that the data must have.
     """
     workers, cpus, gpus = (options.pop(name) for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
     with wrong_options():
-        from raytf.cli_options import check_parquet
+        from raytf.cli_options import check_columns
         from raytf.worker.choice import Choice
         from raytf.worker.export import check_source
 
         build_model = _build_model(options.pop("model"))
         check_source(run, Choice(**options))
-        check_parquet("given", data)
+        check_columns("given", data, roles)
 
     import logging
     import os

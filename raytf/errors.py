@@ -8,10 +8,17 @@ from __future__ import annotations
 import re
 import signal
 
+_BOLD = re.compile(r"\x1b\[\d*m")
+
 
 def first_line(error: object) -> str:
     """The first line of an error's text that is not blank, or ""."""
-    return next((line for line in str(error).splitlines() if line.strip()), "")
+    return next((line for line in plain(error).splitlines() if line.strip()), "")
+
+
+def plain(error: object) -> str:
+    """An error's text without what makes it bold in a terminal, as Keras has it."""
+    return _BOLD.sub("", str(error))
 
 
 def in_a_line(error: BaseException) -> str:

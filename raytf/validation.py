@@ -69,6 +69,21 @@ def check_num_ps(strategy: str, num_ps: Any) -> None:
         raise ConfigError("strategy 'parameter_server' needs a parameter server", "num_ps=0", "Use num_ps=1 or more")
 
 
+def check_run_name(name: str | None) -> None:
+    """Raises ConfigError for a name whose folder would not lie below the storage path."""
+    if name is None or (isinstance(name, str) and _is_name(name)):
+        return
+    raise ConfigError(
+        "The name of a run must name a folder below its storage path",
+        repr(name),
+        "Use a name without '..', '\\' and slashes at its ends",
+    )
+
+
+def _is_name(name: str) -> bool:
+    return bool(name.strip()) and not {"", ".", ".."} & set(name.split("/")) and not {"\0", "\\"} & set(name)
+
+
 _TUNES = "ray.tune.integration"
 
 

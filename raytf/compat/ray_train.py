@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 import ray
 import ray.train
 
@@ -260,6 +261,19 @@ def outlive_full_storage(manager) -> Callable[[], None]:
 
     manager._write_state_to_storage = tried
     return lambda: tried() if unwritten else None
+
+
+def take_numpy(manager) -> None:
+    """Has NumPy's numbers and arrays among reported metrics listed as Python's: of others Ray Train's JSON knows
+    nothing, and with a checkpoint beside them the run would end in an error of its serializer."""
+    register = manager.register_checkpoint
+
+    def registered(report) -> None:
+        of_numpy = {name: v.tolist() for name, v in report.metrics.items() if isinstance(v, (np.generic, np.ndarray))}
+        report.metrics = {**report.metrics, **of_numpy}
+        register(report)
+
+    manager.register_checkpoint = registered
 
 
 @uses("ray.train.v2._internal.execution.controller:TrainController._checkpoint_manager")

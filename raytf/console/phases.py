@@ -101,7 +101,7 @@ class Phases:
                 self._changed.clear()
             elif phase == self._phase:
                 self._said = phase
-                self._console.print(f"{phase} ...", highlight=False, markup=False)
+                self._console.print(f"{phase} ...", highlight=False, markup=False, soft_wrap=True)
 
     def __rich__(self):
         """What a terminal shows now."""

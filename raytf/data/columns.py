@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -163,6 +164,17 @@ def _read_column(found: Any) -> str | Column:
 def flat(spec) -> list[Columns]:
     """The `Columns` of a parsed spec, in order."""
     return [] if spec is None else list(spec.values()) if isinstance(spec, dict) else [spec]
+
+
+@contextlib.contextmanager
+def of_dataset(name: str) -> Iterator[None]:
+    """Within it a ConfigError says of which of a run's datasets it is, unless that is the first one to look at."""
+    try:
+        yield
+    except ConfigError as error:
+        if name != "validation":
+            raise
+        raise type(error)(f"In the dataset {name!r} {error.rule}", error.received, error.fix) from None
 
 
 def check_names(spec, schema_names: Sequence[str], role: str) -> None:

@@ -107,6 +107,11 @@ class Feed:
             dataset = dataset.prefetch(PREFETCH)
         return worker_part.mark_worker_part(dataset.with_options(options))
 
+    def first_batch(self) -> tf.data.Dataset:
+        """The first batch of the first epoch alone, from no generator: of the first one TensorFlow writes a line."""
+        rows = tf.data.Dataset.from_tensors(tuple(self.span(0, 0, 1)))
+        return worker_part.mark_worker_part(self.shape.batches(rows, self.global_batch))
+
     def step_without(self, skip: int) -> tf.data.Dataset:
         """The step that the next iterator would start with, alone, without the first rows of its global batch."""
         rows = min(self.global_batch, self._order.total - self.first_step * self.global_batch)

@@ -168,14 +168,20 @@ def stack(table: pa.Table, columns: Columns) -> pa.Array:
 
 
 def _numbers(table: pa.Table, columns: Columns) -> list[np.ndarray]:
-    arrays = [column_array(table, column) for column in columns.parts]
-    for column, array in zip(columns.parts, arrays, strict=True):
-        if array.ndim != 1 or array.dtype.hasobject:
+    arrays = []
+    for column in columns.parts:
+        kind = table.schema.field(column.name).type
+        decoded = kind.value_type if pa.types.is_dictionary(kind) else kind
+        array = None if _is_text(decoded) else column_array(table, column)
+        if array is None or array.ndim != 1 or array.dtype.hasobject:
+            name = column.name
+            found = f"type {kind}" if array is None else f"shape {array.shape[1:]} and dtype {array.dtype}"
             raise ConfigError(
                 "Columns that are stacked into one vector must hold single numbers",
-                f"{column.name!r} of shape {array.shape[1:]} and dtype {array.dtype}",
-                "Name such a column alone",
+                f"{name!r} of {found}",
+                f'Make it an input of its own, features={{"numbers": [...], {name!r}: {name!r}}}, or number its values',
             )
+        arrays.append(array)
     return arrays
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,8 +11,8 @@ import ray
 
 from raytf.compat import ray_data
 from raytf.console import output
+from raytf.data import columns, stored, streamed
 from raytf.data import partitions as partitions_module
-from raytf.data import stored, streamed
 from raytf.data.partitions import Partitions
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
@@ -43,11 +42,11 @@ def read_all(
     """
     workers = scaling_config.num_workers
     workers = max(1, workers) if isinstance(workers, int) else workers[1]
-    with stored.quiet(), warnings.catch_warnings(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
-        # how many tasks run at once is said here, not by the user
-        warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks")
+    with stored.quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
         calls = [
-            pool.submit(_read, name, dataset, materialized(materialize, name), workers, specs or {})
+            pool.submit(
+                columns.of_dataset(name)(_read), name, dataset, materialized(materialize, name), workers, specs or {}
+            )
             for name, dataset in datasets.items()
         ]
         return {name: call.result() for name, call in zip(datasets, calls, strict=True)}
@@ -80,7 +79,13 @@ def materialized(materialize: bool | str | Mapping, name: str) -> bool | str:
 def _read(
     name: str, dataset, materialize: bool | str, workers: int, specs: Mapping
 ) -> StoredDataset | streamed.StreamedDataset:
-    dataset = stored.projected(dataset, specs)
+    with columns.of_dataset(name):
+        return _read_named(name, stored.projected(dataset, specs), materialize, workers, specs)
+
+
+def _read_named(
+    name: str, dataset, materialize: bool | str, workers: int, specs: Mapping
+) -> StoredDataset | streamed.StreamedDataset:
     with streamed.watched(name):
         found = _to_stream(name, dataset, materialize)
     if found is None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -210,12 +211,40 @@ def quiet():
     logger = logging.getLogger("ray.data.dataset")
     logger.addFilter(filtered)
     try:
-        with at_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
+        with _unwarned, at_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
             yield
     finally:
         logger.removeFilter(filtered)
         if filtered.dropped:  # for the next dataset, which may be the user's
             reset_log_once("cpu_warning")
+
+
+class _Unwarned:
+    """Ray's advice about the number of tasks is left out: raytf says how many run at once, not the user.
+
+    It is for all threads at once, as Ray gives it in one of its own; `warnings.catch_warnings` of two that overlap
+    would leave the filter there.
+    """
+
+    def __init__(self):
+        self._lock, self._inside = threading.Lock(), 0
+        self._filter: tuple | None = None
+
+    def __enter__(self):
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks")
+                self._filter = warnings.filters[0]
+
+    def __exit__(self, *exc):
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._filter in warnings.filters:
+                warnings.filters.remove(self._filter)
+
+
+_unwarned = _Unwarned()
 
 
 class _NeedsNoCpu(logging.Filter):

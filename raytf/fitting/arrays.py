@@ -328,7 +328,11 @@ def _column(array, name: str):
 
 def split(x, y, sample_weight, part: float):
     """((x, y, weights) but for the last rows, (x, y, weights) of these), as `validation_split` of Keras."""
+    # Keras cuts texts only where they are objects
+    cut = lambda a: a.astype(object) if isinstance(a, np.ndarray) and a.dtype.kind in "US" else a
     try:
-        return array_slicing.train_validation_split((x, y, sample_weight), validation_split=part)
+        return array_slicing.train_validation_split(
+            tree.map_structure(cut, (x, y, sample_weight)), validation_split=part
+        )
     except ValueError as error:
         raise ConfigError("validation_split cuts the last rows off arrays", error, "Pass validation_data") from error

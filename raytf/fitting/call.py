@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import re
 import signal
 import sys
 import warnings
@@ -30,7 +29,7 @@ from raytf.data import ingest, streamed
 from raytf.data.feed import Feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
-from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError
+from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, plain
 from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.fitting.keeping import Keeping, identity
 from raytf.fitting.proving import Proving
@@ -38,6 +37,7 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.train import results
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
@@ -126,8 +126,11 @@ class Call:
             self._connected = True
         resources.check_cluster(self._scaling)
 
-    def _example(self, name: str, rows: int = 2) -> tf.data.Dataset:
-        """A dataset of the shapes and types of one of the parts, in batches of some rows."""
+    def _example(self, name: str) -> tf.data.Dataset:
+        """A dataset of the shapes and types of one of the parts."""
+        return fit_worker.structured(self._feed(name, 2).dataset(), self._parts[name].structure)
+
+    def _feed(self, name: str, rows: int) -> Feed:
         part = self._parts[name]
         if part.table is not None:
             table = part.table.slice(0, _FIRST_ROWS)
@@ -135,8 +138,7 @@ class Call:
         else:
             found = self._found[name]
             blocks = found.first() if found.rows else found
-        feed = Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
-        return fit_worker.structured(feed.dataset(), part.structure)
+        return Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
 
     def build(self, do: str) -> float:
         """Makes all variables of the model, and checks that the data fits it.
@@ -172,6 +174,7 @@ class Call:
         except ConfigError:
             raise
         except Exception as error:
+            labels.refuse_unknown(error)
             raise ConfigError(
                 "The model must fit the data",
                 f"{_shown(spec)} ({_why(error)})",
@@ -180,7 +183,8 @@ class Call:
 
     def _check_labels(self, spec) -> None:
         """Raises ConfigError for labels of the first rows that the loss cannot take."""
-        rows = next(iter(self._example("train", _LABELLED_ROWS)), None)
+        feed = self._feed("train", _LABELLED_ROWS)
+        rows = next(iter(fit_worker.structured(feed.first_batch(), self._parts["train"].structure)))
         if (
             isinstance(rows, tuple)
             and len(rows) > 1
@@ -201,13 +205,14 @@ class Call:
         self._values = sent.values()
         self.objects = sent.joined(own)
 
-    def going_on(self, seed: int, batch: int, arguments: dict) -> tuple[int, dict]:
+    def going_on(self, seed: int, batch: int, arguments: dict, shown: bool = True) -> tuple[int, dict]:
         """Looks for a checkpoint of this very training.
 
         Args:
             seed: of a training that begins.
             batch: rows of the global one.
             arguments: of the call that change what is computed.
+            shown: say where the checkpoints are.
 
         Returns:
             (the seed of the training, more of `fit_worker.Work`).
@@ -219,6 +224,8 @@ class Call:
             return seed, {}
         self._connect()
         rows = {name: sum(found.rows) for name, found in self._found.items()}
+        if shown:
+            print(f"run     {self._keeping.where}", flush=True)
         told = identity(self._model, self._parts, rows, batch, arguments)
         self._files, state = self._keeping.newest(told)
         return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": told}
@@ -347,6 +354,10 @@ class Call:
         model.history = history
         if self._keeping is not None:
             self._keeping.forget()
+            if verbose:
+                for line in results.summary(*_rows(history)):
+                    print(line, flush=True)
+                print("model   has the trained weights; the checkpoints of the run, which has ended, are removed")
         return history
 
     def _shown(self, work: dict, board):
@@ -392,6 +403,13 @@ class Call:
             self._ends.__exit__(*sys.exc_info())
 
 
+def _rows(history) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the last epoch's values, those of each) of a history."""
+    whole = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
+    rows = [{"epoch": e + 1} | {name: whole[name][i] for name in whole} for i, e in enumerate(history.epoch)]
+    return (rows[-1] if rows else {}), rows
+
+
 def _build_rest(model, spec) -> None:
     """Layers that only a `train_step` of the user's uses are built by tracing it; nothing runs."""
     layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
@@ -435,7 +453,7 @@ def _shown(spec) -> str:
 
 def _why(error: Exception) -> str:
     """What Keras says, which has its cause in bold below a line that names the layer."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines() if line.strip()]
+    lines = [line.strip() for line in plain(error).splitlines() if line.strip()]
     cause = (
         lines[1] if len(lines) > 1 and lines[0].startswith("Exception encountered when calling") else "".join(lines[:1])
     )

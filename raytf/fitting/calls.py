@@ -170,7 +170,7 @@ def fit(
         call.build("fit")
         call.pack(users)
         told = {"initial_epoch": initial_epoch, "shuffle": order} | ({"drop_remainder": True} if drops else {})
-        seed, more = call.going_on(make_default_seed(), batch, told)
+        seed, more = call.going_on(make_default_seed(), batch, told, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
         more |= {"heals": workers.num_workers > 1, "nan": nan}
         work = call.work("fit", batches, seed, order, arguments, drops, **more)

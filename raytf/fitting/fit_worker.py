@@ -30,8 +30,10 @@ from raytf.worker.callback_state import CallbackStates
 from raytf.worker.checkpoint_every import Every
 from raytf.worker.ending import Ended
 
-# Of the model that is here: its key, itself, its objects, and the function that predicts.
+# Of the model that is here: its key, itself, its objects, how long its steps wait, and the function that predicts.
 _kept: dict[str, Any] = {}
+# Ends the measurement of that. Functions that were traced for a model hold its variable.
+_measuring = contextlib.ExitStack()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ def _model(sending: Sending, distribution):
     import keras
 
     from raytf.fitting import transport
+    from raytf.worker.input_wait import measure_input_wait
 
     if _kept.get("key") == sending.key:
         transport.apply_settings(sending.settings)  # Keras keeps some for each thread
@@ -139,12 +142,14 @@ def _model(sending: Sending, distribution):
     if sending.data is None:
         raise RuntimeError("the workers do not have the model that the driver takes them to have")
     _kept.clear()
+    _measuring.close()
     keras.backend.clear_session()
     gc.collect()
     transport.apply_settings(sending.settings)
     with distribution.scope():
         (model,), sent = transport.read(sending.data, sending.values)
-    _kept.update(key=sending.key, model=model, sent=sent)
+    waited = _measuring.enter_context(measure_input_wait())
+    _kept.update(key=sending.key, model=model, sent=sent, waited=waited)
     return model, sent
 
 
@@ -209,7 +214,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     import keras
 
     from raytf.parallel import callbacks as callbacks_module
-    from raytf.worker import callbacks, epoch_checks, replacement
+    from raytf.worker import callbacks, epoch_checks, figures, replacement
     from raytf.worker import steps_per_execution as steps_per_execution_module
 
     feed, dataset = _dataset(work.rows["train"], session)
@@ -225,8 +230,10 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     execution = steps_per_execution_module.ExecutionCallback(users, told.get("execution"))
     checks = epoch_checks.EpochChecks(work.nan, users, session.rank, session.size)
     around = [execution, kept.position, *users, checks, *kept.around]
+    batch, waited = feed.global_batch, _kept["waited"]
     if session.rank == 0 and work.board is not None:
-        around.append(callbacks.ProgressCallback(work.board, work.rows["train"].sampling.global_batch, None))
+        around.append(callbacks.ProgressCallback(work.board, batch, waited))
+    around += figures.of_run(None, kept.position, batch, session.rank, session.size, users, waited)
 
     class Report(keras.callbacks.Callback):
         """Hands each epoch's state to the driver, which has it when it interrupts the next one."""

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 from ray.train import Checkpoint, RunConfig
 
+from raytf import validation
 from raytf.errors import ConfigError
 from raytf.fitting.arrays import Data
 from raytf.identity import contents, fingerprint, meaning, same_run
@@ -40,11 +41,13 @@ class Keeping:
         run: the folder of its name.
         every: see `checkpoint_every`.
         resume: "auto", True or False, as of a `KerasTrainer`.
+        where: the folder as its user would write it.
     """
 
     run: RunFolder
     every: Every
     resume: str | bool
+    where: str
 
     @staticmethod
     def of(name: str | None, storage, checkpoint_every: str, resume: str | bool) -> Keeping | None:
@@ -65,9 +68,10 @@ class Keeping:
                     'Pass name="...", too',
                 )
             return None
-        run_folder.check_name(name)
+        validation.check_run_name(name)
         where = {} if storage is None else {"storage_path": os.fspath(storage)}
-        return Keeping(RunFolder.of(run_folder.located(RunConfig(name=name, **where))), every, resume)
+        config = run_folder.located(RunConfig(name=name, **where))
+        return Keeping(RunFolder.of(config), every, resume, run_folder.where(config))
 
     @property
     def folder(self) -> str:

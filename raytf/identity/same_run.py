@@ -78,7 +78,7 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
         raise ConfigError(
             'With resume="auto" a run goes on if it is the same run',
             f"{name!r} with {shown(found)}",
-            "Use resume=True to go on with what is new, resume=False to start anew, or another name",
+            "Use resume=True (--resume true) to go on with what is new, resume=False to start anew, or another name",
         )
     warnings.warn(f"{name}: goes on with {shown(found)}", stacklevel=3)
 

@@ -86,10 +86,12 @@ def end(original, self):
     if _ends.closed:
         return
     dataset = dataset_of(self)
-    if dataset is None or dataset.options().autotune.enabled is False:
-        return
-    resource = take_resource(self)
+    resource = None if dataset is None else take_resource(self)
     if resource is None or tf.is_symbolic_tensor(resource):
+        return
+    with tf.init_scope():  # a function may be traced meanwhile, where TensorFlow warns of who asks
+        tunes = dataset.options().autotune.enabled is not False
+    if not tunes:
         return
     # Its functions are called until the end. The list alone holds both, so that they go in that thread.
     held = [resource, dataset]

@@ -34,7 +34,7 @@ from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
 from raytf.parameter_server.servers import ServerGroup, ServerLostError
-from raytf.worker import callbacks, checkpoint, context, epoch_checks
+from raytf.worker import callbacks, checkpoint, context, epoch_checks, figures
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import Ended
 from raytf.worker.fit import build_from_data, report_callback, restored, resumed, users_callbacks, within_epochs
@@ -264,6 +264,8 @@ def train(task, session) -> dict[str, int] | None:
         position = Position(state.step if state else 0)
         checks = epoch_checks.EpochChecks(task.nan, users)
         around = [*users, checks, *restored(folder, state, model, task, states, session)]
+        workers = servers.plan.num_workers
+        around += figures.of_run(session.storage, position, config["batch_size"], 0, workers, users, None)
         report = report_callback(task, data, states, state, session.report, steps=lambda: position.step)
         before, after = resumed(folder, state, states, position, feeds["train"].order, lambda: position)
         kept = within_epochs(task, feeds, position, report, session)
@@ -321,9 +323,14 @@ def _fit(trainer: EpochRunner, given: list, position: Position, progress, first:
         trainer.push()
         told = progress and (lambda done: progress.on_train_batch_end(done - 1))
         logs = trainer.train(epoch, position, kept, told)
+        validated: dict[str, float] = {}
         if trainer.steps("validation"):
-            logs |= {f"val_{name}": value for name, value in trainer.validate().items()}
+            hooks.on_test_begin()
+            validated = trainer.validate()
         trainer.pull()
+        if validated:
+            hooks.on_test_end(validated)
+        logs |= {f"val_{name}": value for name, value in validated.items()}
         hooks.on_epoch_end(epoch, logs)
         if model.stop_training:
             break

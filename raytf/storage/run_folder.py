@@ -70,21 +70,6 @@ def where(run_config) -> str:
     return f"{storage.rstrip('/')}/{run_config.name}" if "://" in storage else RunFolder.of(run_config).path
 
 
-def check_name(name: str | None) -> None:
-    """Raises ConfigError for a name whose folder would not lie below the storage path."""
-    if name is None or (isinstance(name, str) and _is_below(name)):
-        return
-    raise ConfigError(
-        "The name of a run must name a folder below its storage path",
-        repr(name),
-        "Use a name without '..', '\\' and slashes at its ends",
-    )
-
-
-def _is_below(name: str) -> bool:
-    return bool(name.strip()) and not {"", ".", ".."} & set(name.split("/")) and not {"\0", "\\"} & set(name)
-
-
 @dataclasses.dataclass(frozen=True)
 class Last:
     """Where the run of a folder stands: what the `state.json` of its last checkpoint says.

@@ -42,6 +42,35 @@ def check_pickles(function, name: str, of: str = "config") -> None:
         ) from error
 
 
+def check_build(build_model) -> None:
+    """Raises ConfigError unless `build_model` is a function that can be sent to a worker; models can be called, too."""
+    if hasattr(build_model, "train_step") and not isinstance(build_model, type):
+        raise ConfigError(
+            "build_model must be a function of config that builds the model on each worker",
+            f"a model, {getattr(build_model, 'name', build_model)!r}",
+            "Pass a function that builds and compiles it, or train it with raytf.fit",
+        )
+    check_pickles(build_model, "build_model")
+
+
+# By the module and name of a type, what makes a dataset of its objects.
+_READS = {
+    ("pandas", "DataFrame"): "ray.data.from_pandas(frame)",
+    ("pyarrow", "Table"): "ray.data.from_arrow(table)",
+    ("numpy", "ndarray"): "ray.data.from_numpy(array), or train arrays with raytf.fit",
+    ("datasets", "Dataset"): "ray.data.from_huggingface(dataset)",
+    ("builtins", "str"): "ray.data.read_parquet(path)",
+    ("builtins", "list"): "ray.data.from_items(rows)",
+}
+
+
+def as_dataset(given) -> str:
+    """Returns how a dataset is made of something else, as a clause."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
+    found = next((_READS[kind] for kind in kinds if kind in _READS), None)
+    return f"Use {found or 'one of ray.data.read_... and from_..., or train it with raytf.fit'}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Copies:
     """A `callbacks` function of a list of callbacks: gives each worker copies of them."""
@@ -56,13 +85,15 @@ def callbacks_function(given) -> Callable | None:
     """Returns what the workers call for their callbacks.
 
     Args:
-        given: a function of config, a list of callbacks, or None.
+        given: a function of config, a callback, a list of them, or None.
 
     Raises:
         ConfigError: it is none of these, or does not pickle.
     """
     if given is None:
         return None
+    if hasattr(given, "on_epoch_end") and not isinstance(given, type):
+        given = [given]
     if not isinstance(given, (list, tuple)):
         check_pickles(given, "callbacks", "config, or a list of callbacks")
         return given

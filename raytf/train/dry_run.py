@@ -18,7 +18,7 @@ from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
-from raytf.errors import ConfigError, UnsupportedVersionError
+from raytf.errors import ConfigError, UnsupportedVersionError, plain
 from raytf.identity import config_keys, fingerprint
 from raytf.identity.config_keys import Noted
 from raytf.parallel import model_optimizers
@@ -368,6 +368,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     except ConfigError:
         raise
     except Exception as error:
+        labels.refuse_unknown(error)
         parts = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
         shown = ", ".join(
             f"{role} {_shape(spec)}" for role, spec in zip(("features", "labels", "weights"), parts, strict=False)
@@ -438,7 +439,7 @@ def _shape(spec) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).split("Arguments received by")[0]
+    text = plain(error).split("Arguments received by")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith("Exception encountered")]
     if useful and useful[0] == "in user code:":  # of AutoGraph; what the code raised is the last line, with its type

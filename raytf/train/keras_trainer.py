@@ -187,7 +187,7 @@ class KerasTrainer:
 
     def _check_arguments(self) -> None:
         legacy_keras.refuse(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
-        arguments.check_pickles(self.build_model, "build_model")
+        arguments.check_build(self.build_model)
         if self.batch.map is not None:
             arguments.check_pickles(self.batch.map, "map", "batches")
         if self.variable_partitioner is not None:
@@ -218,7 +218,7 @@ class KerasTrainer:
                 raise ConfigError(
                     "A dataset must be a ray.data.Dataset",
                     f"{name!r} of type {type(dataset).__name__}",
-                    "Read it with ray.data, for example ray.data.read_parquet",
+                    arguments.as_dataset(dataset),
                 )
         self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
         if self.batch.features is None:
@@ -239,7 +239,7 @@ class KerasTrainer:
         arguments.memory_steps(self.memory_every, self.strategy)
         if not isinstance(self.resume, bool) and self.resume != "auto":
             raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
-        run_folder.check_name(self.run_config.name)
+        validation.check_run_name(self.run_config.name)
         arguments.check_verify(self.verify)
         validation.check_word("nan", self.nan, arguments.NAN_WORDS)
 

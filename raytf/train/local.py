@@ -110,6 +110,7 @@ class _Utils(LocalTrainFnUtils):
         self._context = _Context(context.run_config.name, self._storage)
         self._manager = _Manager(context.run_config.checkpoint_config, self._storage)
         self._list_again = ray_train.outlive_full_storage(self._manager)
+        ray_train.take_numpy(self._manager)
         self._datasets = {name: d() if callable(d) else d for name, d in datasets.items()}
         self._later: list[concurrent.futures.Future] = []
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")

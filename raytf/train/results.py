@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ray.train import Result
 from rich.console import Console
@@ -26,23 +29,37 @@ def has_ended(run_config, epochs: int) -> str | None:
     return f"{folder.name} has trained {state.epoch} of {epochs} epochs, and is finished"
 
 
-def lines(result: Result, where: str) -> list[str]:
-    """Returns what a training shows at its end: the last epoch's values, the best epoch, how to load the model.
+def lines(result: Result, where: str, learned: bool = True) -> list[str]:
+    """Returns what a training shows at its end: the last epoch's values, the best epoch, what it has kept.
 
     Args:
-        result: of a `KerasTrainer`.
+        result: of a trainer.
         where: the run's folder, a path or a URI.
+        learned: whether `raytf.load_model` reads its checkpoints.
     """
-    values = {name: value for name, value in (result.metrics or {}).items() if isinstance(value, float)}
-    shown = [f"epoch {result.metrics['epoch']}"] if "epoch" in (result.metrics or {}) else []
-    shown += [f"{name} {value:.4f}" for name, value in values.items()]
     frame = result.metrics_dataframe
-    rows = [] if frame is None else frame.to_dict("records")
+    found = summary(result.metrics or {}, [] if frame is None else frame.to_dict("records"))
+    if result.checkpoint is None:
+        return found
+    kept = f'model   raytf.load_model("{where}")' if learned else f"kept    {result.checkpoint.path}"
+    return [*found, kept]
+
+
+def summary(last: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line of the values of the last epoch, and the best one where that is another; none without values.
+
+    Args:
+        last: the values.
+        rows: of each epoch.
+    """
+    shown = [f"epoch {last['epoch']}"] if "epoch" in last else []
+    for name, value in last.items():
+        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+            shown.append(f"{name} {value:.4f}")
     best = run_list.best_of(rows)
     if best is not None and len(rows) > 1 and best[2] != rows[-1].get("epoch"):
         shown.append(f"(best {best[0]} {best[1]:.4f} in epoch {best[2]})")
-    found = [f"result  {'  '.join(shown)}"] if shown else []
-    return found + ([f'model   raytf.load_model("{where}")'] if result.checkpoint else [])
+    return [f"result  {'  '.join(shown)}"] if shown else []
 
 
 def show_result(result: Result, console: Console | None = None) -> None:

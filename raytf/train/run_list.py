@@ -132,7 +132,7 @@ def best_of(
         mode: "min" or "max" of it.
     """
     name = metric or next((one for one in _METRICS if any(one in row for row in rows)), None)
-    values = [(row[name], int(row["epoch"])) for row in rows if _is_finite(row.get(name))] if name else []
+    values = [(row[name], int(row["epoch"])) for row in rows if "epoch" in row and _is_finite(row.get(name))]
     if not values:
         return None
     value, epoch = (min if mode == "min" else max)(values)

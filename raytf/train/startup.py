@@ -293,6 +293,7 @@ class _Controller(TrainController):
         os.environ.update({ray_core.WARN_BLOCKING_GET: "0"} | environment | ours)
         super().__init__(**arguments)
         self._list_again = ray_train.outlive_full_storage(ray_train.manager_of(self))
+        ray_train.take_numpy(ray_train.manager_of(self))
         if isinstance(scaling, _Elastic):
             scaling.is_broken, scaling.prepare = self._is_broken, self._prepare
         for name in ours:

@@ -12,6 +12,7 @@ import ray
 import ray.train
 from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
+from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress
@@ -23,7 +24,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, ray_config
+from raytf.train import arguments, ends, ray_config, results, run_list
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.startup import EarlyStartTrainer
 
@@ -67,7 +68,7 @@ class TensorflowTrainer(EarlyStartTrainer):
         ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
-        run_folder.check_name(None if run_config is None else run_config.name)
+        validation.check_run_name(None if run_config is None else run_config.name)
         run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
         environment = worker_environment(run_config or RunConfig(), scaling_config)
@@ -144,12 +145,18 @@ class TensorflowTrainer(EarlyStartTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 folder.check_list()
+                where = run_folder.where(self.run_config)
+                print(f"run     {where}", flush=True)
                 try:
                     with failures.first_cause(), self._shown_line(board):
-                        return super().fit()
+                        result = super().fit()
                 except BaseException:
                     lock.check()  # what came of its loss is not the cause
                     raise
+            learned = run_list.newest(folder.filesystem, folder.path) is not None
+            for line in results.lines(result, where, learned):
+                print(line, flush=True)
+            return result
         finally:
             board.clear()
             self.backend_config, self.run_config, self.train_run_context = setup, given, context

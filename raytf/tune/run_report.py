@@ -23,9 +23,8 @@ _FIGURES = "figures"
 # What a line of figures must hold, by kind.
 _NUMBERS = (
     *("rank", "workers", "pid", "epoch", "step", "time", "seconds", "steps"),
-    *("examples_per_second", "step_seconds", "input_wait", "communication", "checkpoint_seconds"),
+    *("examples_per_second", "step_seconds", "checkpoint_seconds"),
 )
-_SHARES = ("input_wait", "communication")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,8 +234,9 @@ def _checkpoints(kept: Sequence[tuple[Kept, int]]) -> str:
     for one, count in kept:
         state = one.state()
         at = "" if state is None else f"{state.epoch}" + (f" + {state.epoch_step} steps" if state.epoch_step else "")
-        rows.append([one.name, at, "" if state is None else f"{state.step:,}", pages.size(count)])
-    return pages.table(["checkpoint", "epoch", "step", "size"], rows) if rows else ""
+        rows.append(["" if state is None else f"{state.step:,}", at, pages.size(count), one.name])
+    # names are long: at the end a narrow screen cuts nothing else
+    return pages.table(["step", "epoch", "size", "checkpoint"], rows, texts=(3,)) if rows else ""
 
 
 def _epochs(history: Sequence[Mapping[str, Any]]) -> str:

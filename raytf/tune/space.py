@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ FUNCTIONS = (
     "lograndint",
     "qlograndint",
 )
+
+_CALL = re.compile(rf"\s*(tune\.)?({'|'.join(FUNCTIONS)})\s*\(")
 
 
 def check(space: Mapping[str, Any]) -> None:
@@ -180,7 +183,13 @@ def _parse(name: str, value: Any) -> Any:
         return value
     try:
         expression = ast.parse(value.strip(), mode="eval").body
-    except SyntaxError:
+    except SyntaxError as error:
+        if _CALL.match(value):
+            raise ConfigError(
+                "A domain must be a call that is whole",
+                f"{name}={value}",
+                "For example learning_rate=loguniform(1e-4,1e-1)",
+            ) from error
         return value
     if not isinstance(expression, ast.Call):
         try:

@@ -561,7 +561,7 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
     if checkpoint.checkpoint_at_end is None:
         checkpoint.checkpoint_at_end = True
-    run_folder.check_name(given.name or None)
+    validation.check_run_name(given.name or None)
     return dataclasses.replace(given, name=given.name or run_folder.new_name("sweep"), checkpoint_config=checkpoint)
 
 

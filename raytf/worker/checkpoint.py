@@ -489,7 +489,10 @@ def existing_path(source) -> str:
         )
     path = os.path.expanduser(os.fspath(source))
     if not os.path.exists(path):
-        raise ConfigError("A model is loaded from a path that exists", repr(path), "Check the path")
+        fix, below = "Check the path", ""
+        if not os.path.isabs(path):
+            fix, below = "Check the path; in processes of the cluster use one from the root", f" in {os.getcwd()}"
+        raise ConfigError("A model is loaded from a path that exists", f"{path!r}{below}", fix)
     return path
 
 

@@ -42,7 +42,8 @@ class FiguresCallback(keras.callbacks.Callback):
         position: a `callbacks.FeedCallback`, which counts steps.
         global_batch: rows of a step, over all workers.
         rank, size: of this worker, and how many there are.
-        waited: gives the seconds that steps have waited for rows in all, or None where that is not known.
+        waited: gives the seconds that steps have waited for rows in all; None where other processes make the steps, so
+            that neither this nor what is spent on communication is known here.
         write: write(figures) takes them, and None at the end; see `Lines` and `events_writer`.
     """
 
@@ -63,7 +64,7 @@ class FiguresCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._last = self._began = self._now()
-        self._trained: dict[str, float] | None = None
+        self._trained: dict[str, float | None] | None = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self._began, self._trained = self._now(), None
@@ -85,19 +86,21 @@ class FiguresCallback(keras.callbacks.Callback):
         for write in self._write:
             write(None)
 
-    def _now(self) -> dict[str, float]:
-        spent = activity.here.spent()
+    def _now(self) -> dict[str, float | None]:
+        spent, makes_steps = activity.here.spent(), self._waited is not None
         return {
             "clock": time.monotonic(),
             "step": self._position.step,
-            "input": self._waited() if self._waited is not None else 0.0,
-            "communication": spent[activity.SUM] + spent[activity.COLLECTIVE],
+            "input": self._waited() if makes_steps else None,
+            "communication": spent[activity.SUM] + spent[activity.COLLECTIVE] if makes_steps else None,
             "checkpoint": spent[activity.CHECKPOINT],
         }
 
 
-def of_epoch(began: Mapping[str, float], ended: Mapping[str, float], batch: int) -> dict[str, float]:
-    """Returns figures of the steps between two moments; shares are of their time, 0 to 1.
+def of_epoch(
+    began: Mapping[str, float | None], ended: Mapping[str, float | None], batch: int
+) -> dict[str, float | None]:
+    """Returns figures of the steps between two moments; shares are of their time, 0 to 1, or None.
 
     Args:
         began, ended: clock and other seconds, and steps, at the moments.
@@ -105,7 +108,10 @@ def of_epoch(began: Mapping[str, float], ended: Mapping[str, float], batch: int)
     """
     seconds = max(1e-9, ended["clock"] - began["clock"])
     steps = ended["step"] - began["step"]
-    share = lambda name: min(1.0, max(0.0, ended[name] - began[name]) / seconds)
+
+    def share(name: str) -> float | None:
+        return None if ended[name] is None else min(1.0, max(0.0, ended[name] - began[name]) / seconds)
+
     return {
         "seconds": seconds,
         "steps": steps,
@@ -166,6 +172,22 @@ class Lines:
             return b""
         with self._filesystem.open_input_stream(self._path) as file:
             return file.read()
+
+
+def of_run(
+    storage, position, global_batch: int, rank: int, size: int, users: Sequence, waited: Callable[[], float] | None
+) -> list[FiguresCallback]:
+    """Returns the callback that notes figures of this worker, where somebody shows them.
+
+    Args:
+        storage: Ray Train's of the run, where `raytf report` reads them; None where there is none.
+        position, global_batch, rank, size, waited: see `FiguresCallback`.
+        users: callbacks; beside the events of a TensorBoard among them, the chief's figures are written, too.
+    """
+    write: list = [] if storage is None else [Lines(storage.storage_filesystem, storage.experiment_fs_path, rank)]
+    events = events_writer(users) if rank == 0 else None
+    write += [] if events is None else [events]
+    return [FiguresCallback(position, global_batch, rank, size, waited, write)] if write else []
 
 
 def events_writer(callbacks: Sequence[keras.callbacks.Callback]) -> Callable[[Mapping[str, Any] | None], None] | None:

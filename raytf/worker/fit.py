@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import keras
 import tensorflow as tf
@@ -91,8 +91,9 @@ def train(task: TrainJob, session) -> dict | None:
         around += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
             around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
-        if session.storage is not None:
-            around.append(_figures(task, session, position, users, waited))
+        around += figures.of_run(
+            session.storage, position, task.config["batch_size"], session.rank, session.size, users, waited
+        )
         to = session.report
         if task.report_steps is not None:
             to = functools.partial(session.report, keep=True)
@@ -301,19 +302,21 @@ def _refuse_state_of_rows(model) -> None:
             )
 
 
-def _figures(task: TrainJob, session, position, users: Sequence, waited: Callable[[], float]):
-    """The callback that notes figures of this worker; the chief's go to TensorBoard, too."""
-    storage = session.storage
-    write: list = [figures.Lines(storage.storage_filesystem, storage.experiment_fs_path, session.rank)]
-    events = figures.events_writer(users) if session.rank == 0 else None
-    write += [] if events is None else [events]
-    return figures.FiguresCallback(position, task.config["batch_size"], session.rank, session.size, waited, write)
-
-
 def users_callbacks(task: TrainJob, session) -> list:
-    """The user's callbacks, and one that writes events beside the run unless they do."""
+    """The user's callbacks, and one that writes events beside the run unless they do.
 
-    users = list(task.callbacks(dict(task.config))) if task.callbacks else []
+    Raises:
+        ConfigError: the function of callbacks returns something else.
+    """
+    made = task.callbacks(dict(task.config)) if task.callbacks else []
+    is_one = lambda given: hasattr(given, "on_epoch_end") and not isinstance(given, type)
+    users = [made] if is_one(made) else list(made) if isinstance(made, Iterable) else [made]
+    if not all(map(is_one, users)):
+        raise ConfigError(
+            "callbacks(config) must return a list of Keras callbacks",
+            repr(made),
+            "Return objects, such as [keras.callbacks.EarlyStopping()]",
+        )
     return users + callbacks.tensorboard(session.storage, users, session.rank)
 
 

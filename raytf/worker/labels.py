@@ -12,7 +12,7 @@ from keras import tree
 
 from raytf.compat import keras_objects
 from raytf.compat.keras import LossFunctionWrapper, compute_output_spec
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, first_line
 from raytf.parallel import model_optimizers
 
 _SPARSE = keras.losses.sparse_categorical_crossentropy
@@ -123,3 +123,13 @@ def _of_outputs(model, spec, labels) -> Iterator[tuple[Any, np.ndarray, int]]:
 
 def _example(one):
     return keras.KerasTensor((2, *(size or 1 for size in one.shape[1:])), keras.backend.standardize_dtype(one.dtype))
+
+
+def refuse_unknown(error: Exception) -> None:
+    """Raises ConfigError where Keras has not found the name of a loss or metric; it looks for them with the first rows.
+
+    Args:
+        error: of a model that was built.
+    """
+    if isinstance(error, ValueError) and (text := first_line(error)).startswith("Could not interpret"):
+        raise ConfigError("compile must name losses and metrics that Keras has", text, "Correct the name") from error

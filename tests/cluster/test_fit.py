@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import raytf
 from raytf.errors import ConfigError, TrainingError
 from raytf.fitting import warm
+from raytf.worker import figures
 from tests.cluster.test_ended import driver_of, finished, steps, told, until, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -300,8 +302,16 @@ def test_idle_workers_give_way(trained):
     assert not warm.there()
 
 
-def test_tables_with_columns_and_many_workers(alone, tmp_path):
-    """A frame and a dataset with columns; what the cluster cannot hold."""
+def tags_of(folder) -> set[str]:
+    """What events of a folder of TensorBoard show."""
+    import tensorflow as tf
+
+    records = [r for file in folder.rglob("events*") for r in tf.data.TFRecordDataset(os.fspath(file))]
+    return {value.tag for r in records for value in tf.compat.v1.Event.FromString(r.numpy()).summary.value}
+
+
+def test_tables_with_columns_and_many_workers(alone, tmp_path, capsys):
+    """A frame and a dataset with columns; figures, folder and result of a call; what the cluster cannot hold."""
     import keras
     import pandas as pd
     import ray
@@ -315,10 +325,15 @@ def test_tables_with_columns_and_many_workers(alone, tmp_path):
     frame = pd.DataFrame({"u": X["a"][:, 0], "v": X["a"][:, 1], "y": Y["p"][:, 0], "w": WEIGHTS})
     named = {"features": ["u", "v"], "labels": "y", "sample_weight": "w", "shuffle": False, "verbose": 0}
     found = []
-    for source in (frame, ray.data.from_pandas(frame)):
+    board = keras.callbacks.TensorBoard(os.fspath(tmp_path / "events"), write_graph=False)
+    told = {"callbacks": [board], "name": "told", "storage": tmp_path, "verbose": 2}
+    for source, more in ((frame, told), (ray.data.from_pandas(frame), {})):
         model = build()
-        raytf.fit(model, source, batch_size=BATCH, validation_data=source, num_workers=2, **named)
+        raytf.fit(model, source, batch_size=BATCH, validation_data=source, num_workers=2, **named | more)
         found.append(model)
+    assert tags_of(tmp_path / "events" / "system") == set(figures._SHOWN)
+    out = capsys.readouterr().out
+    assert f"run     {tmp_path}/told\n" in out and re.search(r"^result  epoch 1  .*loss \d", out, re.MULTILINE), out
     keras_model = build()
     x = frame[["u", "v"]].to_numpy("float32").astype("float64")
     keras_model.fit(x, frame["y"].to_numpy(), sample_weight=WEIGHTS, batch_size=BATCH, shuffle=False, verbose=0)

@@ -80,6 +80,13 @@ def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
         np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9, err_msg=its.path)
     assert list(served.metrics_dataframe) == list(alone.metrics_dataframe)
     np.testing.assert_allclose(served.metrics_dataframe, alone.metrics_dataframe, rtol=0, atol=1e-9)
+    noted = [json.loads(line) for line in (tmp_path / "served/figures/worker_0.jsonl").read_text().splitlines()]
+    assert [(line["epoch"], line["steps"], line["input_wait"]) for line in noted] == [
+        (1, 10, None),
+        (2, 10, None),
+        (3, 10, None),
+    ]
+    assert list((tmp_path / "served/tensorboard/system").glob("events*"))
 
 
 def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):

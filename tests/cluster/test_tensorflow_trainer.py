@@ -50,7 +50,7 @@ def line(count=200):
     return ray.data.from_items([{"x": np.float32(i / count), "y": np.float32(3 * i / count + 1)} for i in range(count)])
 
 
-def test_the_guide_of_ray(tmp_path):
+def test_the_guide_of_ray(tmp_path, capfd):
     trainer = TensorflowTrainer(
         train_loop_per_worker=loop_with_fit,
         train_loop_config={"lr": 0.1, "batch_size": 20, "epochs": 4},
@@ -59,6 +59,8 @@ def test_the_guide_of_ray(tmp_path):
         datasets={"train": line()},
     )
     result = trainer.fit()
+    out = capfd.readouterr().out
+    assert f"run     {result.path}\n" in out and "result  " in out and f"kept    {result.checkpoint.path}\n" in out, out
     history = result.return_value["history"]
     assert history[-1] < 0.5 * history[0]
     assert result.return_value["steps"] == 4 * 200 // 20, "batch_size is the global batch, and no row is lost"

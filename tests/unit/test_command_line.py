@@ -7,11 +7,15 @@ import os
 import re
 import shlex
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+import raytf
 from raytf import cli
-from raytf.storage.checkpoint_files import AT_ENDS, State
+from raytf.errors import ConfigError
+from raytf.storage.checkpoint_files import AT_ENDS, DamagedCheckpointError, State
 from raytf.storage.run_lock import RunLock
 from raytf.train import run_list
 
@@ -60,6 +64,7 @@ def test_help_has_an_example_that_the_command_takes(command):
         (["train", *TRAINING, "--memory-every", "often"], "--memory-every"),
         (["train", *TRAINING, "--learning-rate", "inf"], "finite"),
         (["train", *TRAINING, "--max-failures", "-2"], "--max-failures"),
+        (["train", *TRAINING, "--name", "../other"], "'../other'"),
         (["export", "r", "-o", "x", "--format", "pt"], "'onnx'"),
         (["export", "r", "-o", "x", "--which", "first"], "'best'"),
         (["predict", "nowhere", "--data", "d", "--features", "a", "-o", "x"], "nowhere"),
@@ -77,7 +82,7 @@ def test_a_wrong_value_is_told_with_the_usage_and_exit_code_2(arguments, said, t
 
 
 def test_version_and_completion():
-    assert re.search(r"\d+\.\d+", invoke("--version").output)
+    assert raytf.__version__ in invoke("--version").output
     for shell in ("zsh", "fish"):
         assert "_RAYTF_COMPLETE" in invoke("completion", shell).output
     words = {"COMP_WORDS": "raytf train --strategy ", "COMP_CWORD": "3", "_RAYTF_COMPLETE": "bash_complete"}
@@ -121,3 +126,27 @@ def test_a_run_that_goes_on_is_running(tmp_path):
     with RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "a")):
         assert [run.state for run in run_list.listed(tmp_path)] == ["running"]
     assert [run.state for run in run_list.listed(tmp_path / "a")] == ["interrupted"]
+
+
+def test_a_model_is_used_on_columns_that_the_data_has(tmp_path):
+    """Known before Ray starts, as for `raytf train`."""
+    epoch(tmp_path, "first", 1)
+    pq.write_table(pa.table({"a": [1.0], "y": [1]}), tmp_path / "rows.parquet")
+    run, data = str(tmp_path / "first"), str(tmp_path / "rows.parquet")
+    for words in (
+        ["predict", run, "--features", "z", "-o", "x"],
+        ["evaluate", run, "--features", "a", "--labels", "z"],
+    ):
+        outcome = invoke(*words, "--data", data)
+        assert outcome.exit_code == 2 and "'z'" in outcome.output and "'a', 'y'" in outcome.output, outcome.output
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (DamagedCheckpointError, 1)])
+def test_what_turns_out_to_be_wrong_as_the_model_is_tried_is_a_wrong_value(kind, code, monkeypatch):
+    class Refusing:
+        def fit(self):
+            raise kind("metric must be one that the model reports", "'acuracy'", "Correct it")
+
+    monkeypatch.setattr(cli, "_trainer", lambda ctx: Refusing())
+    outcome = invoke("train", *TRAINING)
+    assert outcome.exit_code == code and "received: 'acuracy'" in outcome.output, outcome.output

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from raytf.errors import ConfigError, ResourceError, TrainingError, in_a_line
+from raytf.errors import ConfigError, ResourceError, TrainingError, first_line, in_a_line
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,7 @@ def test_an_error_in_what_autograph_has_made_is_the_user_s_own():
     with pytest.raises(Exception, match="in user code") as caught:
         outer(tf.ones(3))
     assert in_a_line(caught.value) == r"KeyError: 'no (3,)\nhere'"
+
+
+def test_what_keras_makes_bold_is_plain():
+    assert first_line(ValueError("\x1b[1mInvalid input\x1b[0m\nmore")) == "Invalid input"

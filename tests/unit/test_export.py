@@ -355,7 +355,7 @@ def typed(folder, *arguments):
 
 
 WRONG = {
-    "nowhere --output out": "A model is loaded from a path that exists; received: 'nowhere'",
+    "nowhere --output out": "A model is loaded from a path that exists; received: 'nowhere' in ",
     "empty --output out": "needs a checkpoint to load a model from; received: 'empty'",
     "first --output out --format h5": "Invalid value for '--format': 'h5' is not one of 'saved_model', 'keras', 'onnx'",
     "first --output empty": "An export is written to a path that does not exist; received: 'empty'",

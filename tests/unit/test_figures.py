@@ -28,7 +28,7 @@ class Position(keras.callbacks.Callback):
         self.step += 1
 
 
-def trained(tmp_path, events=None, epochs=2, rank=0, filesystem=LOCAL):
+def trained(tmp_path, events=None, epochs=2, rank=0, filesystem=LOCAL, waited=None):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
     model.compile(keras.optimizers.SGD(schedule), "mse")
@@ -36,7 +36,7 @@ def trained(tmp_path, events=None, epochs=2, rank=0, filesystem=LOCAL):
     write = [figures.Lines(filesystem, str(tmp_path), rank)]
     users = [] if events is None else [events]
     write += [found] if (found := figures.events_writer(users)) else []
-    noted = figures.FiguresCallback(position, 4, rank, 2, None, write)
+    noted = figures.FiguresCallback(position, 4, rank, 2, waited, write)
     model.fit(*DATA, batch_size=4, epochs=epochs, validation_data=DATA, callbacks=[position, *users, noted], verbose=0)
     return noted
 
@@ -81,8 +81,14 @@ def test_shares_are_shares(began, ended, batch):
     assert found["examples_per_second"] * found["seconds"] == pytest.approx(found["steps"] * batch)
 
 
+def test_what_a_coordinator_of_parameter_servers_cannot_know_is_none(tmp_path):
+    trained(tmp_path, epochs=1)  # waited=None
+    (line,) = lines(tmp_path)
+    assert line["input_wait"] is None and line["communication"] is None and line["examples_per_second"] > 0
+
+
 def test_tensorboard_shows_them_beside_losses(tmp_path):
-    trained(tmp_path, Events(str(tmp_path / "events"), write_graph=False))
+    trained(tmp_path, Events(str(tmp_path / "events"), write_graph=False), waited=lambda: 0.0)
     tags = {}
     for file in (tmp_path / "events").rglob("events*"):
         for record in tf.data.TFRecordDataset(os.fspath(file)).as_numpy_iterator():

@@ -168,3 +168,10 @@ def test_a_tf_data_dataset_that_is_refused(kind, text):
     with pytest.raises(ConfigError) as error:
         tf_data.rows_of(_tf(kind), "x", {"y": Y if kind == "plain" else None})
     assert text in str(error.value)
+
+
+def test_validation_split_cuts_texts_as_numbers():
+    texts = np.array(["a", "bc", "d", "ef"])
+    (x, _, _), (last, _, _) = arrays.split({"t": texts}, np.arange(4), None, 0.25)
+    assert np.asarray(x["t"]).tolist() == [b"a", b"bc", b"d"] and np.asarray(last["t"]).tolist() == [b"ef"]
+    assert arrays.of(x, None, None, None, None, None).table.num_rows == 3

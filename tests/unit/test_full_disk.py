@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import sys
 import types
@@ -11,7 +13,7 @@ import numpy as np
 import pyarrow.fs
 import pytest
 import tensorflow as tf
-from ray.train import CheckpointConfig
+from ray.train import Checkpoint, CheckpointConfig
 
 from raytf.compat import ray_train
 from raytf.worker.callbacks import Events, tensorboard
@@ -30,6 +32,24 @@ def test_a_list_of_checkpoints_that_cannot_be_written_is_tried_again(tmp_path):
     written = file.stat().st_mtime_ns
     again()
     assert file.stat().st_mtime_ns == written
+
+
+def test_metrics_of_numpy_are_listed_as_python_has_them(tmp_path):
+    """A user's own loop reports them; pydantic knows none of them."""
+    manager = ray_train.CheckpointManager(CheckpointConfig(), ray_train.StorageContext(tmp_path, "run"))
+    ray_train.take_numpy(manager)
+    (tmp_path / "run" / "one").mkdir(parents=True)
+    metrics = {"loss": np.float32(0.5), "steps": np.int64(3), "each": np.ones(2), "name": "a"}
+    checkpoint = Checkpoint(str(tmp_path / "run" / "one"), manager._storage_context.storage_filesystem)
+    report = types.SimpleNamespace(checkpoint=checkpoint, metrics=metrics, validation=False)
+
+    async def register():  # it tells who waits in a loop
+        manager.register_checkpoint(report)
+
+    asyncio.run(register())
+    listed = (tmp_path / "run" / ray_train.CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).read_text()
+    (found,) = json.loads(listed)["checkpoint_results"]
+    assert found["metrics"] == {"loss": 0.5, "steps": 3, "each": [1.0, 1.0], "name": "a"}
 
 
 def test_events_that_cannot_be_written_end_without_the_training(tmp_path):

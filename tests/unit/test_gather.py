@@ -77,6 +77,13 @@ def gathered(array, spec, rows=(1, 0, 1)):
     )
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_string_is_no_part_of_a_vector_and_may_be_an_input(kind):
+    data = table(a=[1.0, 2.0], s=pa.array(["x", "y"]).cast(kind))
+    with pytest.raises(ConfigError, match=r"single numbers; received: 's' of type .*features=\{.*'s': 's'"):
+        gather.stack(data, Columns.of(["a", "s"], "x"))
+
+
 def test_strings_and_bytes_are_whole():
     assert gathered(pa.array(["a", "bc", ""]), "x", (2, 1, 1))[0].tolist() == ["", "bc", "bc"]
     assert gathered(pa.array([b"a\0\0", b""]), "x")[0].tolist() == [b"", b"a\0\0", b""]

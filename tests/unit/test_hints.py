@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 import threading
 import types
 
 import keras
 import numpy as np
+import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle
 from ray.train import RunConfig
 
 import raytf
-from raytf import validation
+from raytf import cli_options, validation
+from raytf.console import phases
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
@@ -26,6 +32,7 @@ from raytf.train import arguments, dry_run
 from raytf.tune import sweep
 from raytf.tune.sweep import check_metric
 from raytf.tune.trial import UnknownMetricError
+from raytf.worker import fit
 
 
 @pytest.mark.parametrize(
@@ -132,6 +139,7 @@ def test_callbacks_may_be_a_list():
     first, second = function({})[0], cloudpickle.loads(cloudpickle.dumps(function))({})[0]
     assert first is not second is not stopping and first.patience == 3
     assert arguments.callbacks_function(None) is None
+    assert [type(one) for one in arguments.callbacks_function(stopping)({})] == [type(stopping)], "as Keras takes one"
     for wrong in ([keras.callbacks.EarlyStopping], ["early"], 3):
         with pytest.raises(ConfigError, match="callbacks"):
             arguments.callbacks_function(wrong)
@@ -160,3 +168,61 @@ def test_a_metric_that_no_trial_reports_is_told_without_a_traceback_of_rays():
     wrapped = types.SimpleNamespace(cause=unknown)
     assert not sweep._is_told(record(unknown)) and not sweep._is_told(record(wrapped))
     assert sweep._is_told(record(ValueError("units"))) and sweep._is_told(logging.makeLogRecord({}))
+
+
+@pytest.mark.parametrize("made", [None, "early", keras.callbacks.EarlyStopping, [keras.callbacks.EarlyStopping]])
+def test_a_function_of_callbacks_returns_some(made):
+    task = types.SimpleNamespace(callbacks=lambda config: made, config={})
+    session = types.SimpleNamespace(storage=None, rank=0)
+    with pytest.raises(ConfigError, match=r"callbacks\(config\) must return a list of Keras callbacks"):
+        fit.users_callbacks(task, session)
+    stopping = keras.callbacks.EarlyStopping()
+    for right in (stopping, [stopping], (one for one in [stopping])):
+        task.callbacks = lambda config, right=right: right
+        assert fit.users_callbacks(task, session) == [stopping]
+
+
+def test_a_model_is_no_function_that_builds_one():
+    with pytest.raises(ConfigError, match=r"a model, 'mine'\. .*raytf\.fit"):
+        arguments.check_build(keras.Sequential(name="mine"))
+    arguments.check_build(build)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (pd.DataFrame({"a": [1]}), "ray.data.from_pandas"),
+        (pa.table({"a": [1]}), "ray.data.from_arrow"),
+        ("data", "ray.data.read_parquet"),
+        ({"a": 1}, "raytf.fit"),
+    ],
+)
+def test_what_makes_a_dataset_of_something_else(given, fix):
+    assert fix in arguments.as_dataset(given)
+
+
+def test_a_column_that_the_validation_lacks_is_said_to_be_its(tmp_path):
+    pq.write_table(pa.table({"a": [1.0]}), tmp_path / "rows.parquet")
+    for name, said in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
+        with pytest.raises(ConfigError, match=said):
+            cli_options.check_columns(name, str(tmp_path), {"labels": "y"})
+
+
+@pytest.mark.parametrize("wrong", [{"loss": "msee"}, {"loss": "mse", "metrics": ["acuracy"]}])
+def test_a_loss_or_metric_that_keras_does_not_know(wrong):
+    def misspelt(config):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("adam", **wrong)
+        return model
+
+    table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
+    pickled = cloudpickle.dumps((misspelt, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
+    said = str(dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
+    assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", said), said
+
+
+def test_a_long_phase_is_one_line_in_a_log():
+    out = io.StringIO()
+    with phases.Phases(rich.console.Console(file=out, width=40), "a phase " * 9) as shown:
+        shown._thread.join(1.5)
+    assert out.getvalue() == "a phase " * 9 + " ...\n"

@@ -131,3 +131,19 @@ def test_an_end_that_takes_long_is_told_and_has_a_limit(monkeypatch, capsys, set
     assert ended.wait(60)
     ends.close()
     assert not capsys.readouterr().err
+
+
+def test_one_of_a_function_warns_of_nothing(recwarn):
+    @tf.function
+    def first(n):
+        held = iter(tf.data.Dataset.range(n))
+        iterators.append(iter(tf.data.Dataset.range(3)))
+        value = held.get_next()
+        del held
+        iterators.clear()  # that of another place, while this is traced
+        gc.collect()
+        return value
+
+    iterators = [iter(tf.data.Dataset.range(3))]
+    assert int(first(tf.constant(2, tf.int64))) == 0
+    assert not [warning for warning in recwarn if "tf.data options" in str(warning.message)]

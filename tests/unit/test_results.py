@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import types
 
+import numpy as np
 import pandas as pd
 import pytest
 import rich.console
@@ -70,3 +71,11 @@ def test_a_run_that_has_ended_is_told_before_anything_starts(tmp_path):
     assert said == "done has trained 3 of 3 epochs, and is finished" and said in phases.starting(said)
     assert results.has_ended(run("early"), 5) is not None
     assert results.has_ended(run("done"), 4) is None and results.has_ended(run("new"), 1) is None
+
+
+def test_a_loop_of_a_users_own_reports_what_it_likes():
+    """`raytf.TensorflowTrainer`: NumPy's numbers, no epochs, and a checkpoint that is not raytf's."""
+    rows = [{"loss": np.float32(0.5), "steps": 3}, {"loss": np.float32(0.25), "steps": 6}]
+    found = results.lines(result(rows), "/shared/runs/first", learned=False)
+    assert found[0] == "result  loss 0.2500" and found[1].startswith("kept    "), found
+    assert results.lines(result([{"steps": 3}], checkpoint=None), "/r") == []

@@ -17,6 +17,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
     _TrainingResultState,
 )
 
+from raytf import validation
 from raytf.errors import ConfigError
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
@@ -158,12 +159,12 @@ def test_names_are_not_told_apart_by_a_clock():
 @pytest.mark.parametrize("name", ["..", "a/../../b", "/etc/run", "a//b", "a/", ".", " ", "a\\b", "a\0", 5, ["run"]])
 def test_names_that_leave_the_storage_are_refused(name):
     with pytest.raises(ConfigError, match="must name a folder below its storage path"):
-        run_folder.check_name(name)
+        validation.check_run_name(name)
 
 
 @pytest.mark.parametrize("name", [None, "run", "team/run", "..run", "a.b c"])
 def test_names_below_the_storage_are_taken(name):
-    run_folder.check_name(name)
+    validation.check_run_name(name)
 
 
 def test_a_storage_that_is_not_known_is_said():

@@ -87,3 +87,11 @@ def test_a_folder_that_is_no_run_or_holds_several(run, tmp_path):
     for folder, said in ((tmp_path, "it holds 2 runs"), (run / figures.FOLDER, "a run or of a sweep")):
         with pytest.raises(ConfigError, match=said):
             report.write(str(folder), str(tmp_path / "page.html"))
+
+
+def test_a_run_with_parameter_servers_has_the_figures_that_its_coordinator_knows(tmp_path):
+    epoch(tmp_path, "first", 2, loss=[2.0, 1.0])
+    unknown = {"input_wait": None, "communication": None}
+    write(tmp_path / "first", [line(0, number, 1, **unknown) for number in (1, 2)])
+    text = text_of(tmp_path / "first")
+    assert 'aria-label="examples/s' in text and 'aria-label="waiting for input' not in text

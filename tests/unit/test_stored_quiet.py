@@ -1,6 +1,8 @@
-"""Ray Data's sentence that a dataset will hang, which is untrue of what raytf reads."""
+"""Sentences of Ray Data that are untrue, or no news, of what raytf reads."""
 
 import logging
+import threading
+import warnings
 
 from ray.util.debug import log_once, reset_log_once
 
@@ -22,3 +24,26 @@ def test_what_asks_for_no_cpu_is_not_said_to_hang(caplog):
         logger.warning(SAID)
     assert caplog.messages == ["something else", SAID]
     reset_log_once("cpu_warning")
+
+
+def test_advice_about_the_number_of_tasks_is_left_out_in_all_threads_at_once():
+    """Ray gives it in a thread of its own, and two datasets are read at the same time."""
+
+    def advise():
+        warnings.warn("The maximum number of concurrent tasks for 'Read' is set to 4, but", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        first, second = stored.quiet(), stored.quiet()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        thread = threading.Thread(target=advise)
+        thread.start()
+        thread.join()
+        assert not told
+        second.__exit__(None, None, None)
+        assert warnings.filters == before
+        advise()
+    assert len(told) == 1, "the user's own dataset is advised"

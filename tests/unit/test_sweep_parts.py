@@ -38,7 +38,15 @@ def test_a_space_as_text():
 
 
 @pytest.mark.parametrize(
-    "text", ["__import__('os').system('false')", "exec('1')", "loguniform(open('x'), 1)", "uniform(1)", "tune.run(1)"]
+    "text",
+    [
+        "__import__('os').system('false')",
+        "exec('1')",
+        "loguniform(open('x'), 1)",
+        "uniform(1)",
+        "tune.run(1)",
+        "uniform(1,",
+    ],
 )
 def test_no_code_runs_from_a_space(text):
     with pytest.raises(ConfigError):
