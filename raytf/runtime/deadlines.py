@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-# What a slow network, or disk, moves while others use it; what takes longer is no longer slow but broken.
-BYTES_A_SECOND = 25e6
+from raytf.storage.finishing import BYTES_A_SECOND
+
 # A process makes its first step, or waits for its peers', in at most so many times what another one took.
 _TIMES = 3.0
 

@@ -553,8 +553,9 @@ def wait_for_all(filesystem, folder: str, seconds: float = LONGEST_SECONDS + 10.
     Args:
         filesystem: a `pyarrow.fs.FileSystem`.
         folder: of the run there.
-        seconds: at most so long, each.
+        seconds: at most so long, each, and as much longer as those may take that write much.
     """
+    seconds += finishing.seconds_more(filesystem, folder)
     here = wait_for_writers(folder, seconds)
     return finishing.wait(filesystem, folder, seconds) and here
 

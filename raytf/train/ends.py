@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from raytf.collectives import healing
 from raytf.console import output
 from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
 from raytf.runtime import answers
+from raytf.runtime.deadlines import Pace
 from raytf.storage import checkpoint_files
 from raytf.storage.run_folder import RunFolder
 from raytf.worker import ending
@@ -32,7 +34,7 @@ _SAME_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 # After this it is asked again: a worker group that replaces another knows nothing of it.
 _AGAIN_SECONDS = 5.0
-# A step has to end, and its checkpoint to be written, which is given 30 s.
+# A step has to end, and its checkpoint to be written, which is given 30 s, with what follows from `deadlines.Pace`.
 END_SECONDS = 90.0
 
 
@@ -55,6 +57,13 @@ def agree(workers: Sequence, why: str) -> bool:
     told = [worker.execute.remote(ending.end_after, begun) for worker in workers]
     answers.collect(told, _ANSWER_SECONDS, "that a worker has heard after which step to end")
     return begun > 0
+
+
+def _seconds_to_end(workers: Sequence) -> float:
+    """How long a step may take to end, and its checkpoint to be written; see `agree`."""
+    told = [worker.execute.remote(healing.pace) for worker in workers]
+    paces = answers.collect(told, _ANSWER_SECONDS, "how large a worker's training is")
+    return Pace.slowest(paces).deadline(END_SECONDS, copies=1) if paces else END_SECONDS
 
 
 class Ending:
@@ -138,11 +147,12 @@ class Ending:
 
     def _end(self, future, workers: Callable[[], object]) -> None:
         self.say("ends after this step; a second signal ends it at once")
-        until = time.monotonic() + END_SECONDS
+        began, seconds = time.monotonic(), END_SECONDS
         while not future.done():
             try:
                 there = ray.get(workers(), timeout=_ANSWER_SECONDS)
                 begun = there and agree(there, ending.STOP)
+                seconds = max(seconds, _seconds_to_end(there))
             except GetTimeoutError:  # Ray Train's controller stands still while it starts workers
                 begun = False
             except RayActorError:  # a worker that has just ended, or the controller, whose end is the run's
@@ -151,8 +161,8 @@ class Ending:
                 raise TrainingError(None, f"it was to end, and could not: {in_a_line(error)}") from error
             if not begun and not future.done():
                 raise StoppedError(self.number, "ended before its workers had begun a step; nothing is lost")
-            if time.monotonic() > until:
-                raise TrainingError(None, f"it was to end, and its workers have not within {END_SECONDS:g} s")
+            if time.monotonic() > began + seconds:
+                raise TrainingError(None, f"it was to end, and its workers have not within {seconds:.0f} s")
             concurrent.futures.wait([future], _AGAIN_SECONDS)
 
     def here(self, train: Callable):

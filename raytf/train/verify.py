@@ -53,6 +53,8 @@ _LOOK_SECONDS = 0.1
 _NICE = 10
 # Between two looks of the driver at a comparison that goes on, for its answer, and for its thread to end.
 _POLL_SECONDS, _ANSWER_SECONDS, _PARTING_SECONDS = 1.0, 60.0, 5.0
+# A training that ends first waits so long for it.
+_END_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,9 @@ class Proof:
             "; ".join(self.differences) or f"no proof: {self.failed}",
             "Correct the model, or pass verify='warn' or verify=False",
         )
+
+
+NOT_IN_TIME = Proof(failed="the training has ended first")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,7 +263,7 @@ class Following:
     """
 
     def __init__(self, running: Running | None, processes):
-        self._running, self._processes = running, processes
+        self._running, self._processes, self._well = running, processes, False
         self._ends, self._thread = threading.Event(), threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> Following:
@@ -267,23 +272,26 @@ class Following:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        self._well = kind is None
         self._ends.set()
         if self._running is not None:
-            self._thread.join(_PARTING_SECONDS)
+            self._thread.join(_END_SECONDS + _PARTING_SECONDS)
 
     def _follow(self) -> None:
+        proof, ended = None, False
         try:
-            while not self._ends.wait(_POLL_SECONDS):
-                call = self._processes.asked.execute.remote(outcome, self._running, 0.0)
-                (proof,) = collect([call], _ANSWER_SECONDS, "what came of verify", names=["a process"])
-                if proof is not None:
-                    tell(proof, "warn")
-                    return
-            logger.info("verify: the training has ended before two workers were compared with one process")
+            while proof is None and not ended:
+                ended = self._ends.wait(_POLL_SECONDS)
+                seconds = _END_SECONDS if ended and self._well else 0.0
+                call = self._processes.asked.execute.remote(outcome, self._running, seconds)
+                (proof,) = collect([call], seconds + _ANSWER_SECONDS, "what came of verify", names=["a process"])
+            proof = proof or NOT_IN_TIME
         except (ray.exceptions.RayError, NoAnswerError) as error:
-            logger.info("verify: its process has gone: %s", error)
+            proof = NOT_IN_TIME if self._ends.is_set() else Proof(failed=f"its process has gone: {in_a_line(error)}")
         finally:
             self._processes.end_asked()
+        if self._well or proof is not NOT_IN_TIME:
+            tell(proof, "warn")
 
 
 def tell(proof: Proof, word: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from raytf import liveness
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, priority, scattered, snapshot_writer
+from raytf.storage import checkpoint_files, finishing, priority, scattered, snapshot_writer
 from raytf.storage.checkpoint_files import State
 from raytf.storage.images import Archive, Image
 from raytf.storage.run_lock import RunLock
@@ -468,10 +468,22 @@ def test_a_writer_that_is_alone_and_has_no_processor_has_more_time(monkeypatch, 
     monkeypatch.setattr(snapshot_writer, "LONGEST_SECONDS", 0.4)
     monkeypatch.setattr(snapshot_writer, "_queued", time.monotonic if starved else lambda: 7.0)
     began = time.monotonic()
-    snapshot_writer._stay()
+    snapshot_writer._stay(lambda: 0)
     assert time.monotonic() - began >= least
     default = inspect.signature(wait_for_writers).parameters["seconds"].default
     assert default > 90.0, "it waits less than a writer may live"
+
+
+def test_a_writer_that_is_alone_with_many_bytes_has_more_time(monkeypatch, tmp_path):
+    """So has who waits for it."""
+    monkeypatch.setattr(snapshot_writer, "ORPHAN_SECONDS", 0.1)
+    monkeypatch.setattr(snapshot_writer, "_queued", lambda: 7.0)
+    size = int(0.3 * finishing.BYTES_A_SECOND)
+    began = time.monotonic()
+    snapshot_writer._stay(lambda: size)
+    assert time.monotonic() - began >= 0.4
+    finishing.Note(LOCAL, str(tmp_path)).write(size)
+    assert finishing.seconds_more(LOCAL, str(tmp_path)) == pytest.approx(0.3)
 
 
 def limited(path, **limits):
