@@ -118,7 +118,7 @@ from raytf.fitting import call
 from tests.cluster import test_verify
 
 call._PROOF_SECONDS = 0.0
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(log_to_driver=False)
 x, y = test_verify.rows()
 raytf.fit(test_verify.build({}), x, y, batch_size=16, num_workers=2, verbose=0)
 """
@@ -127,7 +127,7 @@ raytf.fit(test_verify.build({}), x, y, batch_size=16, num_workers=2, verbose=0)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_script_that_ends_before_the_comparison_says_so():
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run([sys.executable, "-c", SHORT], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "verify: whether two workers train this model as one process does is not known" in done.stderr

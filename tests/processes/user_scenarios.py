@@ -674,5 +674,131 @@ def users_decay_in_a_step(p):
     return fit(p, lambda: Step(loss=decayed))
 
 
+# ------------------------------------------------------------------------------------- more of each
+
+
+class SupCon(keras.losses.Loss):
+    """A value for each row, which may weigh, and which all others change."""
+
+    def call(self, y_true, y_pred):
+        unit = ops.normalize(y_pred, axis=-1)
+        same = ops.matmul(y_true, ops.transpose(y_true))
+        return -ops.sum(same * ops.log_softmax(ops.matmul(unit, ops.transpose(unit)), axis=1), axis=1)
+
+
+@scenario
+def users_supcon_with_weights(p):
+    losses = {"mean": SupCon(), "weighed": SupCon(reduction="mean_with_sample_weight"), "summed": SupCon("sum")}
+    weights = np.random.default_rng(9).uniform(0, 2, UNEVEN)
+    x, y = rows_of(losses, one_hot)
+    return by_branch(p.fit(lambda: branches(losses), (x, y, dict.fromkeys(losses, weights))))
+
+
+class MacroF1(keras.metrics.Metric):
+    """Of metrics within it, of which it makes one number."""
+
+    def __init__(self, name="macro_f1"):
+        super().__init__(name=name)
+        self.precision = [keras.metrics.Precision(class_id=i) for i in range(3)]
+        self.recall = [keras.metrics.Recall(class_id=i) for i in range(3)]
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        for one in (*self.precision, *self.recall):
+            one.update_state(y_true, y_pred, sample_weight)
+
+    def result(self):
+        pairs = [(a.result(), b.result()) for a, b in zip(self.precision, self.recall, strict=True)]
+        return sum(2 * a * b / (a + b + 1e-7) for a, b in pairs) / 3
+
+    def reset_state(self):
+        for one in (*self.precision, *self.recall):
+            one.reset_state()
+
+
+@scenario
+def users_composed_metric(p):
+    rows = lambda count: (floats(6, rows=count), one_hot(None, count))
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3, "softmax")])
+        model.compile(keras.optimizers.Adamax(0.05), "categorical_crossentropy", metrics=[MacroF1()])
+        return model
+
+    return p.fit(build, rows(UNEVEN), validation_data=p.data(rows(VALIDATION)))[1]
+
+
+@scenario
+def users_siamese_pairs(p):
+    """Two inputs through one body; the margin loss of each pair, and a weight for each place of a sequence."""
+
+    def margin(y_true, y_pred):
+        apart = ops.squeeze(y_pred, -1)
+        return y_true * ops.square(apart) + (1 - y_true) * ops.square(ops.relu(1 - apart))
+
+    def build():
+        a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+        body = dense(8, 3, inputs=6)
+        apart = layers.Lambda(lambda ab: ops.sqrt(ops.sum(ops.square(ab[0] - ab[1]), -1, keepdims=True) + 1e-9))
+        places = layers.Dense(1)(layers.LSTM(3, return_sequences=True)(layers.Reshape((3, 2))(a)))
+        model = keras.Model({"a": a, "b": b}, {"apart": apart([body(a), body(b)]), "places": places})
+        model.compile(keras.optimizers.SGD(0.1), {"apart": margin, "places": "mse"}, loss_weights={"places": 0.3})
+        return model
+
+    x = {"a": floats(6, rows=UNEVEN), "b": floats(6, seed=1, rows=UNEVEN)}
+    y = {"apart": one_hot(None, UNEVEN)[:, 0], "places": floats(3, 1, rows=UNEVEN)}
+    weights = {"apart": np.ones(UNEVEN), "places": np.random.default_rng(4).uniform(0, 2, (UNEVEN, 3))}
+    return p.fit(build, (x, y, weights))[1]
+
+
+class OneCycle(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.01 * (1 + (batch % 3))
+
+
+class Averaged(keras.callbacks.Callback):
+    """Validates with an average of the weights, and trains on with the weights."""
+
+    def on_train_begin(self, logs=None):
+        self.mean = self.model.get_weights()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.mean = [0.9 * m + 0.1 * w for m, w in zip(self.mean, self.model.get_weights(), strict=True)]
+
+    def on_test_begin(self, logs=None):
+        self.kept = self.model.get_weights()
+        self.model.set_weights(self.mean)
+
+    def on_test_end(self, logs=None):
+        self.model.set_weights(self.kept)
+
+
+@scenario
+def users_averages_while_it_validates(p):
+    calls = [OneCycle(), Averaged()]
+    return p.fit(own(Own, loss="mse"), pairs(), validation_data=p.data(pairs(VALIDATION)), callbacks=calls)[1]
+
+
+class Grouped(Own):
+    """Each layer has a rate of its own, and noise that the data brings moves the inputs."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            said = self(x, training=True)
+            loss = self.compute_loss(x, y, said)
+        of = [*self.hidden.trainable_variables, *self.head.trainable_variables]
+        grads = tape.gradient(loss, of)
+        scaled = [g * (0.1 if i < 2 else 1.0) for i, g in enumerate(grads)]
+        norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in scaled))
+        self.optimizer.apply_gradients(zip(scaled, of, strict=True))
+        return self.compute_metrics(x, y, said) | {"norm": norm}
+
+
+@scenario
+def users_rates_by_layer(p):
+    """A log of the gradient's norm is that of the global batch."""
+    return p.fit(own(Grouped, loss="mse", metrics=["mae"]), pairs())[1]
+
+
 NEW = [name for name in SCENARIOS if name not in BEFORE]
 __all__ = ["NEW", "SCENARIOS"]
