@@ -36,6 +36,8 @@ class Timeouts:
         verify: one device and two workers are compared; what takes longer is not said.
         verify_error: the comparison is known, which a start with verify="error" waits for; longer than `verify`.
         verify_answer: a process tells what came of a comparison.
+        last_epoch: a worker of `raytf.fit` hands over what it holds of the last epoch, without the time of its bytes.
+        verify_end: a training that ends first waits for its comparison.
         verify_parting: the thread that waits for a comparison ends.
         trial_answer: workers begin or end a trial: a checkpoint is read, graphs are dropped.
         trial_save: workers keep the checkpoint of a trial.
@@ -73,7 +75,8 @@ class Timeouts:
         checkpoint_parts: other workers write their parts of a checkpoint; or three times what this one's took.
         writer_end: the process that writes checkpoints ends.
         writer_alone: it goes on when the training's process has gone.
-        writer_alone_at_most: likewise, in all, while others have its processor.
+        writer_alone_at_most: likewise, in all, while others have its processor; without the time of its bytes.
+        writer_bytes_at_most: a run that starts waits so much longer for the bytes of writers that are alone.
         note_removal: a storage removes a note.
         lock_silent: the owner of a run's folder renews its lock; long beside a slow upload, short beside a night.
         lock_release: the lock of a run's folder is given back.
@@ -119,6 +122,8 @@ class Timeouts:
     verify: float = 180.0
     verify_error: float = 200.0
     verify_answer: float = 60.0
+    last_epoch: float = 10.0
+    verify_end: float = 10.0
     verify_parting: float = 5.0
     trial_answer: float = 600.0
     trial_save: float = 3600.0
@@ -156,6 +161,7 @@ class Timeouts:
     writer_end: float = 5.0
     writer_alone: float = 30.0
     writer_alone_at_most: float = 90.0
+    writer_bytes_at_most: float = 3600.0
     note_removal: float = 5.0
     lock_silent: float = 60.0
     lock_release: float = 30.0

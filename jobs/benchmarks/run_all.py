@@ -31,6 +31,7 @@ ALL = (
     "seek",
     "checkpoint",
     "checkpoint_memory",
+    "many_workers",
     "recovery",
     "resume",
     "traffic",

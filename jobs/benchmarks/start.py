@@ -1,10 +1,12 @@
 """Seconds from `fit()` to the end of the first training step, two workers, Ray running.
 
 python jobs/benchmarks/start.py            # raytf against Ray's TensorflowTrainer (with tf_keras, its only way)
+python jobs/benchmarks/start.py --ways raytf "raytf, verify=False"      # what comparing two workers with one costs
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -37,7 +39,7 @@ def _mark(keras, file: str):
     return Mark()
 
 
-def _raytf(file: str, folder: str):
+def _raytf(file: str, folder: str, verify: str | bool = "warn"):
     from ray.train import RunConfig, ScalingConfig
 
     import raytf
@@ -62,6 +64,7 @@ def _raytf(file: str, folder: str):
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=folder),
         progress=False,
+        verify=verify,
     )
 
 
@@ -92,7 +95,11 @@ def _ray(file: str, folder: str):
     )
 
 
-WAYS = {"raytf": _raytf, "Ray TensorflowTrainer": _ray}
+WAYS = {
+    "raytf": _raytf,
+    "raytf, verify=False": functools.partial(_raytf, verify=False),
+    "Ray TensorflowTrainer": _ray,
+}
 
 
 def once(way: str, address: str) -> None:
@@ -110,20 +117,22 @@ def once(way: str, address: str) -> None:
 
 
 def main(arguments=None):
-    options = common.parser(__doc__).parse_args(arguments)
+    parser = common.parser(__doc__)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what is measured; the last is 1")
+    options = parser.parse_args(arguments)
     repeats = 1 if options.smoke else options.repeats
-    found = {way: [] for way in WAYS}
+    found = {way: [] for way in options.ways}
     with common.ray_cluster() as address:
         for _ in range(repeats):
-            for way in WAYS:
+            for way in options.ways:
                 found[way].append(common.measure(__file__, "--once", way, address))
     rows = []
-    base = common.spread(f["first_step"] for f in found["Ray TensorflowTrainer"])[0]
+    base = common.spread(f["first_step"] for f in found[options.ways[-1]])[0]
     for way, figures in found.items():
         median, least, most = common.spread(f["first_step"] for f in figures)
         whole = common.spread(f["whole"] for f in figures)[0]
         rows.append([way, median, f"{least:.1f} to {most:.1f}", median / base, whole])
-    head = ["", "s to first step (median)", "spread", "share of Ray's", "s of the whole run"]
+    head = ["", "s to first step (median)", "spread", f"share of {options.ways[-1]}", "s of the whole run"]
     shown = common.table(f"Start: fit() to first step, 2 workers, {repeats} runs each", head, rows)
     common.finish(options, "start", shown, found)
 

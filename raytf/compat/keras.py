@@ -275,6 +275,18 @@ def config_and_metadata(model) -> tuple[str, str]:
     return saving_lib._serialize_model_as_json(model)
 
 
+@uses("keras.src.backend.tensorflow.nn:_get_logits")
+def logits_of(tensor) -> Any:
+    """What an activation was given, by which Keras' crossentropies compute in the place of a tensor; or None."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+@uses("keras.src.backend.tensorflow.nn:_get_logits")
+def set_logits(tensor, logits) -> None:
+    """Notes them of another tensor."""
+    tensor._keras_logits = logits
+
+
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer")
 def own_state(saved) -> dict[str, Any]:
     """What a layer or an optimizer would write into a `.keras` file, by key: variables, or arrays made for it.

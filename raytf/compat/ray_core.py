@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import ray
+import ray._private.state  # which actors live
 import ray._private.worker  # this process' connection
 from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR as WARN_BLOCKING_GET  # keeps it quiet
 from ray._private import services  # which address `ray.init` would go to
@@ -69,6 +70,15 @@ def remove_all(prefix: str) -> None:
 def id_of(actor) -> bytes:
     """The id of an actor; `ray.util.state` finds it by a call to the dashboard, which need not run."""
     return actor._actor_id.binary()
+
+
+@uses("ray._private.state:actors")
+def lives(actor_id: str) -> bool:
+    """Whether an actor lives, or may: a handle would keep it alive, and `ray.util.state` asks the dashboard."""
+    try:
+        return ray._private.state.actors(actor_id).get("State", "DEAD") != "DEAD"
+    except Exception:  # the head does not answer now
+        return True
 
 
 # ------------------------------------------------------------------------------------------ the connection

@@ -33,6 +33,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch": (
         "(self, x, y=, sample_weight=, class_weight=, return_dict=)",
     ),
+    "keras.src.backend.tensorflow.nn:_get_logits": ("(output, from_logits, op_type, fn_name)",),
     "keras.src.backend:compute_output_spec": ("(fn, *args, **kwargs)",),
     "keras.src.backend:get_keras_mask": ("(x)",),
     "keras.src.backend:set_keras_mask": ("(x, mask)",),

@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import ray
 import tensorflow as tf
 from keras import tree
 from ray.train import RunConfig, ScalingConfig
@@ -34,7 +35,7 @@ from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.fitting.keeping import Keeping, identity
 from raytf.fitting.proving import Proving
 from raytf.parallel import model_optimizers
-from raytf.runtime import resources
+from raytf.runtime import answers, resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train import results
@@ -85,6 +86,7 @@ class Call:
         self._ending: Ending | None = None
         self._found: dict[str, Any] = {}
         self._group: warm.Group | None = None
+        self._last: dict | None = None  # what the model is to learn
         self._ends = contextlib.ExitStack()
         self._connected = False
         self.verify: str | bool = False
@@ -303,6 +305,8 @@ class Call:
         finally:
             shown.close(sys.exc_info()[1])
             if self._group is not None:
+                if work["do"] == "fit" and (not well or self._group.worker_group.ended is not None):
+                    self._last = self._last_epoch()
                 self._end(well)
         if proving is not None:
             proving.wait(_PROOF_INTERVAL, more=True)
@@ -333,6 +337,18 @@ class Call:
         where = f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} goes on"
         raise StoppedError(self._ending.number, where, step)
 
+    def _last_epoch(self) -> dict | None:
+        """What a worker holds of the last epoch that had ended; None where none had, or no such worker is left."""
+        size = sum(getattr(value, "nbytes", 0) for value in self._values.values())
+        seconds = timeouts.deadline(timeouts.get().last_epoch, size)
+        for rank, worker in enumerate(self._group.worker_group.workers[: fit_worker.HOLD_LAST]):
+            call = worker.execute.remote(fit_worker.last_epoch)
+            with contextlib.suppress(ray.exceptions.RayError, answers.NoAnswerError):
+                (told,) = answers.collect([call], seconds, "the last epoch's weights", names=[f"worker {rank}"])
+                if told:
+                    return told
+        return None
+
     def _end(self, well: bool) -> None:
         group, self._group = self._group, None
         warm.give_back(group) if well else group.close()
@@ -341,16 +357,16 @@ class Call:
         """Trains; whatever happens, the model gets the state of the last epoch that has ended."""
         model = self._model
         history = next((c for c in users if isinstance(c, keras.callbacks.History)), None) or keras.callbacks.History()
-        last: dict | None = None
         board = progress.Board() if verbose else None
         try:
             for told in self._shown(work, board):
-                last = told[0]
+                if told[0].get("ended"):
+                    self._last = told[0]
         finally:
             if board is not None:
                 board.clear()
-            if last is not None:
-                self._learn(last, users, history)
+            if self._last is not None:
+                self._learn(self._last, users, history)
         model.history = history
         if self._keeping is not None:
             self._keeping.forget()

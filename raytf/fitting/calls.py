@@ -116,10 +116,11 @@ def fit(
 
     Raises:
         ConfigError: an argument, the model or the data is wrong; no worker has started.
-        TrainingError: a worker failed; the model has the weights of the last epoch that had ended. One whose process
-            is lost within a step is replaced in place where that can be done, as a `KerasTrainer` does, at most three
-            times in a call; the error says why it was not. Where it is the chief, callbacks come back with what a
-            checkpoint keeps of them: plain values, and what their `get_state()` gives.
+        TrainingError: a worker failed; the model has the weights of the last epoch that had ended, which the first two
+            workers hold: those of before the call, if their processes are gone. One whose process is lost within a step
+            is replaced in place where that can be done, as a `KerasTrainer` does, at most three times in a call; the
+            error says why it was not. Where it is the chief, callbacks come back with what a checkpoint keeps of them:
+            plain values, and what their `get_state()` gives.
         StoppedError: SIGTERM or SIGINT came (to the main thread); likewise. It is a `SystemExit`, and after SIGINT a
             `KeyboardInterrupt`, too.
     """

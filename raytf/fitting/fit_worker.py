@@ -34,6 +34,10 @@ from raytf.worker.ending import Ended
 _kept: dict[str, Any] = {}
 # Ends the measurement of that. Functions that were traced for a model hold its variable.
 _measuring = contextlib.ExitStack()
+# What the driver learns if the training does not come to its end: the state after the last epoch that had ended.
+_last: dict[str, Any] = {}
+# Each holds a copy of the weights for that, so that the loss of one worker loses nothing.
+HOLD_LAST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +190,7 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
 
     users, own = transport.read(work.callbacks, known=sent)
     everything = sent.joined(own)
+    _last.clear()
     with session.checkpoint() as folder:
         place = healing.here.place
         if place is not None:
@@ -194,6 +199,7 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
     if isinstance(history, Ended):
         return history.step
     totals = _totals(model, everything)
+    _last.clear()
     told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
     told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
     told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
@@ -212,6 +218,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         place: of a lost worker that this one takes, or None.
     """
     import keras
+    import numpy as np
 
     from raytf.parallel import callbacks as callbacks_module
     from raytf.worker import callbacks, epoch_checks, figures, replacement
@@ -236,17 +243,19 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     around += figures.of_run(None, kept.position, batch, session.rank, session.size, users, waited)
 
     class Report(keras.callbacks.Callback):
-        """Hands each epoch's state to the driver, which has it when it interrupts the next one."""
+        """Holds each epoch's state for a driver that interrupts the next one, or whose training fails in it."""
 
         raytf_local_batches = True
         raytf_after_agreement = True
 
         def on_epoch_end(self, epoch, logs=None):
-            values = everything.values() if session.rank == 0 else None
-            history = self.model.history
-            told = {"values": values, "epoch": epoch + 1, "built": _built(model, everything)}
-            told["history"] = (dict(history.history), list(history.epoch))
-            session.report(told, None)
+            if session.rank < HOLD_LAST:
+                history = self.model.history
+                own = {number: np.array(value) for number, value in everything.values().items()}  # a step changes them
+                built = {name: (by, list(map(np.array, of))) for name, (by, of) in _built(model, everything).items()}
+                _last.update(values=own, built=built)
+                _last["history"] = (dict(history.history), list(history.epoch))
+            session.report({}, None)
 
     agreed = {"execution": execution, "own": _Values(own)}
     if kept.steps:
@@ -278,6 +287,11 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         return ended
     kept.complete(history)
     return history
+
+
+def last_epoch() -> dict:
+    """What this worker holds of the last epoch that had ended; empty where none had."""
+    return dict(_last)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ A process of its own does, as workers that stay from call to call have run Tenso
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -23,8 +23,6 @@ from raytf.runtime.answers import collect
 from raytf.runtime.processes import Process, start, threads, worker_environment
 from raytf.train import verify
 from raytf.train.entry import import_raytf
-
-logger = logging.getLogger(__name__)
 
 _NICE = 10
 _MOST_BYTES = 64 << 20
@@ -85,6 +83,13 @@ class Proving:
             self._proof = verify.Proof(failed=f"no end after {seconds:g} s")
         self._more = more
         self.look()
+        if more and not self._told:
+            atexit.register(self._give_up)
+
+    def _give_up(self) -> None:
+        """Says at the end of this process that nothing is known."""
+        self._proof = self._proof or verify.NOT_IN_TIME
+        self.look()
 
     def _run(self, scaling_config, run_config, sending: Sending, parts: dict) -> None:
         try:
@@ -98,11 +103,9 @@ class Proving:
             finally:
                 ray.kill(process)
         except Exception as error:
-            if self._more:  # the call has ended, and Ray may have, too
-                logger.info("verify: nothing is known of the model: %s", in_a_line(error))
-                return
-            self._proof = verify.Proof(failed=in_a_line(error))
+            self._proof = self._proof or verify.Proof(failed=in_a_line(error))
         if self._more:
+            atexit.unregister(self._give_up)
             self.look()
 
 

@@ -15,7 +15,7 @@ from keras import tree
 
 from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum, spans_workers
-from raytf.compat.keras import get_keras_mask, set_keras_mask
+from raytf.compat.keras import get_keras_mask, logits_of, set_keras_mask, set_logits
 from raytf.parallel import halves
 from raytf.parallel import step as step_module
 
@@ -96,9 +96,10 @@ def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple
     found = []
     for i, tensor in enumerate(tensors):
         whole = _gathered(tensor, own[i], offsets[i], totals[i], scale)
-        mask = get_keras_mask(tensor)
-        if mask is not None:
-            set_keras_mask(whole, _gathered(mask, own[i], offsets[i], totals[i], scale))
+        for get, keep in ((get_keras_mask, set_keras_mask), (logits_of, set_logits)):
+            noted = get(tensor)
+            if noted is not None:
+                keep(whole, _gathered(noted, own[i], offsets[i], totals[i], scale))
         found.append(whole)
     return found, (offsets[0], totals[0]), first
 

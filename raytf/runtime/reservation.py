@@ -15,6 +15,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.compat import ray_core
 from raytf.compat.ray_train import DEFAULT_WORKER_GROUP_START_TIMEOUT_S, WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
@@ -182,9 +183,10 @@ class Reservation:
     def _start_cleaner(self) -> None:
         context = ray.get_runtime_context()
         if self._cleaned and self._cleaner is None and context.get_actor_id() is not None:
-            options = {"num_cpus": 0, "lifetime": "detached", "name": f"{self._name}-cleaner", "max_restarts": 0}
-            self._cleaner = ray.remote(_Cleaner).options(**options).remote()
-            self._cleaner.watch.remote(context.current_actor, self._name)
+            place = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)  # else it is in the actor's group
+            options = {"num_cpus": 0, "lifetime": "detached", "name": f"{self._name}-cleaner", "namespace": "raytf"}
+            self._cleaner = ray.remote(_Cleaner).options(scheduling_strategy=place, **options).remote()
+            self._cleaner.watch.remote(context.get_actor_id(), self._name)
 
     def release(self) -> None:
         """Gives back the group, and those that copies of this have made, as Ray Train's controller does."""
@@ -202,14 +204,11 @@ def _remove_named(prefix: str) -> None:
 class _Cleaner:
     """Gives back the groups of an actor when that has died. It outlives that one, and then ends itself."""
 
-    def watch(self, owner, prefix: str) -> None:
-        """Waits for the death of `owner`; a call that it is too busy to answer is none."""
-        try:
-            while True:
-                ray.get(owner.__ray_ready__.remote())
-                time.sleep(_TICK_INTERVAL)
-        except ray.exceptions.RayActorError:
-            _remove_named(prefix)
+    def watch(self, owner: str, prefix: str) -> None:
+        """Waits for the death of the actor with this id."""
+        while ray_core.lives(owner):
+            time.sleep(_TICK_INTERVAL)
+        _remove_named(prefix)
         ray.actor.exit_actor()
 
 

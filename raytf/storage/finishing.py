@@ -33,12 +33,14 @@ class Note:
         self._lock = threading.Lock()
         self._is_over = self._is_there = False
 
-    def write(self) -> None:
-        """Says that it finishes; where the storage takes no note, it takes no checkpoint either."""
+    def write(self, size: int = 0) -> None:
+        """Says that it finishes so many bytes; where the storage takes no note, it takes no checkpoint either."""
         with self._lock, contextlib.suppress(OSError):
             if not self._is_over:
                 with self._filesystem.open_output_stream(self._path) as file:
-                    file.write(b"a worker of this run has gone; what it handed over is being written\n")
+                    file.write(
+                        f"a worker of this run has gone; what it handed over is written, bytes: {size}\n".encode()
+                    )
                 self._is_there = True
 
     def remove(self) -> None:
@@ -69,6 +71,15 @@ def wait(filesystem, folder: str, seconds: float) -> bool:
         with contextlib.suppress(FileNotFoundError):
             filesystem.delete_file(path)
     return not found
+
+
+def seconds_more(filesystem, folder: str) -> float:
+    """How much longer than others those may take that write much, as their notes say, which may be anybody's."""
+    sizes = [0]
+    for path in _notes(filesystem, folder):
+        with contextlib.suppress(FileNotFoundError, ValueError), filesystem.open_input_stream(path) as file:
+            sizes.append(int(file.read(1000).rpartition(b" ")[2]))
+    return min(timeouts.deadline(0.0, max(sizes)), timeouts.get().writer_bytes_at_most)
 
 
 def _notes(filesystem, folder: str) -> set[str]:

@@ -5,8 +5,8 @@ python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, fro
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes; what is to be written lies in one of the buffers, complete when the message comes. So what was
 handed over is written even if the other side is killed in the next moment. When the other side has gone, what is left
-is tried for `Timeouts.writer_alone` seconds, in which it had a processor, and then this process ends however far it is.
-What is only held is written if the other side goes without a word.
+is tried for `Timeouts.writer_alone` seconds, in which it had a processor, and for the time of its bytes, and then this
+process ends however far it is. What is only held is written if the other side goes without a word.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class _Server:
         self._failed = 0  # of the one that was tried last, and failed
         self._prunes = False  # who writes parts of others' leaves that to them
 
-    def is_behind(self) -> bool:
-        """Whether something is left to be written, now that the other side has gone; asked by another thread."""
-        return bool(self._waiting) or self._held is not None
+    def left(self) -> int:
+        """Bytes left to be written, now that the other side has gone; asked by another thread."""
+        held = self._held
+        return sum(request["size"] for request in [*self._waiting, *([held] if held else [])])
 
     def run(self) -> None:
         """Works until the other side has gone and nothing is left."""
@@ -115,7 +116,7 @@ class _Server:
         """Has what is held written; whether there is such a one."""
         held = self._held
         if held is not None:
-            self._waiting.append(held)  # before it is taken away there: another thread asks `is_behind`
+            self._waiting.append(held)  # before it is taken away there: another thread asks what is `left`
             self._held = None
         return held is not None
 
@@ -244,31 +245,32 @@ def _mapped(buffer: int, size: int):
             mapped.close()
 
 
-def _end_with_the_other_side(control: socket.socket, gone: Callable[[], None]) -> None:
-    """Ends this process some time after the other side has gone, whatever it waits for; calls `gone` at once."""
+def _end_with_the_other_side(control: socket.socket, left: Callable[[], int], note: finishing.Note) -> None:
+    """Ends this process some time after the other side has gone, whatever it waits for; notes at once what is left."""
 
     def watch():
         poll = select.poll()
         poll.register(control, select.POLLHUP | select.POLLRDHUP)
         poll.poll()
-        threading.Thread(target=gone, daemon=True).start()
+        if size := left():
+            threading.Thread(target=note.write, args=(size,), daemon=True).start()
         priority.share_alike(os.getpid())  # no training is left that it would hold up
-        _stay()
+        _stay(left)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _stay() -> None:
-    """Returns when the time is over for which this process goes on alone."""
-    began, queued = time.monotonic(), _queued()
+def _stay(left: Callable[[], int]) -> None:
+    """Returns when the time is over for which this process goes on alone, with what is left to be written."""
+    began, queued, most = time.monotonic(), _queued(), 0
     while True:
         its = timeouts.get()
-        waited = min(_queued() - queued, its.writer_alone_at_most - its.writer_alone)
-        left = began + its.writer_alone + waited - time.monotonic()
-        if left <= 0:
+        waited, most = min(_queued() - queued, its.writer_alone_at_most - its.writer_alone), max(most, left())
+        seconds = began + timeouts.deadline(its.writer_alone, most) + waited - time.monotonic()
+        if seconds <= 0:
             return
-        time.sleep(left)
+        time.sleep(seconds)
 
 
 def _queued() -> float:
@@ -295,7 +297,7 @@ def main(arguments: list[str]) -> None:
     store = SnapshotStore(filesystem, folder, settings["keep"])
     server = _Server(control, [int(a) for a in arguments[1:]], store, priority.go_last())
     note = finishing.Note(filesystem, folder)
-    _end_with_the_other_side(control, lambda: server.is_behind() and note.write())
+    _end_with_the_other_side(control, server.left, note)
     server.run()
     note.remove()
     os._exit(0)  # threads of a file system are not waited for

@@ -554,9 +554,9 @@ def wait_for_all(filesystem, folder: str, seconds: float | None = None) -> bool:
     Args:
         filesystem: a `pyarrow.fs.FileSystem`.
         folder: of the run there.
-        seconds: at most so long, each; see `wait_for_writers`.
+        seconds: at most so long, each, and as much longer as those may take that write much; see `wait_for_writers`.
     """
-    seconds = _ends_alone() if seconds is None else seconds
+    seconds = (_ends_alone() if seconds is None else seconds) + finishing.seconds_more(filesystem, folder)
     here = wait_for_writers(folder, seconds)
     return finishing.wait(filesystem, folder, seconds) and here
 

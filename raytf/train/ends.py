@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from raytf import timeouts
+from raytf.collectives import healing
 from raytf.console import output
 from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
 from raytf.runtime import answers
@@ -53,6 +54,14 @@ def agree(workers: Sequence, why: str) -> bool:
     told = [worker.execute.remote(ending.end_after, begun) for worker in workers]
     answers.collect(told, seconds, "that a worker has heard after which step to end")
     return begun > 0
+
+
+def _seconds_to_end(workers: Sequence) -> float:
+    """How long a step may take to end, and its checkpoint to be written; see `agree`."""
+    told = [worker.execute.remote(healing.pace) for worker in workers]
+    its = timeouts.get()
+    paces = answers.collect(told, its.stop_answer, "how large a worker's training is")
+    return timeouts.Pace.slowest(paces).deadline(its.run_end, copies=1) if paces else its.run_end
 
 
 class Ending:
@@ -136,11 +145,12 @@ class Ending:
 
     def _end(self, future, workers: Callable[[], object]) -> None:
         self.say("ends after this step; a second signal ends it at once")
-        until = time.monotonic() + timeouts.get().run_end
+        began, seconds = time.monotonic(), timeouts.get().run_end
         while not future.done():
             try:
                 there = ray.get(workers(), timeout=timeouts.get().stop_answer)
                 begun = there and agree(there, ending.STOP)
+                seconds = max(seconds, _seconds_to_end(there))
             except GetTimeoutError:  # Ray Train's controller stands still while it starts workers
                 begun = False
             except RayActorError:  # a worker that has just ended, or the controller, whose end is the run's
@@ -149,10 +159,8 @@ class Ending:
                 raise TrainingError(None, f"it was to end, and could not: {in_a_line(error)}") from error
             if not begun and not future.done():
                 raise StoppedError(self.number, "ended before its workers had begun a step; nothing is lost")
-            if time.monotonic() > until:
-                raise TrainingError(
-                    None, f"it was to end, and its workers have not within {timeouts.get().run_end:g} s"
-                )
+            if time.monotonic() > began + seconds:
+                raise TrainingError(None, f"it was to end, and its workers have not within {seconds:.0f} s")
             concurrent.futures.wait([future], _AGAIN_INTERVAL)
 
     def here(self, train: Callable):

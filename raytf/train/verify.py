@@ -89,6 +89,9 @@ class Proof:
         )
 
 
+NOT_IN_TIME = Proof(failed="the training has ended first")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
     """How two workers are to be compared with one device.
@@ -255,7 +258,7 @@ class Following:
     """
 
     def __init__(self, running: Running | None, processes):
-        self._running, self._processes = running, processes
+        self._running, self._processes, self._well = running, processes, False
         self._ends, self._thread = threading.Event(), threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> Following:
@@ -264,23 +267,27 @@ class Following:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        self._well = kind is None
         self._ends.set()
         if self._running is not None:
-            self._thread.join(timeouts.get().verify_parting)
+            self._thread.join(timeouts.get().verify_end + timeouts.get().verify_parting)
 
     def _follow(self) -> None:
+        proof, ended = None, False
         try:
-            while not self._ends.wait(_POLL_INTERVAL):
-                call = self._processes.asked.execute.remote(outcome, self._running, 0.0)
-                (proof,) = collect([call], timeouts.get().verify_answer, "what came of verify", names=["a process"])
-                if proof is not None:
-                    tell(proof, "warn")
-                    return
-            logger.info("verify: the training has ended before two workers were compared with one process")
+            its = timeouts.get()
+            while proof is None and not ended:
+                ended = self._ends.wait(_POLL_INTERVAL)
+                seconds = its.verify_end if ended and self._well else 0.0
+                call = self._processes.asked.execute.remote(outcome, self._running, seconds)
+                (proof,) = collect([call], seconds + its.verify_answer, "what came of verify", names=["a process"])
+            proof = proof or NOT_IN_TIME
         except (ray.exceptions.RayError, NoAnswerError) as error:
-            logger.info("verify: its process has gone: %s", error)
+            proof = NOT_IN_TIME if self._ends.is_set() else Proof(failed=f"its process has gone: {in_a_line(error)}")
         finally:
             self._processes.end_asked()
+        if self._well or proof is not NOT_IN_TIME:
+            tell(proof, "warn")
 
 
 def tell(proof: Proof, word: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import threading
@@ -14,7 +15,8 @@ import pytest
 
 import raytf
 from raytf.errors import ConfigError, TrainingError
-from raytf.fitting import warm
+from raytf.fitting import call, warm
+from raytf.train.worker_group import WorkerGroup
 from raytf.worker import figures
 from tests.cluster.test_ended import driver_of, finished, steps, told, until, weights
 
@@ -226,6 +228,47 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
     _, alive = psutil.wait_procs(processes, timeout=max(0.1, 30 - (time.monotonic() - at[0])))
     assert not alive
     assert_same(model, two)
+
+
+def test_weights_come_once_whatever_the_number_of_epochs(monkeypatch):
+    """What a worker tells of an epoch is of no model's size; the counting changes nothing of it."""
+    told, go_on_all = [], WorkerGroup.go_on_all
+
+    def counted(group, why=None):
+        reports = go_on_all(group, why)
+        told.extend(reports or ())
+        return reports
+
+    monkeypatch.setattr(WorkerGroup, "go_on_all", counted)
+    raytf.fit(make(), X, Y, epochs=3, num_workers=2, **ARGUMENTS)
+    assert sum(bool(report.get("values")) for report in told) == 1 and told[-2]["values"]
+    assert max(len(pickle.dumps(report)) for report in told if not report.get("ended")) < 1000
+
+
+def test_the_death_of_a_chief_leaves_the_last_epoch(alone, monkeypatch):
+    """The other worker has it, too."""
+    two = make()
+    two.fit(X, Y, epochs=2, **ARGUMENTS)
+    model = make()
+    monkeypatch.setattr(call, "_HEALS", 0)
+    with pytest.raises(TrainingError, match="could not be replaced|died"):
+        raytf.fit(model, X, Y, epochs=3, callbacks=[dies_at(2)], num_workers=2, **ARGUMENTS)
+    assert_same(model, two)
+
+
+def dies_at(epoch):
+    import keras
+
+    class Dies(keras.callbacks.Callback):
+        raytf_local_batches = True
+
+        def on_epoch_begin(self, now, logs=None):
+            import ray.train
+
+            if now == epoch and ray.train.get_context().get_world_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Dies()
 
 
 KEPT = """

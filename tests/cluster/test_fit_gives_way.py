@@ -36,7 +36,6 @@ def test_a_placement_group(idle):
     remove_placement_group(group)
 
 
-@pytest.mark.xfail(run=False, reason="the second trial waits for the placement group of the first one, which is dead")
 def test_raytf_fit_in_a_trainable_of_tune(idle, tmp_path):
     """One of another process, with workers of its own; the trial itself takes a CPU."""
     import ray

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -10,6 +14,8 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 
 import raytf
+from raytf.runtime.processes import Process
+from raytf.train import verify
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -86,3 +92,42 @@ def test_the_error_of_a_step_says_its_cause(tmp_path):
     assert "Received a label value of 74 which is outside the valid range of [0, 3)" in caught.value.cause
     assert re.search(r"in (step|one of the steps) \d", caught.value.cause) and "operation " in caught.value.cause
     assert caught.value.rank == 1
+
+
+def _held_comparison():
+    """One that waits for a pipe into which nobody writes."""
+    reader, _ = os.pipe()
+    return verify.begin(lambda: os.read(reader, 1))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_training_that_ends_before_the_comparison_says_so(set_timeouts, dies):
+    set_timeouts(verify_end=0.1)
+    process = ray.remote(Process).options(num_cpus=0).remote()
+    running = ray.get(process.execute.remote(_held_comparison))
+    if dies:
+        ray.kill(process)
+    pool = types.SimpleNamespace(asked=process, end_asked=lambda: ray.kill(process))
+    with pytest.warns(UserWarning, match="is not known: the training has ended first"), verify.Following(running, pool):
+        pass
+
+
+SHORT = """
+import numpy as np, ray, raytf
+from raytf.fitting import call
+from tests.cluster import test_verify
+
+call._PROOF_INTERVAL = 0.0
+ray.init(log_to_driver=False)
+x, y = test_verify.rows()
+raytf.fit(test_verify.build({}), x, y, batch_size=16, num_workers=2, verbose=0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_that_ends_before_the_comparison_says_so():
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    done = subprocess.run([sys.executable, "-c", SHORT], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "verify: whether two workers train this model as one process does is not known" in done.stderr

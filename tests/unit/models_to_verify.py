@@ -190,6 +190,44 @@ def compares_rows():
     return plain(kind=Contrast)
 
 
+def mixes_rows():
+    """A layer, as mixup's, in which each row has something of another one."""
+    import keras
+    from keras import ops
+
+    class Mixes(keras.layers.Layer):
+        def call(self, x):
+            return 0.7 * x + 0.3 * ops.roll(x, 1, axis=0)
+
+    return plain(Mixes())
+
+
+def compares_in_its_step():
+    """SimCLR's loss within `train_step`, which sees a worker's rows alone."""
+    from keras import ops
+
+    def loss_of(model, x, y, y_pred):
+        unit = ops.normalize(y_pred, axis=-1)
+        logits = ops.matmul(unit, ops.transpose(unit)) / 0.1
+        return ops.mean(ops.logsumexp(logits, axis=1) - ops.diagonal(logits))
+
+    return _own_step(loss_of)
+
+
+def rate_by_its_loss():
+    """A rate that follows what a worker sees of the loss."""
+    import keras
+
+    class Bold(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = super().compute_loss(x, y, y_pred, sample_weight)
+            if training:
+                self.optimizer.learning_rate.assign(0.01 / (1 + keras.ops.cast(loss, "float32")))
+            return loss
+
+    return plain(kind=Bold)
+
+
 def numbers_of_a_clock():
     """What no seed sets, and each worker has for itself."""
     import os

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow.fs
 import pytest
 
-from raytf import liveness
+from raytf import liveness, timeouts
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, priority, scattered, snapshot_writer
+from raytf.storage import checkpoint_files, finishing, priority, scattered, snapshot_writer
 from raytf.storage.checkpoint_files import State
 from raytf.storage.images import Archive, Image
 from raytf.storage.run_lock import RunLock
@@ -488,8 +488,22 @@ def test_a_writer_that_is_alone_and_has_no_processor_has_more_time(monkeypatch, 
     set_timeouts(writer_alone=0.1, writer_alone_at_most=0.4)
     monkeypatch.setattr(snapshot_writer, "_queued", time.monotonic if starved else lambda: 7.0)
     began = time.monotonic()
-    snapshot_writer._stay()
+    snapshot_writer._stay(lambda: 0)
     assert time.monotonic() - began >= least
+
+
+def test_a_writer_that_is_alone_with_many_bytes_has_more_time(monkeypatch, tmp_path, set_timeouts):
+    """So has who waits for it."""
+    set_timeouts(writer_alone=0.1, writer_bytes_at_most=30.0)
+    monkeypatch.setattr(snapshot_writer, "_queued", lambda: 7.0)
+    size = int(0.3 * timeouts.BYTES_A_SECOND)
+    began = time.monotonic()
+    snapshot_writer._stay(lambda: size)
+    assert time.monotonic() - began >= 0.4
+    finishing.Note(LOCAL, str(tmp_path)).write(size)
+    assert finishing.seconds_more(LOCAL, str(tmp_path)) == pytest.approx(0.3)
+    finishing.Note(LOCAL, str(tmp_path)).write(1 << 60)  # not of a writer
+    assert finishing.seconds_more(LOCAL, str(tmp_path)) == 30.0
 
 
 def limited(path, **limits):

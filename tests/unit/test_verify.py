@@ -51,6 +51,9 @@ def test_what_differs_is_named_with_its_cause(tmp_path):
         "divides_by_its_rows": ("all weights", "train_step (models_to_verify.py, line "),
         "python_state": ("all weights", "own_step.scale in Python"),
         "compares_rows": ("all weights", "compute_loss (models_to_verify.py, line "),
+        "mixes_rows": ("all weights", "Mixes (models_to_verify.py, line "),
+        "compares_in_its_step": ("all weights", "train_step (models_to_verify.py, line "),
+        "rate_by_its_loss": ("all weights", "compute_loss (models_to_verify.py, line "),
         "numbers_of_a_clock": ("other weights than each other",),
     }
     proofs = proofs_of(wanted, tmp_path)
