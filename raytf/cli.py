@@ -447,9 +447,10 @@ for _command in cli_runs.COMMANDS:
 
 def _wrong_values():
     """Within it options that turn out to be wrong when model and data are tried are, as those that are seen at once."""
+    from raytf.errors import ResourceError
     from raytf.storage.checkpoint_files import DamagedCheckpointError
 
-    return wrong_options(but=DamagedCheckpointError)
+    return wrong_options(but=(DamagedCheckpointError, ResourceError))
 
 
 def _end_ray() -> None:

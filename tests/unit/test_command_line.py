@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import raytf
 from raytf import cli
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, ResourceError
 from raytf.storage.checkpoint_files import AT_ENDS, DamagedCheckpointError, State
 from raytf.storage.run_lock import RunLock
 from raytf.train import run_list
@@ -141,7 +141,7 @@ def test_a_model_is_used_on_columns_that_the_data_has(tmp_path):
         assert outcome.exit_code == 2 and "'z'" in outcome.output and "'a', 'y'" in outcome.output, outcome.output
 
 
-@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (DamagedCheckpointError, 1)])
+@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (DamagedCheckpointError, 1), (ResourceError, 1)])
 def test_what_turns_out_to_be_wrong_as_the_model_is_tried_is_a_wrong_value(kind, code, monkeypatch):
     class Refusing:
         def fit(self):
