@@ -20,6 +20,7 @@ import tensorflow as tf
 from keras import tree
 from ray.train import RunConfig, ScalingConfig
 
+from raytf import events
 from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
 from raytf.console import phases as phases_module
@@ -123,6 +124,7 @@ class Call:
             self._ending = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
             if self._keeping is not None:
                 self._ends.enter_context(self._keeping.lock())
+                self._ending.record(self._keeping.run.filesystem, self._keeping.run.path)
             self._connected = True
         resources.check_cluster(self._scaling)
 
@@ -336,15 +338,18 @@ class Call:
         history = next((c for c in users if isinstance(c, keras.callbacks.History)), None) or keras.callbacks.History()
         last: dict | None = None
         board = progress.Board() if verbose else None
+        happened: list[events.RunEvent] = []
         try:
-            for told in self._shown(work, board):
-                last = told[0]
+            with events.recorded(happened.append):
+                for told in self._shown(work, board):
+                    last = told[0]
         finally:
             if board is not None:
                 board.clear()
             if last is not None:
                 self._learn(last, users, history)
         model.history = history
+        vars(history)["events"] = happened
         if self._keeping is not None:
             self._keeping.forget()
         return history

@@ -16,6 +16,7 @@ ORDER = (
         "compat",
         "console",
         "storage",
+        "events",
         "runtime",
         "collectives",
         "data",
