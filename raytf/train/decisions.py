@@ -178,14 +178,12 @@ _NONE: dict[str, frozenset[int]] = {"lost": frozenset(), "also": frozenset()}
 def decide(state: State, event: Event) -> Action:
     """Returns what follows from an event."""
     ignore = Action(do=Do.IGNORE, state=state)
-    if state.phase is Phase.OVER and (state.stopping or not isinstance(event, Started)):
-        return ignore  # Ray starts workers all the same where it counts a lost node as no failure
+    if state.phase is Phase.OVER and not isinstance(event, Started):
+        return ignore
     match event:
-        case Started(workers, left):
-            if state.stopping:
-                return _over(state, "the run is to stop")
+        case Started(workers, left):  # also what Ray starts all the same, as it counts some losses as no failure
             left = state.failures_left if left is None else left
-            return _then(ignore, workers=workers, failures_left=left, phase=Phase.TRAINING)
+            return _then(ignore, workers=workers, failures_left=left, phase=_phase(state))
         case Lost(ranks, reported):
             if state.phase is Phase.RECOVERING:
                 also = ranks - state.lost - state.also

@@ -707,9 +707,8 @@ class _WorkerGroup(WorkerGroup):
                 self._watchdog.heard(rank)
             if isinstance(cause_of(status.error), MovedError):  # by itself it counts as the loss of a node
                 status.error = cause_of(status.error)
-        for rank, error in (
-            self._gone.items() if self._healing is None else ()
-        ):  # one that is asked again may not answer
+        gone = self._gone if self._healing is None else {}  # one that is asked again may not answer
+        for rank, error in gone.items():
             found[rank] = WorkerStatus(running=False, error=error)
         for rank, how in self._watchdog.ended.items():
             error = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))

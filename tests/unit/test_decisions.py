@@ -45,9 +45,11 @@ class Run:
         self.source, self.decisions, self.every = source, Decisions(state), every
         self.failures = state.failures_left  # as who restarts counts them
         self.processes: list[int] = []  # by rank
+        self.dead: frozenset[int] = frozenset()
         self.next_process = 0
         self.step = self.kept = self.made = self.lost_steps = 0
         self.trained_after_stop = 0
+        self.wanted = 0  # workers
         self.restarts = 0  # that cost steps
         self.result: str | None = None
         self.rate = source.choice([0.02, 0.1, 0.3])  # of events a step
@@ -60,9 +62,10 @@ class Run:
         self.next_process += 1
         return self.next_process
 
-    def start(self, goes_back: bool) -> None:
+    def start(self, goes_back: bool, workers: int | None = None) -> None:
         """Starts a group as Ray does: as many as there is room for, which waits until there are the fewest."""
-        workers = self.source.randint(self.state.fewest, self.state.most)
+        workers = workers or self.source.randint(self.state.fewest, self.state.most)
+        self.dead = frozenset()
         self.processes = [self.new() for _ in range(workers)]
         self.do(Started(workers))
         if goes_back and self.state.phase is Phase.TRAINING:
@@ -70,6 +73,8 @@ class Run:
             self.step = self.kept
 
     def do(self, event: decisions.Event) -> None:
+        if isinstance(event, Lost):
+            self.dead |= event.ranks
         before = self.state
         action = self.decisions.take(event)
         self.failures -= action.failures
@@ -83,10 +88,14 @@ class Run:
             assert self.failures == self.state.failures_left
             if isinstance(event, Ended):
                 self.kept = self.step  # all keep the step behind which they end
-            self.start(goes_back=not isinstance(event, Ended))
+            self.start(not isinstance(event, Ended), self.wanted or action.workers)
+            self.wanted = 0
         elif action.do is Do.FAIL:
             self.result = "failed"
+            started = decide(self.state, Started(self.state.workers)).state
+            assert started.phase is (Phase.LEAVING if self.state.stopping else Phase.TRAINING)
         elif action.do is Do.END_AFTER_STEP and before.phase is not Phase.RECOVERING:
+            self.wanted = action.workers
             self.end_after_step(action.why)
 
     def check(self, before: State, event, action) -> None:
@@ -97,7 +106,8 @@ class Run:
         assert not (after.stopping and after.phase is Phase.TRAINING)
         assert (after.phase is Phase.RECOVERING) or not (after.lost or after.also)
         if action.do is Do.RECOVER:
-            assert after.workers >= after.fewest and len(action.ranks) < after.workers
+            assert after.workers >= after.fewest and self.dead <= action.ranks
+            assert len(action.ranks) < after.workers
             assert after.failures_left >= len(action.ranks)
         if after.phase in (Phase.TRAINING, Phase.RECOVERING, Phase.LEAVING):
             assert after.fewest <= after.workers <= after.most
@@ -121,6 +131,7 @@ class Run:
             self.do(NotRecovered("no room"))
             # the others may have kept a checkpoint of the step that all stand behind: so much less is made again
         else:
+            self.dead -= lost
             for rank in lost:
                 self.processes[rank] = self.new()
             self.do(Recovered())
@@ -133,7 +144,7 @@ class Run:
             return
         if self.source.random() < 0.2:
             self.do(NotTold())
-            if self.state.phase is Phase.TRAINING:
+            if not self.state.stopping:
                 return
         if self.source.random() < 0.2:
             self.do(Lost(self.ranks()))
@@ -165,7 +176,7 @@ class Run:
                 self.result = "ended"
             if self.result is not None:
                 return
-            assert self.state.phase is Phase.TRAINING, f"{self.state} has no way on"
+            assert self.state.phase is Phase.TRAINING and not self.dead, f"{self.state} has no way on"
             kept, restarts = self.kept, self.restarts
             before = self.step
             event = self.happening() if self.source.random() < self.rate else None
@@ -243,7 +254,6 @@ def test_a_thousand_runs(seed):
         ({"failures_left": 0}, Disconnected(), Do.FAIL, "FailureConfig allows no more failures"),
         ({}, StopRequested(), Do.END_AFTER_STEP, "stop"),
         ({"phase": Phase.STARTING}, StopRequested(), Do.FAIL, "is to stop"),
-        ({"phase": Phase.STARTING, "stopping": True}, Started(3), Do.FAIL, "is to stop"),
         ({}, Drained(stays=True), Do.END_AFTER_STEP, "drain"),
         ({}, Drained(stays=False), Do.END_AFTER_STEP, "stop"),
         ({"stopping": True, "phase": Phase.LEAVING}, Drained(stays=True), Do.END_AFTER_STEP, "stop"),
