@@ -12,6 +12,7 @@ import enum
 import json
 import os
 import posixpath
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +21,6 @@ from typing import Any
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
-from raytf.console import output
 from raytf.errors import ConfigError, first_line
 from raytf.storage import stored_json
 
@@ -161,7 +161,7 @@ _takers: list[Callable[[RunEvent], object]] = []
 def emit(event: RunEvent) -> None:
     """Records an event, and says it."""
     if event.kind not in _SILENT:
-        output.say(str(event))
+        print(f"raytf: {event}", file=sys.stderr, flush=True)  # as `output.say`, which brings Ray
     for take in list(_takers):
         take(event)
 

@@ -246,7 +246,7 @@ def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_pa
     assert outcomes(result) == [
         (Kind.WORKERS_STARTED, ()),
         (Kind.WORKER_REPLACED, (1,)),
-        (Kind.RECOVERY_FAILED, (1,)),
+        (Kind.WORKER_REPLACED, (1,)),  # and then it is found out
         (Kind.WORKERS_STARTED, ()),
         (Kind.RECOVERY_FAILED, (0,)),
         (Kind.WORKERS_STARTED, ()),

@@ -10,7 +10,6 @@ import pytest
 
 import raytf
 from raytf import events
-from raytf.console import output
 from raytf.errors import ConfigError
 from raytf.events import Kind, RunEvent
 from tests.unit.test_messages import PAGE, _plain
@@ -161,13 +160,12 @@ def test_a_storage_that_takes_none_ends_that_and_not_the_run(tmp_path):
     record(RunEvent(kind=Kind.WORKER_WENT_ON))
 
 
-def test_one_door(monkeypatch):
-    said, taken = [], []
-    monkeypatch.setattr(output, "say", said.append)
+def test_one_door(monkeypatch, capsys):
+    taken = []
     monkeypatch.setattr(events, "_takers", [])
     events.record(taken.append)
     event = RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,))
     with events.recorded(taken.append):
         events.emit(event)
     events.emit(event)
-    assert taken == [event] * 3 and said == ["worker 1 goes on"] * 2
+    assert taken == [event] * 3 and capsys.readouterr().err == "raytf: worker 1 goes on\n" * 2
