@@ -50,6 +50,9 @@ _ROOM_SECONDS = 0.5
 # For those that live to say so, when one has not.
 _LIVES_SECONDS = 3.0
 
+# What follows the loss of a worker then.
+TAKES_ITS_PLACE = ". Another process is to take its place in the step that the others are in"
+
 
 class NotHealedError(RaytfError, RuntimeError):
     """The loss of a worker cannot be healed in place; the message says why, as a clause."""

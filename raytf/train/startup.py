@@ -70,7 +70,7 @@ from raytf.runtime.watchdog import Watchdog
 from raytf.train import backend, decisions, ends, entry, local, staying
 from raytf.train.decisions import Decisions, Disconnected, Do, Drained, Lost, Phase, Seen
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing, give_up, standing
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up, standing
 from raytf.worker.ending import DRAIN, MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
@@ -751,10 +751,10 @@ class _WorkerGroup(WorkerGroup):
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
             return
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
-        more = ". Another process is to take its place in the step that the others are in"
+        more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
         for rank in sorted(action.ranks or event.ranks):
             why = in_a_line(causes[rank])
-            events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more if action.do is Do.RECOVER else ""))
+            events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
         if self.elastic is not None and isinstance(event, Lost):
             self.elastic.suspects |= {self.get_workers()[rank].metadata.node_id for rank in event.ranks}
         self._gone |= {rank: found[rank].error for rank in action.ranks}

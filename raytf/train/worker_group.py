@@ -50,7 +50,7 @@ from raytf.train.decisions import (
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing, give_up
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
@@ -360,10 +360,9 @@ class WorkerGroup:
         """
         first = lost[min(lost)]
         action = self._decisions.take(Lost(frozenset(lost), frozenset(said)))
-        more = ". Another process is to take its place in the step that the others are in"
         for rank, error in sorted(lost.items()):
             why = in_a_line(error.__cause__) if error.__cause__ else first_line(error).rstrip(".")
-            more = more if action.do is Do.RECOVER else ""
+            more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
             events.emit(RunEvent(kind=Kind.WORKER_LOST, ranks=(rank,), why=why, more=more))
         if not action.state.recovers:
             first.unhealed = None
@@ -371,10 +370,11 @@ class WorkerGroup:
         self._close_watch()
         for rank in lost:
             ray.kill(self.workers[rank])  # one that stands still is still there
-        ranks, first.unhealed = self._recover(action)
-        if first.unhealed is not None:
-            raise first
-        return ranks
+        ranks, why = self._recover(action)
+        if why is None:
+            return ranks
+        first.unhealed = why or None
+        raise first
 
     def _recover(self, action: Action) -> tuple[frozenset[int], str | None]:
         """(ranks of new processes, None), or why there are none, as a clause."""
