@@ -31,6 +31,8 @@ FOLDER = "figures/events"
 class Kind(enum.StrEnum):
     """What an event can be."""
 
+    RESOURCES_AWAITED = "resources_awaited"
+    RESOURCES_GIVEN = "resources_given"
     WORKERS_STARTED = "workers_started"
     WORKER_LOST = "worker_lost"
     WORKER_FAILED = "worker_failed"
@@ -106,6 +108,8 @@ def _failed(event: RunEvent) -> str:
 
 
 _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
+    Kind.RESOURCES_AWAITED: lambda it: f"{it.why}; waiting for {it.seconds:.0f} s{it.more}",
+    Kind.RESOURCES_GIVEN: lambda it: "the cluster has given the run its resources",
     Kind.WORKERS_STARTED: lambda it: f"{it.workers} worker(s) start",
     Kind.WORKER_LOST: lambda it: f"{_who(it)} was lost: {it.why}{it.more}",
     Kind.WORKER_FAILED: lambda it: f"{_who(it)} failed: {it.why}",

@@ -18,6 +18,10 @@ LOCAL = pyarrow.fs.LocalFileSystem()
 NODE = "ab" * 28
 # (what it holds, the line) of each kind.
 LINES = {
+    Kind.RESOURCES_AWAITED: [
+        ({"why": "the run needs", "seconds": 15.2, "more": "."}, "the run needs; waiting for 15 s.")
+    ],
+    Kind.RESOURCES_GIVEN: [({"seconds": 15.2}, "the cluster has given the run its resources")],
     Kind.WORKERS_STARTED: [({"workers": 2}, "2 worker(s) start")],
     Kind.WORKER_LOST: [
         ({"ranks": (1,), "why": "it died", "more": ". Another"}, "worker 1 was lost: it died. Another"),
