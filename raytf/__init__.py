@@ -3,7 +3,7 @@
 * A compiled model: `fit`, `evaluate`, `predict`, with the arguments of Keras' own.
 * A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; what one will need: `plan`.
 * A train loop of your own: `TensorflowTrainer`, `get_strategy`, `get_dataset`, `Position`, `ReportCallback`.
-* What a run has learned: `load_model`, `export`.
+* What a run has learned: `load_model`, `export`; what happened to it: `run_events`.
 * Data and set-up: `Column`, `TensorflowConfig`, `on_chief`. Errors: `ConfigError`, `TrainingError`, `StoppedError`.
 
 Example:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.errors import RaytfError as RaytfError
     from raytf.errors import StoppedError as StoppedError
     from raytf.errors import TrainingError as TrainingError
+    from raytf.events import run_events as run_events
     from raytf.fitting.calls import evaluate as evaluate
     from raytf.fitting.calls import fit as fit
     from raytf.fitting.calls import predict as predict
@@ -68,6 +69,7 @@ _PLACES = {
     "Position": "raytf.worker.dataset",
     "Predictor": "raytf.fitting.predictor",
     "plan": "raytf.train.plan",
+    "run_events": "raytf.events",
     "prepare_dataset_shard": "ray.train.tensorflow",
     "show_result": "raytf.train.results",
     "sweep": "raytf.tune.sweep",

@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras import tree
 from ray.train import RunConfig, ScalingConfig
 
-from raytf import timeouts
+from raytf import events, timeouts
 from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
 from raytf.console import phases as phases_module
@@ -125,6 +125,7 @@ class Call:
             self._ending = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
             if self._keeping is not None:
                 self._ends.enter_context(self._keeping.lock())
+                self._ending.record(self._keeping.run.filesystem, self._keeping.run.path)
             self._connected = True
         resources.check_cluster(self._scaling)
 
@@ -358,16 +359,19 @@ class Call:
         model = self._model
         history = next((c for c in users if isinstance(c, keras.callbacks.History)), None) or keras.callbacks.History()
         board = progress.Board() if verbose else None
+        happened: list[events.RunEvent] = []
         try:
-            for told in self._shown(work, board):
-                if told[0].get("ended"):
-                    self._last = told[0]
+            with events.recorded(happened.append):
+                for told in self._shown(work, board):
+                    if told[0].get("ended"):
+                        self._last = told[0]
         finally:
             if board is not None:
                 board.clear()
             if self._last is not None:
                 self._learn(self._last, users, history)
         model.history = history
+        vars(history)["events"] = happened
         if self._keeping is not None:
             self._keeping.forget()
             if verbose:

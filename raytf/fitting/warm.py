@@ -17,12 +17,12 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.placement_group import placement_group_table
 
-from raytf import timeouts
+from raytf import events, timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_configs import label_selectors
-from raytf.console import output
 from raytf.console.progress import Entries
 from raytf.errors import first_line
+from raytf.events import Kind, RunEvent
 from raytf.fitting.fit_worker import FitWorker
 from raytf.runtime import connection
 from raytf.runtime.answers import NoAnswerError, collect
@@ -198,7 +198,7 @@ def give_back(group: Group) -> None:
     if outgrown is None:
         _shelf.put(group)
     else:
-        output.say(f"{outgrown}: new workers take the next call")
+        events.emit(RunEvent(kind=Kind.WORKERS_RENEWED, why=outgrown, more="take the next call"))
         group.close()
 
 

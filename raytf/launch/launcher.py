@@ -231,7 +231,9 @@ class ScriptCluster:
         first = max(limit, settings.FIRST_STEP_TIMEOUT)
         self._ranks = dict(enumerate(tasks))
         names = {rank: str(task) for rank, task in self._ranks.items()}
-        self._hangs = HangWatch(execute, places, limit, first, _say, names, through_others=True)
+        self._hangs = HangWatch(
+            execute, places, limit, first, lambda event: _say(str(event)), names, through_others=True
+        )
         try:
             yield
         finally:

@@ -18,8 +18,8 @@ from typing import Any
 
 import ray
 
-from raytf import activity, liveness, timeouts
-from raytf.console import output
+from raytf import activity, events, liveness, timeouts
+from raytf.events import Kind, RunEvent
 from raytf.runtime import stacks, watchdog
 from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.guard import Place
@@ -50,7 +50,7 @@ class HangWatch:
         places: of the workers' processes, by rank.
         limit: seconds, see `hangs`.
         first: seconds until all workers have made a step.
-        say: say(text) tells the driver.
+        emit: takes a `RunEvent`; `events.emit` without.
         names: of the workers, by rank; "worker 0" and so on without.
         through_others: each question goes through another process, whose own silence says nothing of a worker.
         clock: gives seconds; for tests.
@@ -65,13 +65,13 @@ class HangWatch:
         places: Mapping[int, Place],
         limit: float,
         first: float,
-        say: Callable[[str], None] | None = None,
+        emit: Callable[[RunEvent], object] = events.emit,
         names: Mapping[int, str] | None = None,
         through_others: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._clock = clock
-        self._execute, self._places, self._say = execute, dict(places), say or output.say
+        self._execute, self._places, self._emit = execute, dict(places), emit
         lead = min(_LEAD_INTERVAL, limit / 4)
         self._limit = limit - lead
         self._names = dict(names or {rank: f"worker {rank}" for rank in places})
@@ -128,7 +128,7 @@ class HangWatch:
         said = self._said
         if said is not None and (hang is None or (hang.rank, hang.part) != (said.rank, said.part)):
             self._judge.went_on(said)
-            self._say(f"{self._names[said.rank]} goes on")
+            self._tell(Kind.WORKER_WENT_ON, said.rank)
             self._said = said = None
         if hang is None:
             self._look_for_slow(told)
@@ -141,7 +141,7 @@ class HangWatch:
                 return
             text = f"its process {place.pid} on {place.host} {hang}"
             if said is None:
-                self._say(f"{self._names[hang.rank]} is waited for: {text}\n{stack}".rstrip())
+                self._tell(Kind.WORKER_HUNG, hang.rank, why=text, more=stack)
             if hang.ends:
                 self.ended[hang.rank] = WorkerFrozenError(text, stack)
         self._said = hang
@@ -149,7 +149,10 @@ class HangWatch:
     def _look_for_slow(self, told: Mapping[int, Mapping[str, Any]]) -> None:
         slow = None if self._over else self._stragglers.look(told)
         if slow is not None:
-            self._say(f"{self._names[slow.rank]} on {self._places[slow.rank].host} is {slow}")
+            self._tell(Kind.STRAGGLER, slow.rank, node=self._places[slow.rank].host, why=str(slow))
+
+    def _tell(self, kind: Kind, rank: int, **more) -> None:
+        self._emit(RunEvent(kind=kind, ranks=(rank,), name=self._names[rank], **more))
 
     def _ended_well(self, rank: int) -> Mapping[str, Any]:
         seconds, last = self._clock() - self._over[rank], self._told[rank]

@@ -17,10 +17,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytf import events
 from raytf.compat import ray_core
 from raytf.compat.ray_train import DEFAULT_WORKER_GROUP_START_TIMEOUT_S, WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
-from raytf.console import output
 from raytf.errors import ResourceError
+from raytf.events import Kind, RunEvent
 from raytf.runtime import resources
 
 # How long is waited before it is said what for, and then between two times.
@@ -124,7 +125,7 @@ class Reservation:
             step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - now))
             if self.group.wait(step):
                 if now - self._since >= _PATIENCE_INTERVAL:
-                    output.say("the cluster has given the run its resources")
+                    events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=now - self._since))
                 self._since = None
                 return True
             if until is not None and time.monotonic() >= until:
@@ -133,7 +134,8 @@ class Reservation:
                 self._say_at = now + _AGAIN_INTERVAL
                 if now - self._since >= _AGAIN_INTERVAL:  # before, a node may be on its way back
                     resources.check_bundles(self._bundles)
-                output.say(f"{self._wanted()}; waiting for {now - self._since:.0f} s{self._end()}")
+                waited, more = now - self._since, self._end()
+                events.emit(RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._wanted(), more=more))
 
     def take(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> None:
         """`hold` and `wait`, on the driver; a wait that does not end well leaves no group behind.

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection
 import ray
 from ray.exceptions import RayError
 
-from raytf import timeouts
-from raytf.console import output
+from raytf import events, timeouts
 from raytf.errors import in_a_line
+from raytf.events import Kind, RunEvent
 from raytf.runtime.failures import cause_of
 
 # Between two looks at whether they live.
@@ -59,7 +59,11 @@ class Spares:
             for node in nodes:
                 missing = self._each - sum(spare.node == node for spare in self._there)
                 if self._failures.get(node, 0) < _MOST_FAILURES:
-                    self._there += [_Spare(node, self._start(node), self._preload) for _ in range(missing)]
+                    self._there += [self._started(node) for _ in range(missing)]
+
+    def _started(self, node: str) -> _Spare:
+        events.emit(RunEvent(kind=Kind.STANDBY_STARTED, node=node))
+        return _Spare(node, self._start(node), self._preload)
 
     def _lives(self, spare: _Spare) -> bool:
         why = spare.look()
@@ -68,15 +72,13 @@ class Spares:
                 self._failures.pop(spare.node, None)
             if spare.less is not None and not self._said:
                 self._said = True
-                output.say(f"spare processes import TensorFlow alone, as a step ahead failed in one: {spare.less}")
+                events.emit(RunEvent(kind=Kind.STANDBY_LIMITED, node=spare.node, why=spare.less))
             return True
         spare.end()
+        events.emit(RunEvent(kind=Kind.STANDBY_LOST, node=spare.node, why=why))
         self._failures[spare.node] = self._failures.get(spare.node, 0) + 1
         if self._failures[spare.node] >= _MOST_FAILURES:
-            output.say(
-                f"no spare process can be kept on node {spare.node[:8]}; one that takes the place of a lost worker "
-                f"there is to start then: {why}"
-            )
+            events.emit(RunEvent(kind=Kind.STANDBY_GIVEN_UP, node=spare.node, why=why))
         return False
 
     def take(self, node: str, ask: Callable):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from raytf import timeouts
+from raytf import events, timeouts
 from raytf.collectives import healing
-from raytf.console import output
 from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
+from raytf.events import Kind, RunEvent
 from raytf.runtime import answers
 from raytf.storage import checkpoint_files
 from raytf.storage.run_folder import RunFolder
@@ -84,6 +83,11 @@ class Ending:
         self._heard: Callable[[], object] | None = None
         self._changed = threading.Event()
         self._before: dict[int, object] = {}
+        self._recording = contextlib.ExitStack()
+
+    def record(self, filesystem, run: str) -> None:
+        """Has what happens in this process be recorded in a run's folder, until this ends; see `events.Recorder`."""
+        self._recording.enter_context(events.recorded(events.Recorder(filesystem, run)))
 
     def __enter__(self) -> Ending:
         if threading.current_thread() is threading.main_thread():
@@ -96,7 +100,8 @@ class Ending:
         lost = kind is SystemExit and self._raised is not None  # Ray raises it for what is raised while it waits
         error = self._raised if lost else error
         if isinstance(error, StoppedError):  # Python ends with its code, and says nothing
-            self.say(error.where)
+            self._tell(Kind.STOPPED, error.where, error.step)
+        self._recording.close()
         if lost:
             raise error from None
 
@@ -118,9 +123,12 @@ class Ending:
         finally:
             self._heard = None
 
-    def say(self, text: str) -> None:
-        """Tells who reads the log, with the name of the signal."""
-        print(f"raytf: {signal.Signals(self.number).name}: {text}", file=sys.stderr, flush=True)
+    def tell_request(self, more: str = "ends after this step; a second signal ends it at once") -> None:
+        """Says that all are asked to end after a step."""
+        self._tell(Kind.STOP_REQUESTED, more)
+
+    def _tell(self, kind: Kind, more: str, step: int | None = None) -> None:
+        events.emit(RunEvent(kind=kind, step=step, why=signal.Signals(self.number).name, more=more))
 
     def result_of(self, ref, workers: Callable[[], object]):
         """What `ray.get(ref)` gives, for a run that a signal is to end well.
@@ -144,7 +152,7 @@ class Ending:
             return future.result()
 
     def _end(self, future, workers: Callable[[], object]) -> None:
-        self.say("ends after this step; a second signal ends it at once")
+        self.tell_request()
         began, seconds = time.monotonic(), timeouts.get().run_end
         while not future.done():
             try:
@@ -229,5 +237,5 @@ def _end(workers: Sequence, how: str, why: str) -> bool:
     except (RaytfError, RayActorError) as error:
         for worker in workers:  # one is lost: the others are not to wait for a word that does not come
             worker.execute.remote(ending.withdraw, how)
-        output.say(f"{why}, and the workers could not be told: {in_a_line(error)}")
+        events.emit(RunEvent(kind=Kind.NOT_TOLD, why=in_a_line(error), more=why))
         return False

@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import ray
 
-from raytf import timeouts
+from raytf import events, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Place, Rejoin, Waiting
 from raytf.compat import ray_train
 from raytf.compat.ray_train import WorkerGroupStartupFailedError
-from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
+from raytf.events import Kind, RunEvent, names
 from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import cause_of, is_consequence
@@ -36,6 +36,9 @@ from raytf.train import backend
 _LOOK_INTERVAL = 0.1
 # Between two looks at whether there is room for a process.
 _ROOM_INTERVAL = 0.5
+
+# What follows the loss of a worker then.
+TAKES_ITS_PLACE = ". Another process is to take its place in the step that the others are in"
 
 
 class NotHealedError(RaytfError, RuntimeError):
@@ -134,16 +137,13 @@ class Healing:
 
     def _run(self) -> None:
         if not self.lost:
-            output.say("the workers have lost each other, and the processes of all live: they are connected anew")
+            events.emit(RunEvent(kind=Kind.WORKERS_DISCONNECTED))
         try:
             self._heal()
             self.new, self.healed = self._made, True
-            after = f"after {time.monotonic() - self._began:.1f} s"
-            if self.lost:
-                said = f"{names(self.lost)} was lost and is replaced in place, {after}; the others kept their processes"
-            else:
-                said = f"the workers are connected again, {after}; all kept their processes"
-            output.say(said)
+            kind = Kind.WORKER_REPLACED if self.lost else Kind.WORKERS_RECONNECTED
+            seconds = time.monotonic() - self._began
+            events.emit(RunEvent(kind=kind, ranks=tuple(sorted(self.lost)), seconds=seconds))
         except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
             self.why = _said(error)
             self.another = isinstance(error, (ray.exceptions.RayActorError, _AnotherLostError))
@@ -184,6 +184,14 @@ class Healing:
                 except ray.exceptions.RayActorError:
                     found.add(refs[ref])
         return found
+
+    @property
+    def place(self) -> str:
+        """Where all start anew from, as it could not be done."""
+        if self.kept is None:
+            return f"the last checkpoint{self.not_kept and f', as {self.not_kept}'}"
+        lacks = f"; metrics of the epoch lack the rows of {names(self.behind)} in that step" if self.behind else ""
+        return f"step {self.kept}, of which the others have kept a checkpoint{lacks}"
 
     def wait(self) -> None:
         """Waits for its end; each of its parts has a deadline."""
@@ -399,11 +407,6 @@ def give_up(workers: Iterable[Member], why: str) -> None:
     """Tells workers that wait for another ring that there is none, and why, as a clause."""
     for worker in workers:
         worker.actor.execute.remote(healing.command, why)
-
-
-def names(ranks: Iterable[int]) -> str:
-    """ "worker 0 and worker 2"."""
-    return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
 def standing(seconds: float = 0.0) -> tuple[Waiting | str | None, BaseException | None]:

@@ -287,6 +287,7 @@ class KerasTrainer:
             else:
                 launch = Startup(inner, run_config)
             lock.on_lost, launch.ending = launch.cancel, ending
+            ending.record(folder.filesystem, folder.path)
             with Prepared(launch) as training:
                 try:
                     result = self._fit_prepared(training, lock, folder, last, phases)

@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.train import LoggingConfig, RunConfig
 from ray.util.placement_group import placement_group_table
 
-from raytf import timeouts
+from raytf import events, timeouts
 from raytf.collectives.healing import Waiting
 from raytf.compat import ray_configs, ray_core, ray_train
 from raytf.compat.patching import overrides
@@ -56,6 +56,7 @@ from raytf.compat.ray_train import (
 )
 from raytf.console import output, persisting, quiet
 from raytf.errors import RaytfError, in_a_line
+from raytf.events import Kind, RunEvent
 from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, processes, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
@@ -67,10 +68,11 @@ from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
 from raytf.timeouts import Timeouts
-from raytf.train import backend, ends, entry, local, staying
+from raytf.train import backend, decisions, ends, entry, local, staying
+from raytf.train.decisions import Decisions, Disconnected, Do, Drained, Lost, Phase, Seen
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing, give_up, names, standing
-from raytf.worker.ending import MovedError
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up, standing
+from raytf.worker.ending import DRAIN, MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
 # which is longer than an epoch of a small model.
@@ -90,7 +92,6 @@ _LOSS_INTERVAL = 2.0
 _SOON_INTERVAL = 0.02
 # After which such processes are started again, where they did not come to be ready.
 _AGAIN_INTERVAL = 30.0
-_NEVER = (-math.inf, -math.inf)
 # Between two looks at which nodes are drained: a question to the head, of a millisecond.
 _DRAINS_INTERVAL = 1.0
 
@@ -243,6 +244,7 @@ class EarlyStartTrainer(DataParallelTrainer):
             self._beside,
             self.backend_config.config,
             self._heals,
+            self._shown is not None,
             [] if self._rehearsed is None else [ray.put((self._rehearsed, self.backend_config))],
             timeouts.get(),
         )
@@ -251,7 +253,7 @@ class EarlyStartTrainer(DataParallelTrainer):
         )
         running = controller.run.remote()
         if self._launch.ending is not None:
-            self._launch.ending.result_of(running, controller.workers.remote)
+            self._launch.ending.result_of(running, controller.stop.remote)
         elif threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
         ray.get(running)
@@ -273,6 +275,7 @@ class _Controller(TrainController):
         beside,
         config: TensorflowConfig,
         heals: bool,
+        ends_after_step: bool,
         rehearsed: list,
         its: Timeouts,
     ) -> None:
@@ -280,12 +283,25 @@ class _Controller(TrainController):
         output.say_who("controller")
         persisting.autoscaler_is_asked()
         ray_train.have_helpers_ask_their_cluster()
+        run, policy = arguments["train_run_context"], arguments["failure_policy"]
+        storage = run.run_config.storage_context
+        events.record(events.Recorder(storage.storage_filesystem, storage.experiment_fs_path))
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
-        known["policy"] = arguments["failure_policy"] if heals else None
-        known["rehearsed"] = rehearsed
+        known |= {"policy": policy, "rehearsed": rehearsed}
         self._lost, self._looks_until = asyncio.Event(), 0.0
         scaling = arguments["scaling_policy"]
-        known["elastic"] = scaling if isinstance(scaling, _Elastic) else None
+        elastic = known["elastic"] = scaling if isinstance(scaling, _Elastic) else None
+        workers = resources.fewest_workers(run.scaling_config)
+        self._decisions = known["decisions"] = Decisions(
+            decisions.State(
+                workers=workers,
+                fewest=workers,
+                most=resources.most_workers(run.scaling_config),
+                failures_left=ray_train.failures_left(policy),
+                recovers=heals,
+                ends_after_step=ends_after_step,
+            )
+        )
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
         # Ray Train reads these when it starts; what stays would change the environment of the workers.
         ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_INTERVAL, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
@@ -294,8 +310,8 @@ class _Controller(TrainController):
         super().__init__(**arguments)
         self._list_again = ray_train.outlive_full_storage(ray_train.manager_of(self))
         ray_train.take_numpy(ray_train.manager_of(self))
-        if isinstance(scaling, _Elastic):
-            scaling.is_broken, scaling.prepare = self._is_broken, self._prepare
+        if elastic is not None:
+            elastic.decisions, elastic.prepare = self._decisions, self._prepare
         for name in ours:
             del os.environ[name]
 
@@ -339,17 +355,13 @@ class _Controller(TrainController):
         """See `_WorkerGroup.prepare`; whether those that train are the same then, too."""
         group = self.get_worker_group()
         ready = group is not None and group.prepare(before, after)
-        return ready and self.get_worker_group() is group and not group.is_broken
+        return ready and self.get_worker_group() is group and self._decisions.state.is_whole
 
-    def _is_broken(self) -> bool:
-        """Whether the group that trains has lost a worker."""
-        group = self.get_worker_group()
-        return group is not None and group.is_broken
-
-    def workers(self) -> list:
-        """The actors that train now."""
-        group = self.get_worker_group()
-        return [worker.actor for worker in group.get_workers()] if group is not None and group.has_started() else []
+    def stop(self) -> list:
+        """Takes note that the run is to stop; the actors that are to end after a step, none where none trains."""
+        action, group = self._decisions.take(decisions.StopRequested()), self.get_worker_group()
+        there = action.do is Do.END_AFTER_STEP and group is not None and group.has_started()
+        return [worker.actor for worker in group.get_workers()] if there else []
 
 
 class _Elastic(ElasticScalingPolicy):
@@ -362,13 +374,13 @@ class _Elastic(ElasticScalingPolicy):
 
     Attributes:
         after_step: see above.
-        is_broken: whether a worker was lost: until it is replaced, or the others have ended, too, the number stays.
+        decisions: of the run: until a lost worker is replaced, or the others have ended, too, the number stays.
         prepare: prepare(workers that there are, workers that there are to be) has processes be ready for those that are
             to come, in another thread than Ray Train's; whether they are.
         suspects: ids of nodes whose workers were lost: Ray takes up to 15 s to see that one has gone.
     """
 
-    is_broken: Callable[[], bool] = staticmethod(lambda: False)
+    decisions: Decisions
     prepare: Callable[[int, int], bool] = staticmethod(lambda before, after: True)
 
     def __init__(self, scaling_config, beside: dict[str, dict[str, float]], after_step: bool):
@@ -381,7 +393,7 @@ class _Elastic(ElasticScalingPolicy):
         self._nodes: set[str] = set()
         self._look_at = -math.inf
         self._not_before = -math.inf  # more workers than there are are wanted
-        self._asked = _NEVER  # the group that was asked to end by when it started, and when
+        self._late_at = math.inf  # when those that were asked to end after a step are late
 
     def _look(self) -> None:
         """Has nodes be seen that have come or gone; Ray itself looks every 20 s."""
@@ -409,35 +421,36 @@ class _Elastic(ElasticScalingPolicy):
     @overrides(ElasticScalingPolicy)
     def make_decision_for_running_worker_group(self, worker_group_state, worker_group_status):
         self._look()
-        started, asked = self._asked
-        if started == worker_group_state.start_time and time.monotonic() < asked + timeouts.get().workers_leave:
-            return NoopDecision()
-        if self.is_broken():
+        if self.decisions.state.phase is Phase.TRAINING:
+            self._late_at = math.inf
+        late = time.monotonic() >= self._late_at
+        if self.decisions.state.phase is not Phase.TRAINING and not late:
             return NoopDecision()
         decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
-        if isinstance(decision, NoopDecision) or not self.after_step or started == worker_group_state.start_time:
+        if isinstance(decision, NoopDecision):
             return decision
-        before, after = worker_group_state.num_workers, decision.num_workers
-        if after > before and time.monotonic() < self._not_before:
+        if decision.num_workers > worker_group_state.num_workers and time.monotonic() < self._not_before:
             return NoopDecision()
-        self._asked = (worker_group_state.start_time, time.monotonic() + timeouts.get().joiner_ready)
-        actors = [worker.actor for worker in worker_group_state.workers]
-        threading.Thread(target=self._change, args=(actors, after), daemon=True).start()
-        return NoopDecision()
+        action = self.decisions.take(decisions.Room(decision.num_workers, late))
+        if action.do is Do.END_AFTER_STEP:
+            its = timeouts.get()
+            self._late_at = time.monotonic() + its.joiner_ready + its.workers_leave
+            actors = [worker.actor for worker in worker_group_state.workers]
+            threading.Thread(target=self._change, args=(actors, action.workers), daemon=True).start()
+        return decision if action.do is Do.RESIZE else NoopDecision()
 
     def _change(self, actors: list, after: int) -> None:
         """Has workers end after a step, when the processes that are to come are ready."""
-        before, (group, _) = len(actors), self._asked
+        before = len(actors)
         ready = after < before or self.prepare(before, after)
         if not ready:
             self._not_before = time.monotonic() + _AGAIN_INTERVAL
         else:
-            self._asked = (group, time.monotonic())
-            output.say(
-                f"there is room for {after} workers, and the run has {before}: it goes on with {after} after this step"
-            )
+            self._late_at = time.monotonic() + timeouts.get().workers_leave
+            events.emit(RunEvent(kind=Kind.RESIZED, workers=after, before=before))
         if not ready or not ends.end_of_resized(actors):
-            self._asked = _NEVER  # one is being replaced, or all start anew
+            self.decisions.take(decisions.NotTold())  # one is being replaced, or all start anew
+            self._late_at = math.inf
 
 
 def _is_slice(scaling_config) -> bool:
@@ -498,13 +511,13 @@ class _WorkerGroup(WorkerGroup):
     policy: object
     rehearsed: list
     elastic: _Elastic | None
+    decisions: Decisions
     _watchdog: Watchdog | None = None
     _hangs: HangWatch | None = None
     _hold_until: float | None = None
     _healing: Healing | None = None
     _spares: Spares | None = None
     _generation = 0  # of the workers' ring
-    _not_healed = False
     _cut_until: float | None = None
     _standing: tuple = ()  # refs of where each worker stands
     _gone: dict[int, Exception]
@@ -520,15 +533,12 @@ class _WorkerGroup(WorkerGroup):
         if not self._stays:
             return
         status = self.get_latest_poll_status()
-        causes = {} if status is None else {rank: cause_of(error) for rank, error in status.errors.items()}
-        moved = {rank for rank, cause in causes.items() if isinstance(cause, MovedError)}
-        lost = {rank for rank, cause in causes.items() if isinstance(cause, (RayActorError, WorkerFrozenError))} - moved
-        if any(not is_consequence(causes[rank]) for rank in causes.keys() - moved - lost):
-            return
-        lost |= self._gone.keys() | self._watchdog.ended.keys() | (self._hangs.ended.keys() if self._hangs else set())
+        errors, workers = {} if status is None else status.errors, self.get_workers()
+        stay = decisions.staying([_seen(errors.get(rank)) for rank in range(len(workers))])
+        stay -= self._gone.keys() | self._watchdog.ended.keys() | (self._hangs.ended.keys() if self._hangs else set())
         asked = {}
-        for rank, worker in enumerate(self.get_workers()):
-            if rank not in lost and worker.actor not in self._within:
+        for rank, worker in enumerate(workers):
+            if rank in stay and worker.actor not in self._within:
                 worker.actor.shutdown.remote()
                 asked[worker.actor.execute.remote(staying.leave, timeouts.get().workers_stay)] = worker
         seconds = 2 * timeouts.get().workers_stay
@@ -559,15 +569,10 @@ class _WorkerGroup(WorkerGroup):
         except (RaytfError, RayError) as error:  # its node has gone again, or it is too slow
             for _, actor in started:
                 ray.kill(actor)
-            output.say(f"there is room for {after} workers, and processes for them are not ready: {in_a_line(error)}")
+            events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=after, before=before, why=in_a_line(error)))
             return False
         self.processes.extend(started)
         return True
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a worker was lost, and is not replaced."""
-        return self._healing is not None or self._not_healed
 
     @overrides(WorkerGroup)
     def _start(self):
@@ -577,6 +582,9 @@ class _WorkerGroup(WorkerGroup):
         self._within: list = []  # actors in the reservation, which end with it
         try:
             super()._start()
+            workers = len(self.get_workers())
+            self.decisions.take(decisions.Started(workers, ray_train.failures_left(self.policy)))
+            events.emit(RunEvent(kind=Kind.WORKERS_STARTED, workers=workers))
         except (WorkerGroupStartupFailedError, RayActorError) as error:
             frozen = dict(self._watchdog.ended) if self._watchdog is not None else {}
             if not frozen:
@@ -689,14 +697,16 @@ class _WorkerGroup(WorkerGroup):
         self.took_report = bool(reported)
         if self._hangs is None and self._healing is None and self.config.hang_timeout_s is not None:
             self._watch_for_hangs()
-        if self._healing is None and self.config.spares and self.policy is not None and not self._not_healed:
+        state = self.decisions.state
+        if self.config.spares and state.recovers and state.is_whole:
             self._keep_spares()
         for rank, status in enumerate(found):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
                 self._watchdog.heard(rank)
             if isinstance(cause_of(status.error), MovedError):  # by itself it counts as the loss of a node
                 status.error = cause_of(status.error)
-        for rank, error in self._gone.items() if self._not_healed else ():  # one that is asked again may not answer
+        gone = self._gone if self._healing is None else {}  # one that is asked again may not answer
+        for rank, error in gone.items():
             found[rank] = WorkerStatus(running=False, error=error)
         for rank, how in self._watchdog.ended.items():
             error = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))
@@ -710,13 +720,14 @@ class _WorkerGroup(WorkerGroup):
         """Has processes take the places of workers that were lost; until they have, these seem to run."""
         if self._healing is not None and self._healing.done:
             self._end_healing(found)
-        lost = self._lost(found)
-        if self._healing is None and not (self._begin_healing(lost, found) if lost else self._are_cut(found)):
+        event = self._happened(found)
+        if event is not None:
+            self._follow(event, found)
+        elif self._healing is None:
+            self._look_at_cuts(found)
+        if self._healing is None:
             return found
-        if also := lost - self._healing.lost:
-            self._note_gone(also, found)
-            self._healing.another_is_lost(also)
-        lost = lost | self._healing.lost
+        lost = self._healing.lost | (event.ranks if isinstance(event, Lost) else frozenset())
         return [
             WorkerStatus(running=True, training_report=status.training_report)
             if rank in lost or (status.error is not None and is_consequence(status.error))
@@ -724,68 +735,74 @@ class _WorkerGroup(WorkerGroup):
             for rank, status in enumerate(found)
         ]
 
-    def _note_gone(self, lost: set[int], found: list[WorkerStatus]) -> None:
-        self._gone |= {rank: found[rank].error for rank in lost if found[rank].error is not None}
+    def _happened(self, found: list[WorkerStatus]) -> decisions.Event | None:
+        return decisions.happened([_seen(status.error) for status in found])
 
-    def _lost(self, found: list[WorkerStatus]) -> set[int]:
-        """Ranks of processes that have ended, or stand still and are ended; none where a worker failed by itself."""
-        causes = [cause_of(status.error) for status in found]
-        if any(isinstance(cause, MovedError) for cause in causes):  # the others end after that step, too
-            return set()
-        lost = {rank for rank, cause in enumerate(causes) if isinstance(cause, RayActorError)}
-        lost |= {rank for rank, status in enumerate(found) if isinstance(status.error, WorkerFrozenError)}
-        others = {rank for rank, status in enumerate(found) if status.error is not None} - lost
-        if any(not is_consequence(found[rank].error) for rank in others) or len(lost) == len(found):
-            return set()
-        return lost
+    def _follow(self, event: decisions.Event, found: list[WorkerStatus]) -> None:
+        """Does what is decided on what a poll shows."""
+        action = self._decide(event)
+        if action.do is Do.IGNORE:
+            return
+        causes = {rank: cause_of(status.error) for rank, status in enumerate(found) if status.error is not None}
+        if isinstance(event, decisions.Ended):
+            moved = next(cause for cause in causes.values() if isinstance(cause, MovedError))
+            events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
+            return
+        kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
+        more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
+        for rank in sorted(action.ranks or event.ranks):
+            why = in_a_line(causes[rank])
+            events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
+        if self.elastic is not None and isinstance(event, Lost):
+            self.elastic.suspects |= {self.get_workers()[rank].metadata.node_id for rank in event.ranks}
+        self._gone |= {rank: found[rank].error for rank in action.ranks}
+        if action.do is Do.INTERRUPT:
+            self._healing.another_is_lost(set(action.ranks))
+        elif action.do is Do.RECOVER:
+            if self._hangs is not None:
+                for rank in self._hangs.ended:
+                    ray.kill(self.get_workers()[rank].actor)
+                self._hangs.close()
+                self._hangs = None
+            self._heal(action.ranks)
 
-    def _begin_healing(self, lost: set[int], found: list[WorkerStatus]) -> bool:
-        if self.elastic is not None:
-            self.elastic.suspects |= {self.get_workers()[rank].metadata.node_id for rank in lost}
-        if self._not_healed or self.policy is None or ray_train.failures_left(self.policy) < len(lost):
-            return False
-        if self._hangs is not None:
-            for rank in self._hangs.ended:
-                ray.kill(self.get_workers()[rank].actor)
-            self._hangs.close()
-            self._hangs = None
-        why = "; ".join(f"worker {rank} was lost: {in_a_line(cause_of(found[rank].error))}" for rank in sorted(lost))
-        self._note_gone(lost, found)
-        output.say(f"{why}. Another process is to take its place in the step that the others are in")
-        self._heal(lost)
-        return True
+    def _decide(self, event: decisions.Event) -> decisions.Action:
+        """What follows from an event; failures that count are counted where Ray Train does so, too."""
+        action = self.decisions.take(event)
+        for _ in range(action.failures):
+            ray_train.count_failure(self.policy)
+        return action
 
     def look_for_cuts(self) -> None:
         """Looks, from now on, whether workers have lost each other though the processes of all live."""
-        if self.policy is not None and self._healing is None:
+        if self.decisions.state.recovers and self.decisions.state.is_whole:
             self._cut_until, self._standing = time.monotonic() + timeouts.get().cut_link, ()
 
-    def _are_cut(self, found: list[WorkerStatus]) -> bool:
-        """Whether all wait for another ring, and none is lost; has them form one then."""
+    def _look_at_cuts(self, found: list[WorkerStatus]) -> None:
+        """Has all form another ring where they wait for one, and none is lost."""
         if self._cut_until is None:
-            return False
+            return
         workers = self.get_workers()
         if any(status.error is not None for status in found) or time.monotonic() > self._cut_until:
             self._cut_until = None
-            return False
+            return
         if not self._standing:
             self._standing = tuple(worker.actor.execute.remote(standing) for worker in workers)
         if len(ray.wait(list(self._standing), num_returns=len(workers), timeout=0)[0]) < len(workers):
-            return False
+            return
         refs, self._standing = self._standing, ()
         try:
             told = ray.get(list(refs))
         except ray.exceptions.RayError:  # one is lost, which the next look shows
-            return False
+            return
         if not all(isinstance(where, Waiting) and error is None for where, error in told):
-            return False
+            return
         self._cut_until = None
-        if self._not_healed or ray_train.failures_left(self.policy) < 1:
-            give_up(workers, "the workers have lost each other, and FailureConfig allows no more failures")
-            return False
-        ray_train.count_failure(self.policy)
-        self._heal(set())
-        return True
+        action = self._decide(Disconnected())
+        if action.do is Do.RECOVER:
+            self._heal(frozenset())
+        else:
+            give_up(workers, f"the workers have lost each other, and {action.why or 'all start anew'}")
 
     @property
     def heals(self) -> bool:
@@ -804,7 +821,7 @@ class _WorkerGroup(WorkerGroup):
         variables = processes.threads(processes.cpus_of(self.get_resources_per_worker()))
         return processes.start(RayTrainWorker, node, environment | {"env_vars": variables | environment["env_vars"]})
 
-    def _heal(self, lost: set[int]) -> None:
+    def _heal(self, lost: frozenset[int]) -> None:
         self._generation += 1
         resources = self.get_resources_per_worker()
         cpus = processes.cpus_of(resources)
@@ -859,31 +876,11 @@ class _WorkerGroup(WorkerGroup):
     def _end_healing(self, found: list[WorkerStatus]) -> None:
         healing, self._healing = self._healing, None
         if not healing.healed:
-            if healing.another:
-                for _ in range(healing.new_lost):
-                    ray_train.count_failure(self.policy)
-                lost = healing.lost | healing.also | self._lost(found)
-                if len(lost) < len(found) and ray_train.failures_left(self.policy) >= len(lost):
-                    doing = f"{names(healing.lost)} was replaced" if healing.lost else "they were connected anew"
-                    output.say(f"{healing.why}, while {doing}; that begins anew")
-                    self._heal(lost)
-                    return
-            self._not_healed = True
-            for rank in self._gone:  # until its node is known to have gone, who asks it would wait
-                ray.kill(self.get_workers()[rank].actor)
-            healing.give_up()
-            if healing.kept is not None:
-                place = f"step {healing.kept}, of which the others have kept a checkpoint"
-                if healing.behind:
-                    place += f"; metrics of the epoch lack the rows of {names(healing.behind)} in that step"
-            else:
-                place = f"the last checkpoint{healing.not_kept and f', as {healing.not_kept}'}"
-            what = "it could not be replaced in place" if healing.lost else "they could not be connected anew"
-            output.say(f"{what}: {healing.why}. All workers start anew from {place}")
+            self._begin_again(healing, found)
             return
+        self._decide(decisions.Recovered())
         ray_train.exchange(self, healing.new)
         for rank, worker in healing.new.items():
-            ray_train.count_failure(self.policy)
             self._gone.pop(rank, None)
             self._watchdog.ended.pop(rank, None)
             self._watchdog.kept.pop(rank, None)
@@ -892,6 +889,23 @@ class _WorkerGroup(WorkerGroup):
         for callback in self._callbacks:
             if isinstance(callback, _Preemption):
                 callback.after_worker_group_start(self)
+
+    def _begin_again(self, healing: Healing, found: list[WorkerStatus]) -> None:
+        """Behind a recovery that has failed: another one, where more workers were lost, or else none."""
+        event = self._happened(found)
+        also = frozenset(healing.also) | (event.ranks if isinstance(event, Lost) else frozenset())
+        action = self._decide(decisions.NotRecovered(healing.why, healing.another, also, healing.new_lost))
+        ranks = tuple(sorted(healing.lost))
+        if action.do is Do.RECOVER:
+            events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=healing.why))
+            self._heal(action.ranks)
+            return
+        for rank in self._gone:  # until its node is known to have gone, who asks it would wait
+            ray.kill(self.get_workers()[rank].actor)
+        healing.give_up()
+        more = f". All workers start anew from {healing.place}" if action.do is Do.RESTART else ""
+        why = action.why or healing.why
+        events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=healing.kept, why=why, more=more))
 
     def _without_consequences(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
         """Keeps back errors that another's end has caused while it is seen who that is: one that does not answer."""
@@ -914,6 +928,16 @@ class _WorkerGroup(WorkerGroup):
                 how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
                 found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
         return found
+
+
+def _seen(error: BaseException | None) -> Seen:
+    """How a worker is seen that a poll tells this of."""
+    cause = cause_of(error)
+    if isinstance(cause, MovedError):
+        return Seen.ENDED
+    if isinstance(cause, (RayActorError, WorkerFrozenError)):
+        return Seen.LOST
+    return Seen.WELL if error is None else Seen.AFFECTED if is_consequence(error) else Seen.FAILED
 
 
 def _is_true(ref) -> bool:
@@ -984,7 +1008,7 @@ class _Preemption(PreemptionCallback):
             rank = worker.distributed_context.world_rank
             ranks.setdefault(worker.metadata.node_id, []).append(rank)
             actors[rank] = worker.actor
-        self._watcher = _Drains(ranks, min(self._poll_interval_s, _DRAINS_INTERVAL), actors)
+        self._watcher = _Drains(ranks, min(self._poll_interval_s, _DRAINS_INTERVAL), actors, worker_group.decisions)
 
     @overrides(PreemptionCallback)
     def _stop_watcher(self):
@@ -999,12 +1023,18 @@ class _Drains(PreemptionWatcher):
     Not where it is the driver's node, too: no other workers can be started from there, and the run ends.
     """
 
-    def __init__(self, ranks, seconds, actors):
+    def __init__(self, ranks, seconds, actors, run: Decisions):
+        self._ranks, self._decisions = dict(ranks), run
         self._actors, self._home = list(actors.values()), ray.get_runtime_context().get_node_id()
         super().__init__(ranks, seconds, actors)
 
     @overrides(PreemptionWatcher)
     def _on_drain_change(self, drained):
         super()._on_drain_change(drained)
-        if drained:
-            ends.end_of_drained(self._actors, stay=self._home not in drained)
+        if not drained:
+            return
+        for node in drained:
+            events.emit(RunEvent(kind=Kind.NODE_DRAINED, ranks=tuple(self._ranks.get(node, ())), node=node))
+        action = self._decisions.take(Drained(stays=self._home not in drained))
+        if action.do is Do.END_AFTER_STEP and not ends.end_of_drained(self._actors, stay=action.why == DRAIN):
+            self._decisions.take(decisions.NotTold())

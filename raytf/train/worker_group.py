@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import activity, liveness, timeouts
+from raytf import activity, events, liveness, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_names, ray_core
@@ -27,6 +27,7 @@ from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
 from raytf.errors import RaytfError, first_line, in_a_line
+from raytf.events import Kind, RunEvent
 from raytf.runtime import cores, guard
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.guard import FrozenError, Guard, Place
@@ -36,8 +37,21 @@ from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
 from raytf.timeouts import Timeouts
 from raytf.train import backend, ends
+from raytf.train.decisions import (
+    Action,
+    Decisions,
+    Disconnected,
+    Do,
+    Drained,
+    Lost,
+    NotRecovered,
+    Phase,
+    Recovered,
+    State,
+    StopRequested,
+)
 from raytf.train.entry import import_raytf
-from raytf.train.healing import Asked, Healing, give_up, names
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
@@ -148,8 +162,7 @@ class WorkerGroup:
         self.workers = [self._process(rank) for rank in range(workers)]
         self._run: Any = None  # the ref of the trial's TrialRun
         self._anew: Callable[[], TrialRun] | None = None
-        self._heals: float = 0
-        self._heals_at_all = False
+        self._decisions: Decisions  # of the trial
         self._generation = 0  # of the workers' ring
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
         self._watch: HangWatch | None = None
@@ -214,7 +227,17 @@ class WorkerGroup:
         """
         self.asked = self.ended = None
         self._anew = anew
-        self._run, self._heals, self._heals_at_all = ray.put(job), job.heals, job.heals > 0
+        self._run, workers = ray.put(job), len(self.workers)
+        state = State(
+            workers=workers,
+            fewest=workers,
+            most=workers,
+            failures_left=job.heals,
+            recovers=job.heals > 0,
+            asks_again=False,
+            phase=Phase.TRAINING,
+        )
+        self._decisions = Decisions(state)
         self._all("begin", self._run, what="the begin of a trial")
 
     def go_on(self, why: Callable[[], str | None] | None = None) -> dict | None:
@@ -233,10 +256,10 @@ class WorkerGroup:
             WorkerGroupLostError: it is not.
         """
         with self._watching():
-            events = self._events(why)
-        kinds = {event[0] for event in events.values()}
+            said = self._answers_of_all(why)
+        kinds = {event[0] for event in said.values()}
         if "error" in kinds:
-            rank, error = next((rank, event[1]) for rank, event in sorted(events.items()) if event[0] == "error")
+            rank, error = next((rank, event[1]) for rank, event in sorted(said.items()) if event[0] == "error")
             error.rank = rank
             raise error
         if len(kinds) > 1:
@@ -244,13 +267,13 @@ class WorkerGroup:
                 "the workers of a train loop must report equally often; one ended before another"
             )
         if kinds == {"report"}:
-            return [event[1] for _, event in sorted(events.items())]
-        self.ended = events[0][1]
+            return [event[1] for _, event in sorted(said.items())]
+        self.ended = said[0][1]
         return None
 
-    def _events(self, why: Callable[[], str | None] | None) -> dict[int, tuple]:
+    def _answers_of_all(self, why: Callable[[], str | None] | None) -> dict[int, tuple]:
         """Lets the trial run until each worker has something to say; between its beats it can be asked what it does."""
-        events: dict[int, tuple] = {}
+        said: dict[int, tuple] = {}
         waits: set[int] = set()  # for another ring
         failed = None  # when the first did
         self._begin_wait()
@@ -269,37 +292,40 @@ class WorkerGroup:
                     (waits.discard if event is None else waits.add)(rank)
                     pending[self.workers[rank].next_event.remote()] = rank
                     continue
-                events[rank] = event
+                said[rank] = event
                 if event[0] == "error" and failed is None:
                     failed = time.monotonic()
             if pending and not lost:
                 lost = self._standing_still()
+            new = frozenset()
             if lost:
-                new = self._heal(lost, events)
+                new = self._heal(lost, said)
                 waits.clear()
-                pending = {ref: rank for ref, rank in pending.items() if rank not in new}
-                pending |= {self.workers[rank].next_event.remote(): rank for rank in new}
             elif pending and failed is not None and time.monotonic() - failed >= timeouts.get().alike_failures:
-                raise self._alone(events)
+                raise self._alone(said)
             elif len(waits) == len(self.workers):
-                self._connect()
+                new = self._connect()
                 waits.clear()
             elif pending:
                 self._ask_to_end(why)
-        return events
+            pending = {ref: rank for ref, rank in pending.items() if rank not in new}
+            pending |= {self.workers[rank].next_event.remote(): rank for rank in new}
+        return said
 
-    def _connect(self) -> None:
-        """Has workers form another ring in the step that all are in: they lost each other, and the processes live."""
-        if self._heals < 1:
-            give_up(map(_Worker, self.workers), "the workers lost each other, and no more failures are allowed")
-            return
-        self._heals -= 1
-        self._generation += 1
-        connecting = Healing(self._healing({}), set(), self._generation)
-        connecting.wait()
-        if not connecting.healed and not connecting.another:  # the loss of one is seen by its next answer
-            output.say(f"they could not be connected anew: {connecting.why}")
-            connecting.give_up()
+    def _connect(self) -> frozenset[int]:
+        """Has workers form another ring in the step that all are in: they lost each other, and the processes live.
+
+        Returns:
+            The ranks of workers that were lost meanwhile, and replaced.
+        """
+        action = self._decisions.take(Disconnected())
+        if action.do is not Do.RECOVER:
+            give_up(map(_Worker, self.workers), f"the workers lost each other, and {action.why}")
+            return frozenset()
+        ranks, why = self._recover(action)
+        if why is not None:
+            events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, why=why))
+        return ranks
 
     def _standing_still(self) -> dict[int, WorkerGroupLostError]:
         """Workers that are stopped, whose host has gone, or that hang, by rank, with what is to be said of each."""
@@ -315,52 +341,50 @@ class WorkerGroup:
         ended = self._watch.ended if self._watch is not None else {}
         return {rank: WorkerGroupLostError(f"worker {rank} hangs: {its}\n{its.stack}") for rank, its in ended.items()}
 
-    def _heal(self, lost: dict[int, WorkerGroupLostError], events: dict[int, tuple]) -> set[int]:
+    def _heal(self, lost: dict[int, WorkerGroupLostError], said: dict[int, tuple]) -> frozenset[int]:
         """Has processes take the places of lost workers, in the step that the others are in; the ranks of all these.
 
         Raises:
             WorkerGroupLostError: it is not to be done, or cannot be; says why.
         """
         first = lost[min(lost)]
-        if not self._heals_at_all:
+        action = self._decisions.take(Lost(frozenset(lost), frozenset(said)))
+        for rank, error in sorted(lost.items()):
+            why = in_a_line(error.__cause__) if error.__cause__ else first_line(error).rstrip(".")
+            more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
+            events.emit(RunEvent(kind=Kind.WORKER_LOST, ranks=(rank,), why=why, more=more))
+        if not action.state.recovers:
             first.unhealed = None
             raise first
         self._close_watch()
         for rank in lost:
             ray.kill(self.workers[rank])  # one that stands still is still there
-        ranks, unhealed = set(lost), self._unhealable(set(lost), events)
-        if unhealed is None:
-            why = "; ".join(first_line(error).rstrip(".") for error in lost.values())
-            output.say(f"{why}. Another process is to take its place in the step that the others are in")
-        while unhealed is None:
-            self._generation += 1
-            made: dict[int, Place] = {}
-            replaced = Healing(self._healing(made), ranks, self._generation)
-            replaced.wait()
-            if replaced.new:
-                self._take_in({rank: worker.actor for rank, worker in replaced.new.items()}, made)
-                return ranks
-            self._heals -= replaced.new_lost
-            also, ranks = replaced.also, ranks | replaced.also
-            unhealed = replaced.why if not replaced.another else self._unhealable(ranks, events)
-            if unhealed is None:
-                output.say(f"{replaced.why}, while {names(ranks - also)} was replaced; that begins anew")
-            else:
-                replaced.give_up()
-        first.unhealed = unhealed
+        ranks, why = self._recover(action)
+        if why is None:
+            return ranks
+        first.unhealed = why or None
         raise first
 
-    def _unhealable(self, lost: set[int], events: dict[int, tuple]) -> str | None:
-        """Why the places of these cannot be taken, as a clause, where that is seen at once; else None."""
-        if len(lost) == len(self.workers):
-            return "no other worker is left that holds the training's state"
-        if len(lost) > self._heals:
-            return "FailureConfig allows no more failures"
-        if self.asked is not None:
-            return "the trial was to end after that step"
-        if said := [rank for rank in events if rank not in lost]:
-            return f"{names(lost)} was lost between two steps, behind a report of {names(said)}"
-        return None
+    def _recover(self, action: Action) -> tuple[frozenset[int], str | None]:
+        """(ranks of new processes, None), or why there are none, as a clause."""
+        tried = None
+        while action.do is Do.RECOVER:
+            self._generation += 1
+            made: dict[int, Place] = {}
+            tried = Healing(self._healing(made), action.ranks, self._generation)
+            tried.wait()
+            if tried.healed:
+                self._decisions.take(Recovered())
+                if tried.new:
+                    self._take_in({rank: worker.actor for rank, worker in tried.new.items()}, made)
+                return action.ranks, None
+            action = self._decisions.take(NotRecovered(tried.why, tried.another, frozenset(tried.also), tried.new_lost))
+            if action.do is Do.RECOVER:
+                ranks = tuple(sorted(tried.lost))
+                events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=tried.why))
+        if tried is not None:
+            tried.give_up()
+        return frozenset(), action.why
 
     def _healing(self, made: dict[int, Place]) -> Asked:
         """What a `Healing` needs of this group; where new processes are, is noted in `made`."""
@@ -397,7 +421,6 @@ class WorkerGroup:
         for rank, worker in workers.items():
             self.workers[rank] = worker
             self._settled.pop(rank, None)
-        self._heals -= len(workers)
         self._guard.close()
         self._see(self._places | places)
         self._begin_wait()
@@ -413,9 +436,12 @@ class WorkerGroup:
         """Has all workers end after the same step, once there is a reason."""
         if why is None or self.asked is not None or (reason := why()) is None:
             return
-        self.asked = reason
+        action = self._decisions.take(StopRequested() if reason == ending.STOP else Drained(stays=True))
+        if action.do is not Do.END_AFTER_STEP:
+            return
+        self.asked = action.why
         try:
-            ends.agree(self.workers, reason)
+            ends.agree(self.workers, action.why)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
         except ray.exceptions.RayActorError as error:
@@ -441,12 +467,12 @@ class WorkerGroup:
         if watch is not None:
             watch.close()
 
-    def _alone(self, events: dict[int, tuple]) -> WorkerGroupLostError:
+    def _alone(self, said: dict[int, tuple]) -> WorkerGroupLostError:
         """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
         standing = self._guard.standing()
         if standing is not None:
             return WorkerGroupLostError(str(standing))
-        rank, error = next((r, e[1]) for r, e in events.items() if e[0] == "error")
+        rank, error = next((r, e[1]) for r, e in said.items() if e[0] == "error")
         return WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
     def save(self) -> dict[str, bytes] | None:

@@ -11,7 +11,9 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
 
+from raytf import events
 from raytf.errors import ConfigError
+from raytf.events import Kind, RunEvent
 from raytf.storage import stored_json
 from raytf.storage.checkpoint_files import State
 from raytf.train import run_list
@@ -36,12 +38,14 @@ class Found:
         state: of its newest checkpoint, or None.
         checkpoints: that are kept, newest first, with the bytes of each.
         figures: lines of each worker, in the order of time.
+        events: what has happened to it, likewise.
     """
 
     run: run_list.Run
     state: State | None
     checkpoints: Sequence[tuple[Kept, int]]
     figures: Sequence[Mapping[str, Any]]
+    events: Sequence[RunEvent]
 
 
 def page(filesystem, path: str, folder: str) -> str:
@@ -70,7 +74,9 @@ def found_in(filesystem, path: str, folder: str) -> Found:
             "Name the folder that it printed at its start; `raytf runs DIR` lists those below a folder",
         )
     sizes = [(one, _bytes_of(filesystem, one.path)) for one in kept]
-    return Found(run=runs[0], state=run_list.newest(filesystem, path), checkpoints=sizes, figures=figures)
+    found = events.read(filesystem, path)
+    state = run_list.newest(filesystem, path)
+    return Found(run=runs[0], state=state, checkpoints=sizes, figures=figures, events=found)
 
 
 def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
@@ -102,7 +108,7 @@ def drawn(found: Found, folder: str) -> str:
     body = pages.headline("Run", found.run.name, folder) + _summary(found)
     body += pages.section("Learning curves", pages.charts(curves))
     body += pages.section("Workers over time", pages.charts(_of_workers(found.figures)))
-    body += pages.section("Restarts, replacements and other numbers of workers", _events(found.figures))
+    body += pages.section("Events", _events(found.events))
     body += pages.section("Checkpoints", _checkpoints(found.checkpoints))
     body += pages.section("Epochs", _epochs(history))
     return pages.page(f"Run {found.run.name}", body)
@@ -118,7 +124,7 @@ def _summary(found: Found) -> str:
             ("time of the epochs", pages.duration(sum(line["seconds"] for line in _last_of_epochs(chief)))),
             ("examples/s, median", f"{statistics.median(rates):,.0f}"),
             ("workers", str(int(chief[-1]["workers"]))),
-            ("restarts and replacements", str(len(changes(found.figures)))),
+            ("restarts and replacements", str(_restarts(found.events))),
         ]
     pairs.append(("checkpoints kept", f"{len(found.checkpoints)}, {pages.size(sum(n for _, n in found.checkpoints))}"))
     return pages.facts(pairs)
@@ -189,44 +195,15 @@ def _last_of_epochs(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return sorted({line["epoch"]: line for line in lines}.values(), key=lambda line: line["epoch"])
 
 
-def changes(figures: Sequence[Mapping[str, Any]]) -> list[tuple[float, int, str]]:
-    """Returns (time, epoch, what) of each start of other processes that figures tell, after the first.
-
-    A line with another process of a rank is that of one which has taken its place; where all have changed, the run has
-    been started again.
-    """
-    found: list[tuple[float, int, str]] = []
-    last: dict[int, tuple] = {}
-    before: set[int] | None = None
-    rounds: list[list[Mapping[str, Any]]] = []
-    for line in figures:  # a round is a line of each rank
-        if not rounds or any(one["rank"] == line["rank"] for one in rounds[-1]):
-            rounds.append([])
-        rounds[-1].append(line)
-    for of_round in rounds:
-        new = [line for line in of_round if int(line["rank"]) in last and last[line["rank"]] != _process(line)]
-        count = {int(line["workers"]) for line in of_round}
-        when, epoch = of_round[0]["time"], int(of_round[0]["epoch"])
-        if before is not None and len(count) == 1 and before != count:
-            found.append((when, epoch, f"from {min(before)} to {min(count)} workers"))
-        elif new and len(new) == len(of_round):
-            found.append((when, epoch, "all workers are other processes: the run was started again"))
-        else:
-            found += [
-                (when, epoch, f"worker {int(line['rank'])} is another process, on {line.get('host')}") for line in new
-            ]
-        last |= {int(line["rank"]): _process(line) for line in of_round}
-        before = count
-    return found
+def _restarts(found: Sequence[RunEvent]) -> int:
+    """How often workers were started or replaced after the first start."""
+    starts = sum(event.kind is Kind.WORKERS_STARTED for event in found)
+    return max(0, starts - 1) + sum(event.kind is Kind.WORKER_REPLACED for event in found)
 
 
-def _process(line: Mapping[str, Any]) -> tuple:
-    return line.get("host"), line["pid"]
-
-
-def _events(figures: Sequence[Mapping[str, Any]]) -> str:
-    rows = [[_moment(when), str(epoch), what] for when, epoch, what in changes(figures)]
-    return pages.table(["by", "epoch", "what"], rows, texts=(0, 2)) if rows else ""
+def _events(found: Sequence[RunEvent]) -> str:
+    rows = [[_moment(event.time), str(event).partition("\n")[0]] for event in found]
+    return pages.table(["time", "what"], rows, texts=(0, 1)) if rows else ""
 
 
 def _checkpoints(kept: Sequence[tuple[Kept, int]]) -> str:

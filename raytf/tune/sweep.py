@@ -176,7 +176,9 @@ def sweep(
     with contextlib.ExitStack() as ends:
         ending = ends.enter_context(Ending())
         ends.callback(scratch.clean)
-        lock = ends.enter_context(_lock(settled, resume))
+        place = _place(settled, resume)
+        lock = ends.enter_context(RunLock(*place))
+        ending.record(*place)
         if progress:
             print(f"sweep   {resume or run_folder.where(settled)}", flush=True)
         shown = ends.enter_context(phases(progress, READING))
@@ -215,7 +217,7 @@ def sweep(
         if plan.end is not None:
             ends.callback(plan.end.clear)
         with table, _quiet_tune() as tunes:
-            asking = None if plan.end is None else Asking(plan.end, tunes.interrupt, ending.say)
+            asking = None if plan.end is None else Asking(plan.end, tunes.interrupt, ending.tell_request)
             table.asking = asking
             with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.hear()):
                 grid = tuner.fit()
@@ -573,13 +575,13 @@ def _watched(run_config, table: Table) -> tune.RunConfig:
     return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop, progress_reporter=reporter)
 
 
-def _lock(run_config, resume) -> RunLock:
-    """The lock of the sweep's folder, which may be one that is resumed."""
+def _place(run_config, resume) -> tuple:
+    """(filesystem, path) of the sweep's folder, which may be one that is resumed."""
     if resume is None:
         folder = RunFolder.of(run_config)
-        return RunLock(folder.filesystem, folder.path)
+        return folder.filesystem, folder.path
     filesystem, path = get_fs_and_path(report.located(resume), None)
-    return RunLock(filesystem, path.rstrip("/"))
+    return filesystem, path.rstrip("/")
 
 
 def _remember(options: SweepOptions, run_config) -> None:

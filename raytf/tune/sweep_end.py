@@ -95,14 +95,14 @@ class Asking:
     Args:
         end: what the trials see.
         interrupt: ends Tune's loop.
-        say: tells who reads the log.
+        tell: tells who reads the log that all are asked.
 
     Attributes:
         lost: clauses of `unkept`, once all is over.
     """
 
-    def __init__(self, end: SweepEnd, interrupt: Callable[[], object], say: Callable[[str], None]):
-        self._end, self._interrupt, self._say = end, interrupt, say
+    def __init__(self, end: SweepEnd, interrupt: Callable[[], object], tell: Callable[[str], None]):
+        self._end, self._interrupt, self._tell = end, interrupt, tell
         self._until: float | None = None
         self._heard = self._over = False
         self.lost: list[str] = []
@@ -120,7 +120,7 @@ class Asking:
         if not self._heard or self._over:
             return
         if self._until is None:
-            self._say("the trials end after this step; a second signal ends them at once")
+            self._tell("the trials end after this step; a second signal ends them at once")
             self._until = time.monotonic() + timeouts.get().run_end
             self._end.ask()
         notes = self._end.notes(running())

@@ -16,10 +16,11 @@ from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from ray.tune.utils import flatten_dict
 
-from raytf import timeouts
+from raytf import events, timeouts
 from raytf.compat import loggers, ray_configs, ray_core, ray_tune
 from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
+from raytf.events import Kind, RunEvent
 from raytf.storage import checkpoint_files
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate, trial_steps
@@ -94,7 +95,12 @@ class Trial(tune.Trainable):
         timeouts.put_in_force(plan.setup.timeouts)
         self._plan, self._worker_group = plan, None
         output.say_who(self.trial_name)
+        self._record()
         self._take(config)
+
+    def _record(self) -> None:
+        storage = ray_tune.storage_of(self)
+        events.record(events.Recorder(storage.storage_filesystem, storage.trial_fs_path))
 
     def _take(self, config) -> None:
         self._config = self._plan.config | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()}
@@ -112,11 +118,12 @@ class Trial(tune.Trainable):
             try:
                 self._worker_group.stop()
                 if (outgrown := self._worker_group.outgrown()) is not None:
-                    output.say(f"{outgrown}: new workers run the next trial")
+                    events.emit(RunEvent(kind=Kind.WORKERS_RENEWED, why=outgrown, more="run the next trial"))
                     self._close()
             except WorkerGroupLostError:  # a worker died after its trial had ended: this one gets others
                 self._close(well=False)
             self._train.rest()  # what streams have read for the next steps of a trial that was stopped
+        self._record()
         self._take(new_config)
         return True
 
@@ -157,17 +164,17 @@ class Trial(tune.Trainable):
             return
         why = error.unhealed or self._plan.unhealed
         why = "" if why is None else f" It could not be replaced in place: {why}."
-        output.say(
-            f"{first_line(error).rstrip('.')}.{why} All workers of the trial start anew from its last checkpoint, "
-            "unless it has failed more often than FailureConfig allows"
-        )
+        lost = first_line(error).rstrip(".")
+        events.emit(RunEvent(kind=Kind.TRIAL_RESTARTED, why=lost, more=why))
 
     def _ended(self, step: int, why: str | None) -> dict[str, Any]:
         """What follows when the workers have ended after a step, because they were asked to."""
         kept = self._saved_step >= step or trial_steps.is_kept(self._within.filesystem, self._within.folder, step)
         if why == DRAIN:
             self._close()
-            raise MovedError(step)  # which Tune takes for no failure, and starts the trial elsewhere
+            moved = MovedError(step)
+            events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=step, why=str(moved)))
+            raise moved  # which Tune takes for no failure, and starts the trial elsewhere
         self._plan.end.ended(self.trial_id, step, kept)
         return {}  # Tune has ended
 
@@ -205,6 +212,7 @@ class Trial(tune.Trainable):
                 heals=plan.failures if plan.unhealed is None else 0,
             )
             self._worker_group.begin(run)
+            events.emit(RunEvent(kind=Kind.WORKERS_STARTED, workers=workers))
             self._running = True
             if plan.end is not None:
                 plan.end.begun(self.trial_id)

@@ -13,7 +13,6 @@ import tensorflow as tf
 from raytf.collectives import healing
 from raytf.collectives.healing import Place
 from raytf.compat import keras_objects, loggers
-from raytf.console import output
 from raytf.data import sampling
 from raytf.data.feed import Feed
 from raytf.errors import ConfigError
@@ -143,17 +142,15 @@ def train(task: TrainJob, session) -> dict | None:
                 )
         except Ended as ended:
             if ended.why != STOP:
-                raise _moved(ended, session) from None
+                raise _moved(ended) from None
             return {"step": ended.step}
     return None
 
 
-def _moved(ended: Ended, session) -> MovedError:
-    """What has Ray Train start others; said in a line, where Ray Train would tell of an error of the training."""
+def _moved(ended: Ended) -> MovedError:
+    """What has Ray Train start others; the controller says so, and Ray Train is not to tell of an error."""
     error = MovedError(ended.step, ended.why)
     logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: MovedError.__name__ not in record.getMessage())
-    if session.rank == 0:
-        output.say(str(error))
     return error
 
 

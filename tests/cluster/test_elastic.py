@@ -10,7 +10,9 @@ import numpy as np
 import psutil
 import pytest
 
+import raytf
 from cluster import local
+from raytf.events import Kind
 from tests.cluster.test_ended import drain, finished, noted, started, steps, until, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -80,7 +82,12 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     said = finished(driver)
     assert steps(tmp_path, "run", 0) == EVERYTHING, said
     made = steps(tmp_path, "run", 1)
-    assert made == EVERYTHING[19 : 19 + len(made)] and made[-1] in ((2, 4), (2, 5)), made
+    found = raytf.run_events(tmp_path / "run")
+    (grown, *_) = [event for event in found if event.kind is Kind.RESIZED]
+    joined, left = (event.step for event in found if event.kind is Kind.ENDED_AFTER_STEP)
+    assert (grown.before, grown.workers) == (1, 2) and Kind.NODE_DRAINED in {event.kind for event in found}, found
+    assert made == EVERYTHING[joined:left], found
+    assert [event.workers for event in found if event.kind is Kind.WORKERS_STARTED] == [1, 2, 1], found
     assert len(processes(tmp_path, "run")) == 1, said
 
     cluster = local.add(cluster)
@@ -92,6 +99,10 @@ def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_van
     kill(cluster, node_of(cluster, int(noted(tmp_path, "lost", 1)[-1].split()[3])))
     (tmp_path / "lost_hold").write_text("no more")
     said = finished(driver)
+    found = raytf.run_events(tmp_path / "lost")
+    (failed,) = [event for event in found if event.kind is Kind.RECOVERY_FAILED]
+    assert failed.ranks == (1,) and failed.step == 10, "the other keeps the step that both have made"
+    assert [event.workers for event in found if event.kind is Kind.WORKERS_STARTED] == [2, 1], found
     assert steps(tmp_path, "lost", 0) == EVERYTHING, said
     assert len(processes(tmp_path, "lost")) == 1, said
     expected = json.loads((tmp_path / "alone.json").read_text())

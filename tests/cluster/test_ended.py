@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -20,8 +19,10 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
+import raytf
 from cluster import local
 from raytf.compat import ray_core
+from raytf.events import Kind
 from tests import warm
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,11 @@ def told(tmp_path, name, rank):
     """`steps`, of which one is once where a process in a lost one's place is told of its end once more."""
     made = steps(tmp_path, name, rank)
     return [place for before, place in zip([None, *made], made, strict=False) if place != before]
+
+
+def stopped(folder):
+    """The last event of a run's end by a signal, or by a drain."""
+    return [event for event in raytf.run_events(folder) if event.kind is Kind.STOPPED][-1]
 
 
 def nodes(tmp_path, name):
@@ -113,14 +119,14 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     held = max(0, workers - 1)
     until(lambda: all(steps(tmp_path, "run", rank)[-1:] == [(1, 4)] for rank in (0, held)), driver)
     driver.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    said = finished(driver, 143)
-    assert workers == 0 or "SIGTERM: ends after this step" in said
-    print("ended", time.monotonic() - began, said)
-    (step,) = map(int, re.findall(r"has ended after step (\d+)", said))
+    finished(driver, 143)
+    asked = [event.why for event in raytf.run_events(tmp_path / "run") if event.kind is Kind.STOP_REQUESTED]
+    assert asked == (["SIGTERM"] if workers else [])
+    end = stopped(tmp_path / "run")
+    step = end.step
     assert (tmp_path / "run" / f"step_{step:012d}" / "manifest.json").exists()
     made = steps(tmp_path, "run", 0)
-    assert len(made) == step and step in (19, 20) and f"(step {step - 14} of epoch 2), which is kept" in said
+    assert len(made) == step and step in (19, 20) and f"(step {step - 14} of epoch 2), which is kept" in end.more
     (tmp_path / "run_hold").write_text("2 13")  # the last step of all
     driver = started(tmp_path, "run", workers)
     until(lambda: steps(tmp_path, "run", held)[-1:] == [(2, 13)], driver)
@@ -226,9 +232,10 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts, quiet):
             np.testing.assert_array_equal(mine, its)
     driver, there = drained_in_step_20("own", last)
     assert there == last, f"of the driver: {last}, of its workers: {there}"
-    said = finished(driver, 143)
-    told = r"a node that it cannot leave is drained; the run 'own' has ended after step (\d+)"
-    (step,) = map(int, re.findall(told, said))
+    finished(driver, 143)
+    end = stopped(tmp_path / "own")
+    step = end.step
+    assert "a node that it cannot leave is drained" in end.more
     assert (tmp_path / "own" / f"step_{step:012d}" / "manifest.json").exists()
 
 
@@ -291,8 +298,10 @@ def test_exit_codes_of_raytf_train(tmp_path, command_line):
         driver = command_line("train", "--checkpoint-every", "1 step", from_scratch=number == signal.SIGTERM)
         until(lambda: any(step > kept for step in whole(tmp_path / "runs" / "train")), driver)  # noqa: B023
         driver.send_signal(number)
-        (step,) = map(int, re.findall(r"has ended after step (\d+)", finished(driver, code)))
-        assert step > kept and step in whole(tmp_path / "runs" / "train")
+        finished(driver, code)
+        end = stopped(tmp_path / "runs" / "train")
+        step = end.step
+        assert end.why == number.name and step > kept and step in whole(tmp_path / "runs" / "train")
         kept = step
     (tmp_path / "fast").touch()
     finished(command_line("train", "--checkpoint-every", "1 step"))
@@ -310,13 +319,14 @@ def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_lin
     driver = command_line("sweep", *arguments)
     until((tmp_path / "fast_not_yet").exists, driver)
     driver.send_signal(signal.SIGTERM)
-    assert "the sweep has ended with 0 of" in finished(driver, 143)
+    finished(driver, 143)
+    assert "the sweep has ended with 0 of" in stopped(tmp_path / "runs" / "sweep").more
     before = set(tmp_path.glob("runs/sweep/Trial_*"))
     assert before
-    said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 1)
+    said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 2)
     assert "A sweep of a name that exists goes on as it was" in said
     (tmp_path / "slow.py").write_text(SLOW.replace("layers.Dense(1)", "layers.Dense(1, 'tanh')"))
-    said = finished(command_line("sweep", *arguments), 1)
+    said = finished(command_line("sweep", *arguments), 2)
     assert "A sweep of a name that exists goes on as it was" in said and "tanh" in said
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "fast").touch()

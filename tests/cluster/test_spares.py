@@ -11,7 +11,9 @@ import time
 import pytest
 import ray
 
+from raytf import events
 from raytf.data.stored import StoredDataset
+from raytf.events import Kind
 from raytf.runtime import processes
 from raytf.runtime.processes import Process
 from raytf.runtime.spares import Spares
@@ -50,7 +52,19 @@ def kept_of(each, start, preload):
     return Spares(each, start, preload, functools.partial(next, itertools.count(0.0, 60.0)))
 
 
-def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_handed_out(capsys):
+@pytest.fixture
+def happened():
+    """The events of this process."""
+    found = []
+    with events.recorded(found.append):
+        yield found
+
+
+def count(happened, kind):
+    return sum(event.kind is kind for event in happened)
+
+
+def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_handed_out(happened):
     node, started = ray.get_runtime_context().get_node_id(), Started()
     kept = kept_of(2, started, less)
     for _ in range(2):
@@ -69,7 +83,9 @@ def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_
     kept.keep({node})
     kept.keep(set())
     assert len(started.actors) == 4 and kept.take(node, pid) is None, "where no worker is, none is kept"
-    assert capsys.readouterr().err.count("as a step ahead failed in one: a line") == 1
+    (limited,) = [event for event in happened if event.kind is Kind.STANDBY_LIMITED]
+    assert limited.why == "a line" and count(happened, Kind.STANDBY_STARTED) == 4
+    assert count(happened, Kind.STANDBY_LOST) == 0, "a dead one was found as it was to be handed out"
     kept.close()
     assert ray.get(pid(actor)) == alive, "it is another's"
     ray.kill(actor)
@@ -78,17 +94,17 @@ def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_
             ray.get(pid(other))
 
 
-def test_where_none_can_start_it_is_said_once_and_no_more_are_tried(capsys):
+def test_where_none_can_start_it_is_said_once_and_no_more_are_tried(happened):
     node, started, until = "a" * 56, Started(), time.monotonic() + 120
-    kept, said = kept_of(1, started, nothing), ""
-    while "no spare process can be kept on node aaaaaaaa" not in said:
+    kept = kept_of(1, started, nothing)
+    while not count(happened, Kind.STANDBY_GIVEN_UP):
         assert time.monotonic() < until, f"{len(started.actors)} were tried"
         kept.keep({node})
-        said += capsys.readouterr().err
         time.sleep(0.02)
     for _ in range(3):
         kept.keep({node})
-    assert len(started.actors) == 3 and "no spare" not in capsys.readouterr().err
+    assert len(started.actors) == count(happened, Kind.STANDBY_STARTED) == count(happened, Kind.STANDBY_LOST) == 3
+    assert count(happened, Kind.STANDBY_GIVEN_UP) == 1
     kept.close()
 
 

@@ -17,6 +17,7 @@ ORDER = (
         "compat",
         "console",
         "storage",
+        "events",
         "runtime",
         "collectives",
         "data",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.fs
 import pytest
 
+from raytf import events
 from raytf.errors import ConfigError
-from raytf.tune import report, run_report
+from raytf.events import Kind, RunEvent
+from raytf.tune import report
 from raytf.worker import figures
 from tests.unit.test_charts import Checked
 from tests.unit.test_command_line import epoch
@@ -29,7 +32,10 @@ def write(folder, lines) -> None:
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of three epochs, on two workers, of which one was replaced."""
+    """A run of three epochs, on two workers, of which one was replaced, and all were started again."""
+    record = events.Recorder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "first"))
+    for number, kind in enumerate(("workers_started", "worker_replaced", "workers_started")):
+        record(RunEvent(kind=Kind(kind), ranks=(1,), workers=2, seconds=3.0, time=1e9 + number))
     epoch(tmp_path, "first", 3, loss=[100.0, 1.0, 0.01], val_loss=[90.0, 2.0, 0.5])
     pids = {(0, 1): 1, (1, 1): 2, (0, 2): 1, (1, 2): 2, (0, 3): 1, (1, 3): 7}
     write(tmp_path / "first", [line(rank, number, pid) for (rank, number), pid in pids.items()])
@@ -55,7 +61,8 @@ def test_a_page_about_a_run(run):
         *("waiting for input", "communication, share", "memory of the process", "standing still for checkpoints"),
     ):
         assert f'aria-label="{label}' in text, label
-    assert "worker 1 is another process, on h" in text and "finished" in text and "3/3" in text
+    assert "worker 1 was lost and is replaced in place, after 3.0 s" in text and "finished" in text and "3/3" in text
+    assert text.count("2 worker(s) start") == 2 and "restarts and replacements" in text
     assert "val_loss 0.5 (epoch 3)" in text and "268MB" in text and len(text) < 60_000
     assert "checkpoint_2026-01-03" in text and "<script" not in text
 
@@ -64,15 +71,6 @@ def test_a_run_without_figures_has_its_curves(tmp_path):
     epoch(tmp_path, "old", 2, loss=[2.0, 1.0])
     text = text_of(tmp_path / "old")
     assert 'aria-label="loss by epoch"' in text and "Workers over time" not in text
-
-
-def test_changes_of_workers_and_restarts():
-    lines = [line(rank, number, pid=rank) for number in (1, 2) for rank in (0, 1)]
-    assert run_report.changes(lines) == []
-    more = [line(0, 3, 10, workers=3), line(1, 3, 11, workers=3), line(2, 3, 12, workers=3)]
-    assert [what for *_, what in run_report.changes(lines + more)] == ["from 2 to 3 workers"]
-    again = [line(0, 2, 20), line(1, 2, 21)]
-    assert ["started again" in what for *_, what in run_report.changes(lines + again)] == [True]
 
 
 def test_lines_that_were_cut_off_or_crafted_are_left_out(run):

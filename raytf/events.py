@@ -1,0 +1,257 @@
+"""What happens to a run: each event is recorded in the run's folder and said in a line, both by `emit`.
+
+An event is a file of JSON of its own, so that the driver, Ray Train's controller and the actors of trials, on whatever
+storage, need not share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import os
+import posixpath
+import sys
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import pyarrow.fs
+from pyarrow.fs import FileSelector, FileType
+
+from raytf.errors import ConfigError, first_line
+from raytf.storage import stored_json
+
+# In a run's folder, beside the figures of its workers.
+FOLDER = "figures/events"
+
+
+class Kind(enum.StrEnum):
+    """What an event can be."""
+
+    RESOURCES_AWAITED = "resources_awaited"
+    RESOURCES_GIVEN = "resources_given"
+    WORKERS_STARTED = "workers_started"
+    WORKER_LOST = "worker_lost"
+    WORKER_FAILED = "worker_failed"
+    WORKER_REPLACED = "worker_replaced"
+    WORKERS_DISCONNECTED = "workers_disconnected"
+    WORKERS_RECONNECTED = "workers_reconnected"
+    RECOVERY_INTERRUPTED = "recovery_interrupted"
+    RECOVERY_FAILED = "recovery_failed"
+    TRIAL_RESTARTED = "trial_restarted"
+    RESIZED = "resized"
+    RESIZE_DELAYED = "resize_delayed"
+    NODE_DRAINED = "node_drained"
+    ENDED_AFTER_STEP = "ended_after_step"
+    NOT_TOLD = "not_told"
+    STOP_REQUESTED = "stop_requested"
+    STOPPED = "stopped"
+    STANDBY_STARTED = "standby_started"
+    STANDBY_LOST = "standby_lost"
+    STANDBY_LIMITED = "standby_limited"
+    STANDBY_GIVEN_UP = "standby_given_up"
+    WORKER_HUNG = "worker_hung"
+    WORKER_WENT_ON = "worker_went_on"
+    STRAGGLER = "straggler"
+    WORKERS_RENEWED = "workers_renewed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """Something that has happened to a run.
+
+    Attributes:
+        kind: what.
+        ranks: of the workers that it is about.
+        step: steps of the training that are made in all.
+        seconds: that it took.
+        workers: how many there are from now on.
+        before: how many there were.
+        node: Ray's id of the node.
+        name: of the worker, where it is not its rank.
+        why: the cause, as a clause.
+        more: what else is to be read, such as a stack.
+        time: when, in seconds since 1970.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...] = ()
+    step: int | None = None
+    seconds: float | None = None
+    workers: int | None = None
+    before: int | None = None
+    node: str = ""
+    name: str = ""
+    why: str = ""
+    more: str = ""
+    time: float = dataclasses.field(default_factory=time.time, compare=False)
+
+    def __str__(self) -> str:
+        return _TEXTS[self.kind](self)
+
+
+def names(ranks: Collection[int]) -> str:
+    """ "worker 0 and worker 2"."""
+    return " and ".join(f"worker {rank}" for rank in sorted(ranks))
+
+
+def _who(event: RunEvent) -> str:
+    return event.name or names(event.ranks)
+
+
+def _failed(event: RunEvent) -> str:
+    what = "it could not be replaced in place" if event.ranks else "they could not be connected anew"
+    return f"{what}: {event.why}{event.more}"
+
+
+_TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
+    Kind.RESOURCES_AWAITED: lambda it: f"{it.why}; waiting for {it.seconds:.0f} s{it.more}",
+    Kind.RESOURCES_GIVEN: lambda it: "the cluster has given the run its resources",
+    Kind.WORKERS_STARTED: lambda it: f"{it.workers} worker(s) start",
+    Kind.WORKER_LOST: lambda it: f"{_who(it)} was lost: {it.why}{it.more}",
+    Kind.WORKER_FAILED: lambda it: f"{_who(it)} failed: {it.why}",
+    Kind.WORKER_REPLACED: lambda it: (
+        f"{_who(it)} was lost and is replaced in place, after {it.seconds:.1f} s; the others kept their processes"
+    ),
+    Kind.WORKERS_DISCONNECTED: lambda it: (
+        "the workers have lost each other, and the processes of all live: they are connected anew"
+    ),
+    Kind.WORKERS_RECONNECTED: lambda it: (
+        f"the workers are connected again, after {it.seconds:.1f} s; all kept their processes"
+    ),
+    Kind.RECOVERY_INTERRUPTED: lambda it: (
+        f"{it.why}, while {f'{_who(it)} was replaced' if it.ranks else 'they were connected anew'}; that begins anew"
+    ),
+    Kind.RECOVERY_FAILED: _failed,
+    Kind.TRIAL_RESTARTED: lambda it: (
+        f"{it.why}.{it.more} All workers of the trial start anew from its last checkpoint, unless it has failed more "
+        "often than FailureConfig allows"
+    ),
+    Kind.RESIZED: lambda it: (
+        f"there is room for {it.workers} workers, and the run has {it.before}: it goes on with {it.workers} after this "
+        "step"
+    ),
+    Kind.RESIZE_DELAYED: lambda it: (
+        f"there is room for {it.workers} workers, and processes for them are not ready: {it.why}"
+    ),
+    Kind.NODE_DRAINED: lambda it: f"node {it.node[:8]} is drained",
+    Kind.ENDED_AFTER_STEP: lambda it: it.why,
+    Kind.NOT_TOLD: lambda it: f"{it.more}, and the workers could not be told: {it.why}",
+    Kind.STOP_REQUESTED: lambda it: f"{it.why}: {it.more}",
+    Kind.STOPPED: lambda it: f"{it.why}: {it.more}",
+    Kind.STANDBY_STARTED: lambda it: f"a spare process starts on node {it.node[:8]}",
+    Kind.STANDBY_LOST: lambda it: f"a spare process on node {it.node[:8]} is of no use: {it.why}",
+    Kind.STANDBY_LIMITED: lambda it: (
+        f"spare processes import TensorFlow alone, as a step ahead failed in one: {it.why}"
+    ),
+    Kind.STANDBY_GIVEN_UP: lambda it: (
+        f"no spare process can be kept on node {it.node[:8]}; one that takes the place of a lost worker there is to "
+        f"start then: {it.why}"
+    ),
+    Kind.WORKER_HUNG: lambda it: f"{_who(it)} is waited for: {it.why}\n{it.more}".rstrip(),
+    Kind.WORKER_WENT_ON: lambda it: f"{_who(it)} goes on",
+    Kind.STRAGGLER: lambda it: f"{_who(it)} on {it.node} is {it.why}",
+    Kind.WORKERS_RENEWED: lambda it: f"{it.why}: new workers {it.more}",
+}
+# Recorded, and not said: a run has many of them, or another line says what comes of it.
+_SILENT = {Kind.WORKERS_STARTED, Kind.WORKER_FAILED, Kind.NODE_DRAINED, Kind.STANDBY_STARTED, Kind.STANDBY_LOST}
+# Of this process: who takes its events.
+_takers: list[Callable[[RunEvent], object]] = []
+
+
+def emit(event: RunEvent) -> None:
+    """Records an event, and says it."""
+    if event.kind not in _SILENT:
+        print(f"raytf: {event}", file=sys.stderr, flush=True)  # as `output.say`, which brings Ray
+    for take in list(_takers):
+        take(event)
+
+
+def record(take: Callable[[RunEvent], object]) -> None:
+    """Gives all events of this process to a function from now on, in the place of any other; see `Recorder`."""
+    _takers[:] = [take]
+
+
+@contextlib.contextmanager
+def recorded(take: Callable[[RunEvent], object]) -> Iterator[None]:
+    """Gives the events of this process to a function, too, within a `with` block."""
+    _takers.append(take)
+    try:
+        yield
+    finally:
+        _takers.remove(take)
+
+
+class Recorder:
+    """Writes events into a run's folder; a storage that takes none ends that, not the run.
+
+    Args:
+        filesystem: of the run.
+        run: path of its folder there.
+    """
+
+    def __init__(self, filesystem: pyarrow.fs.FileSystem, run: str):
+        self._filesystem, self._folder, self._failed = filesystem, posixpath.join(run, FOLDER), False
+
+    def __call__(self, event: RunEvent) -> None:
+        if self._failed:
+            return
+        path = posixpath.join(self._folder, f"{time.time_ns()}_{os.getpid()}.json")
+        try:
+            self._filesystem.create_dir(self._folder)
+            with self._filesystem.open_output_stream(path) as file:
+                file.write(json.dumps(dataclasses.asdict(event)).encode())
+        except OSError as error:
+            self._failed = True
+            warnings.warn(
+                f"Events for `raytf report` end here, as they cannot be written: {first_line(error)}", stacklevel=2
+            )
+
+
+def run_events(run: Any) -> list[RunEvent]:
+    """Returns what has happened to a run, in the order of time.
+
+    Args:
+        run: the `Result` of a `KerasTrainer` or of a trial, or the path or URI of its folder.
+
+    Returns:
+        A `RunEvent` for each: lost, replaced and restarted workers, stops, other numbers of workers, stragglers.
+
+    Raises:
+        ConfigError: there is no such folder.
+
+    Example:
+        >>> import raytf
+        >>> [str(event) for event in raytf.run_events("runs/example")]
+    """
+    if hasattr(run, "filesystem"):
+        filesystem, path = run.filesystem, run.path
+    else:
+        where = os.fspath(run)
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(where if "://" in where else os.path.abspath(where))
+    if filesystem.get_file_info(path).type != FileType.Directory:
+        raise ConfigError("Events are read from the folder of a run", repr(run), "Name the folder that it printed")
+    return read(filesystem, path)
+
+
+def read(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
+    """Returns the events in a run's folder in the order of time; what is cut off or crafted is left out."""
+    infos = filesystem.get_file_info(FileSelector(posixpath.join(run, FOLDER), allow_not_found=True))
+    found = []
+    for info in infos:
+        with contextlib.suppress(stored_json.UnreadableError, TypeError, ValueError):
+            found.append(_event(stored_json.fetched(filesystem, info.path)))
+    return sorted(found, key=lambda event: event.time)
+
+
+def _event(told: dict[str, Any]) -> RunEvent:
+    event = RunEvent(**{**told, "kind": Kind(told["kind"]), "ranks": tuple(map(int, told["ranks"]))})
+    numbers = (event.time, *(n for n in (event.step, event.seconds, event.workers, event.before) if n is not None))
+    texts = (event.node, event.name, event.why, event.more)
+    if not all(type(number) in (int, float) for number in numbers) or not all(type(text) is str for text in texts):
+        raise ValueError(told)
+    str(event)  # what its kind needs is there
+    return event

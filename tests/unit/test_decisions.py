@@ -1,0 +1,305 @@
+"""What a run decides, by a simulation of a thousand runs in which workers are lost, hang, fail and lose each other,
+nodes are drained and come, recoveries fail, and users stop the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytf.train import decisions
+from raytf.train.decisions import (
+    Decisions,
+    Disconnected,
+    Do,
+    Drained,
+    Ended,
+    Failed,
+    Lost,
+    NotRecovered,
+    NotTold,
+    Phase,
+    Recovered,
+    Room,
+    Seen,
+    Started,
+    State,
+    StopRequested,
+    decide,
+)
+from raytf.worker.ending import STOP
+
+STEPS = 30
+WHOLE = State(workers=3, fewest=1, most=4, failures_left=2, recovers=True, phase=Phase.TRAINING)
+
+
+class Run:
+    """A run of STEPS steps that follows decisions as both engines do. What is not decided is drawn: which workers are
+    lost when, whether a recovery comes about, how much room there is."""
+
+    def __init__(self, source: random.Random, state: State, every: int):
+        self.source, self.decisions, self.every = source, Decisions(state), every
+        self.failures = state.failures_left  # as who restarts counts them
+        self.processes: list[int] = []  # by rank
+        self.dead: frozenset[int] = frozenset()
+        self.next_process = 0
+        self.step = self.kept = self.made = self.lost_steps = 0
+        self.trained_after_stop = 0
+        self.wanted = 0  # workers
+        self.restarts = 0  # that cost steps
+        self.result: str | None = None
+        self.rate = source.choice([0.02, 0.1, 0.3])  # of events a step
+
+    @property
+    def state(self) -> State:
+        return self.decisions.state
+
+    def new(self) -> int:
+        self.next_process += 1
+        return self.next_process
+
+    def start(self, goes_back: bool, workers: int | None = None) -> None:
+        """Starts a group as Ray does: as many as there is room for, which waits until there are the fewest."""
+        workers = workers or self.source.randint(self.state.fewest, self.state.most)
+        self.dead = frozenset()
+        self.processes = [self.new() for _ in range(workers)]
+        self.do(Started(workers))
+        if goes_back and self.state.phase is Phase.TRAINING:
+            self.lost_steps += self.step - self.kept
+            self.step = self.kept
+
+    def do(self, event: decisions.Event) -> None:
+        if isinstance(event, Lost):
+            self.dead |= event.ranks
+        before = self.state
+        action = self.decisions.take(event)
+        self.failures -= action.failures
+        self.check(before, event, action)
+        if action.do is Do.RECOVER:
+            self.recover()
+        elif action.do in (Do.RESTART, Do.RESIZE):
+            counts = action.do is Do.RESTART and not isinstance(event, Ended)
+            self.failures -= counts
+            self.restarts += counts or action.do is Do.RESIZE
+            assert self.failures == self.state.failures_left
+            if isinstance(event, Ended):
+                self.kept = self.step  # all keep the step behind which they end
+            self.start(not isinstance(event, Ended), self.wanted or action.workers)
+            self.wanted = 0
+        elif action.do is Do.FAIL:
+            self.result = "failed"
+            started = decide(self.state, Started(self.state.workers)).state
+            assert started.phase is (Phase.LEAVING if self.state.stopping else Phase.TRAINING)
+        elif action.do is Do.END_AFTER_STEP and before.phase is not Phase.RECOVERING:
+            self.wanted = action.workers
+            self.end_after_step(action.why)
+
+    def check(self, before: State, event, action) -> None:
+        after = action.state
+        assert after.failures_left >= 0 and self.failures >= 0
+        assert not (before.stopping and action.do in (Do.RESTART, Do.RESIZE)), "a stop is followed by no restart"
+        assert not before.stopping or after.stopping
+        assert not (after.stopping and after.phase is Phase.TRAINING)
+        assert (after.phase is Phase.RECOVERING) or not (after.lost or after.also)
+        if action.do is Do.RECOVER:
+            assert after.workers >= after.fewest and self.dead <= action.ranks
+            assert len(action.ranks) < after.workers
+            assert after.failures_left >= len(action.ranks)
+        if after.phase in (Phase.TRAINING, Phase.RECOVERING, Phase.LEAVING):
+            assert after.fewest <= after.workers <= after.most
+        if action.do is Do.FAIL:
+            assert after.phase is Phase.OVER
+
+    def recover(self) -> None:
+        """One that is asked for; more workers may be lost, and new processes, while it is under way."""
+        lost, dead = self.state.lost, frozenset()
+        if self.source.random() < 0.3:
+            dead = self.ranks() - lost
+            self.do(Lost(lost | dead))
+        if self.source.random() < 0.1:
+            self.do(StopRequested())
+        if self.state.phase is not Phase.RECOVERING:
+            return
+        new_lost = self.source.randint(0, len(lost)) if self.source.random() < 0.3 else 0
+        if dead or new_lost:
+            self.do(NotRecovered("more were lost", again=True, also=dead, new_lost=new_lost))
+        elif self.source.random() < 0.3:
+            self.do(NotRecovered("no room"))
+            # the others may have kept a checkpoint of the step that all stand behind: so much less is made again
+        else:
+            self.dead -= lost
+            for rank in lost:
+                self.processes[rank] = self.new()
+            self.do(Recovered())
+            if self.state.phase is Phase.LEAVING:  # those are asked again
+                self.end_after_step(STOP)
+
+    def end_after_step(self, why: str) -> None:
+        """All make one step more, unless that cannot be told, or one is lost meanwhile."""
+        if not self.state.ends_after_step:  # the user's own loop
+            return
+        if self.source.random() < 0.2:
+            self.do(NotTold())
+            if not self.state.stopping:
+                return
+        if self.source.random() < 0.2:
+            self.do(Lost(self.ranks()))
+        if self.result is None and self.state.phase is Phase.LEAVING:
+            self.make_step()
+            if why == STOP:  # they come to an end, as at that of their last epoch
+                self.result = "stopped"
+            else:
+                self.do(Ended())
+
+    def ranks(self) -> frozenset[int]:
+        """Some, at least one."""
+        workers = range(self.state.workers)
+        most = self.state.workers if self.source.random() < 0.2 else 1
+        return frozenset(self.source.sample(workers, self.source.randint(1, most)))
+
+    def make_step(self) -> None:
+        self.step += 1
+        self.made += 1
+        self.trained_after_stop += self.state.stopping
+        if self.step % self.every == 0:
+            self.kept = self.step
+
+    def play(self) -> None:
+        self.start(goes_back=False)
+        for _ in range(400):
+            assert len(set(self.processes)) == len(self.processes) == self.state.workers, "no rank is held by two"
+            if self.result is None and self.step >= STEPS:
+                self.result = "ended"
+            if self.result is not None:
+                return
+            assert self.state.phase is Phase.TRAINING and not self.dead, f"{self.state} has no way on"
+            kept, restarts = self.kept, self.restarts
+            before = self.step
+            event = self.happening() if self.source.random() < self.rate else None
+            if event is None:
+                self.make_step()
+                continue
+            self.do(event)
+            assert self.step >= (before if self.restarts == restarts else kept), "made again since the last checkpoint"
+        raise AssertionError("it neither ends nor trains")
+
+    def happening(self) -> decisions.Event:
+        kinds = [
+            lambda: Lost(self.ranks()),
+            lambda: Lost(self.ranks(), self.ranks()),
+            lambda: Failed(self.ranks()),
+            Disconnected,
+            lambda: Drained(self.source.random() < 0.8),
+            lambda: Room(self.source.randint(0, 6), self.source.random() < 0.2),
+            StopRequested,
+        ]
+        return self.source.choices(kinds, [6, 1, 1, 2, 1, 3, 1])[0]()
+
+
+def limits(source: random.Random) -> State:
+    fewest = source.randint(1, 3)
+    return State(
+        workers=fewest,
+        fewest=fewest,
+        most=source.randint(fewest, 5),
+        failures_left=source.choice([0, 1, 2, 5, math.inf]),
+        recovers=source.random() < 0.8,
+        ends_after_step=source.random() < 0.8,
+        asks_again=source.random() < 0.5,
+    )
+
+
+@settings(max_examples=1000)
+@given(st.integers(0, 2**32))
+def test_a_thousand_runs(seed):
+    source = random.Random(seed)
+    state = limits(source)
+    run = Run(source, state, every=source.randint(1, 7))
+    run.play()
+    assert run.result in ("ended", "stopped") or run.state.phase is Phase.OVER
+    assert run.trained_after_stop <= 1
+    if run.result == "failed" and not run.state.stopping:
+        assert run.failures < 1, "a run fails when its failures are used up, and not before"
+    assert run.made == run.step + run.lost_steps
+    assert not run.lost_steps or run.restarts, (
+        "steps are made again behind a restart in the middle of one, and only then"
+    )
+    assert run.restarts or run.made == run.step
+
+
+@pytest.mark.parametrize(
+    "change, event, do, why",
+    [
+        ({}, Lost(frozenset([1])), Do.RECOVER, ""),
+        ({}, Lost(frozenset([0, 2])), Do.RECOVER, ""),
+        ({"failures_left": 1}, Lost(frozenset([0, 2])), Do.RESTART, "FailureConfig allows no more failures"),
+        ({"failures_left": 0}, Lost(frozenset([1])), Do.FAIL, "FailureConfig allows no more failures"),
+        ({"failures_left": math.inf}, Lost(frozenset([0, 1, 2])), Do.RESTART, "no other worker is left"),
+        ({"recovers": False}, Lost(frozenset([1])), Do.RESTART, ""),
+        ({}, Lost(frozenset([1]), frozenset([0])), Do.RESTART, "behind a report of worker 0"),
+        ({}, Lost(frozenset([1]), frozenset([1])), Do.RECOVER, ""),
+        ({"phase": Phase.LEAVING}, Lost(frozenset([1])), Do.RECOVER, ""),
+        ({"phase": Phase.LEAVING, "asks_again": False}, Lost(frozenset([1])), Do.RESTART, "to end after that step"),
+        ({"phase": Phase.LEAVING, "stopping": True, "recovers": False}, Lost(frozenset([1])), Do.FAIL, "is to stop"),
+        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Lost(frozenset([1])), Do.IGNORE, ""),
+        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Lost(frozenset([1, 2])), Do.INTERRUPT, ""),
+        ({"phase": Phase.STARTING}, Lost(frozenset([1])), Do.IGNORE, ""),
+        ({}, Failed(frozenset([1])), Do.RESTART, ""),
+        ({"failures_left": 0}, Failed(frozenset([1])), Do.FAIL, ""),
+        ({}, Disconnected(), Do.RECOVER, ""),
+        ({"failures_left": 0}, Disconnected(), Do.FAIL, "FailureConfig allows no more failures"),
+        ({}, StopRequested(), Do.END_AFTER_STEP, "stop"),
+        ({"phase": Phase.STARTING}, StopRequested(), Do.FAIL, "is to stop"),
+        ({}, Drained(stays=True), Do.END_AFTER_STEP, "drain"),
+        ({}, Drained(stays=False), Do.END_AFTER_STEP, "stop"),
+        ({"stopping": True, "phase": Phase.LEAVING}, Drained(stays=True), Do.END_AFTER_STEP, "stop"),
+        ({}, Room(4), Do.END_AFTER_STEP, "resize"),
+        ({}, Room(3), Do.IGNORE, ""),
+        ({}, Room(5), Do.IGNORE, ""),
+        ({}, Room(0), Do.IGNORE, ""),
+        ({"ends_after_step": False}, Room(4), Do.RESIZE, ""),
+        ({"phase": Phase.LEAVING}, Room(4), Do.IGNORE, ""),
+        ({"phase": Phase.LEAVING}, Room(4, late=True), Do.RESIZE, ""),
+        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Room(4, late=True), Do.IGNORE, ""),
+        ({"phase": Phase.LEAVING}, Ended(), Do.RESTART, ""),
+        ({"phase": Phase.LEAVING, "stopping": True}, Ended(), Do.IGNORE, ""),
+    ],
+)
+def test_each_decision(change, event, do, why):
+    action = decide(dataclasses.replace(WHOLE, **change), event)
+    assert action.do is do and why in action.why and (why or not action.why or do in (Do.RESTART, Do.FAIL))
+
+
+def test_a_recovery_that_begins_again_counts_what_was_lost_and_takes_all_places():
+    run = Decisions(dataclasses.replace(WHOLE, workers=4, failures_left=3))
+    assert run.take(Lost(frozenset([1]))).ranks == {1}
+    assert run.take(Lost(frozenset([1, 3]))).ranks == {3}
+    action = run.take(NotRecovered("worker 3 was lost", again=True, new_lost=1))
+    assert (action.do, action.ranks, action.failures) == (Do.RECOVER, {1, 3}, 1)
+    action = run.take(NotRecovered("both were lost", again=True, new_lost=1))
+    assert (action.do, action.why) == (Do.RESTART, "both were lost, and FailureConfig allows no more failures")
+    assert run.state.failures_left == 0
+    run.take(Started(4))
+    assert run.take(Lost(frozenset([1]))).do is Do.FAIL
+
+
+def test_a_group_that_ray_starts_all_the_same_trains():
+    run = Decisions(dataclasses.replace(WHOLE, failures_left=0))
+    assert run.take(Lost(frozenset([1]))).do is Do.FAIL
+    run.take(Started(2, failures_left=0))
+    assert run.state.phase is Phase.TRAINING and run.state.workers == 2
+
+
+def test_what_a_look_at_all_shows():
+    well, ended, lost, failed, affected = Seen
+    assert decisions.happened([well, affected]) is None
+    assert decisions.happened([lost, affected, lost]) == Lost(frozenset([0, 2]))
+    assert decisions.happened([lost, lost]) == Lost(frozenset([0, 1]))
+    assert decisions.happened([lost, failed, affected]) == Failed(frozenset([1]))
+    assert decisions.happened([lost, ended, failed]) == Ended()
+    assert decisions.staying([well, lost, ended, affected]) == {0, 2, 3}
+    assert decisions.staying([well, failed]) == frozenset()

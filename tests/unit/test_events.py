@@ -1,0 +1,175 @@
+"""Events of a run: the line of each kind, and that it is recorded where users and reports read it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pyarrow.fs
+import pytest
+
+import raytf
+from raytf import events
+from raytf.errors import ConfigError
+from raytf.events import Kind, RunEvent
+from tests.unit.test_messages import PAGE, _plain
+
+LOCAL = pyarrow.fs.LocalFileSystem()
+NODE = "ab" * 28
+# (what it holds, the line) of each kind.
+LINES = {
+    Kind.RESOURCES_AWAITED: [
+        ({"why": "the run needs", "seconds": 15.2, "more": "."}, "the run needs; waiting for 15 s.")
+    ],
+    Kind.RESOURCES_GIVEN: [({"seconds": 15.2}, "the cluster has given the run its resources")],
+    Kind.WORKERS_STARTED: [({"workers": 2}, "2 worker(s) start")],
+    Kind.WORKER_LOST: [
+        ({"ranks": (1,), "why": "it died", "more": ". Another"}, "worker 1 was lost: it died. Another"),
+        ({"ranks": (1,), "why": "it died"}, "worker 1 was lost: it died"),
+    ],
+    Kind.WORKER_FAILED: [({"ranks": (1,), "why": "ValueError: no"}, "worker 1 failed: ValueError: no")],
+    Kind.WORKER_REPLACED: [
+        (
+            {"ranks": (0, 2), "seconds": 3.44},
+            "worker 0 and worker 2 was lost and is replaced in place, after 3.4 s; the others kept their processes",
+        )
+    ],
+    Kind.WORKERS_DISCONNECTED: [
+        ({}, "the workers have lost each other, and the processes of all live: they are connected anew")
+    ],
+    Kind.WORKERS_RECONNECTED: [
+        ({"seconds": 0.5}, "the workers are connected again, after 0.5 s; all kept their processes")
+    ],
+    Kind.RECOVERY_INTERRUPTED: [
+        (
+            {"ranks": (1,), "why": "worker 2 was lost"},
+            "worker 2 was lost, while worker 1 was replaced; that begins anew",
+        ),
+        ({"why": "worker 2 was lost"}, "worker 2 was lost, while they were connected anew; that begins anew"),
+    ],
+    Kind.RECOVERY_FAILED: [
+        (
+            {"ranks": (1,), "why": "no room", "more": ". All workers start anew from the last checkpoint"},
+            "it could not be replaced in place: no room. All workers start anew from the last checkpoint",
+        ),
+        ({"why": "no answer", "step": 7}, "they could not be connected anew: no answer"),
+    ],
+    Kind.TRIAL_RESTARTED: [
+        (
+            {"why": "worker 1 died", "more": " It could not be replaced in place: no room."},
+            "worker 1 died. It could not be replaced in place: no room. All workers of the trial start anew from its "
+            "last checkpoint, unless it has failed more often than FailureConfig allows",
+        )
+    ],
+    Kind.RESIZED: [
+        (
+            {"workers": 2, "before": 1},
+            "there is room for 2 workers, and the run has 1: it goes on with 2 after this step",
+        )
+    ],
+    Kind.RESIZE_DELAYED: [
+        (
+            {"workers": 2, "why": "no answer"},
+            "there is room for 2 workers, and processes for them are not ready: no answer",
+        )
+    ],
+    Kind.NODE_DRAINED: [({"node": NODE}, "node abababab is drained")],
+    Kind.ENDED_AFTER_STEP: [({"step": 7, "why": "all have ended after step 7"}, "all have ended after step 7")],
+    Kind.NOT_TOLD: [
+        (
+            {"more": "a node is drained", "why": "no answer"},
+            "a node is drained, and the workers could not be told: no answer",
+        )
+    ],
+    Kind.STOP_REQUESTED: [({"why": "SIGTERM", "more": "ends after this step"}, "SIGTERM: ends after this step")],
+    Kind.STOPPED: [({"why": "SIGINT", "more": "ended at once"}, "SIGINT: ended at once")],
+    Kind.STANDBY_STARTED: [({"node": NODE}, "a spare process starts on node abababab")],
+    Kind.STANDBY_LOST: [({"node": NODE, "why": "it died"}, "a spare process on node abababab is of no use: it died")],
+    Kind.STANDBY_LIMITED: [
+        ({"why": "KeyError"}, "spare processes import TensorFlow alone, as a step ahead failed in one: KeyError")
+    ],
+    Kind.STANDBY_GIVEN_UP: [
+        (
+            {"node": NODE, "why": "it died"},
+            "no spare process can be kept on node abababab; one that takes the place of a lost worker there is to "
+            "start then: it died",
+        )
+    ],
+    Kind.WORKER_HUNG: [
+        (
+            {"ranks": (1,), "why": "stands in lock", "more": "a stack"},
+            "worker 1 is waited for: stands in lock\na stack",
+        ),
+        ({"name": "chief 0", "why": "stands in lock"}, "chief 0 is waited for: stands in lock"),
+    ],
+    Kind.WORKER_WENT_ON: [({"ranks": (1,)}, "worker 1 goes on")],
+    Kind.STRAGGLER: [({"ranks": (1,), "node": "host", "why": "slower"}, "worker 1 on host is slower")],
+    Kind.WORKERS_RENEWED: [
+        ({"why": "it grew", "more": "run the next trial"}, "it grew: new workers run the next trial")
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_line_of_each_kind_which_is_printed_unless_it_is_silent(kind, capsys):
+    for its, line in LINES[kind]:
+        event = RunEvent(kind=kind, **its)
+        assert str(event) == line
+        events.emit(event)
+        assert capsys.readouterr().err == ("" if kind in events._SILENT else f"raytf: {line}\n")
+
+
+def test_what_is_printed_stands_in_the_troubleshooting_page():
+    """By its longest part that does not come from the event."""
+    page = _plain(PAGE.read_text())
+    for kind in set(Kind) - events._SILENT:
+        for its, line in LINES[kind]:
+            filled = [re.escape(value) for value in its.values() if isinstance(value, str)]
+            parts = re.split("|".join([*filled, r"\d+(?:\.\d)?", r"worker [\d#]", "abababab"]), line)
+            longest = max(parts, key=len).strip(" .:;,\n")
+            assert len(longest) < 10 or longest in page, (kind, longest)
+
+
+def test_an_event_is_recorded_and_read_again_in_order(tmp_path):
+    made = [RunEvent(kind=kind, **its) for kind, cases in LINES.items() for its, _ in cases]
+    with events.recorded(events.Recorder(LOCAL, str(tmp_path))):
+        for event in made:
+            events.emit(event)
+    events.emit(made[0])  # no longer
+    assert raytf.run_events(tmp_path) == raytf.run_events(f"file://{tmp_path}") == made
+    with pytest.raises(ConfigError, match="from the folder of a run"):
+        raytf.run_events(tmp_path / "none")
+
+
+def test_what_is_cut_off_or_crafted_is_left_out(tmp_path):
+    record = events.Recorder(LOCAL, str(tmp_path))
+    record(RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,)))
+    (good,) = (tmp_path / events.FOLDER).iterdir()
+    told = json.loads(good.read_text())
+    crafted = [{"kind": "other"}, {"ranks": ["<script>"]}, {"ranks": 3}, {"why": 3}, {"time": "x"}, {"another": 1}]
+    crafted += [{"kind": "worker_replaced", "seconds": None}, {"step": []}]
+    for number, change in enumerate(crafted):
+        (good.parent / f"{number}.json").write_text(json.dumps(told | change))
+    (good.parent / "cut.json").write_text(good.read_text()[:20])
+    (good.parent / "list.json").write_text("[1]")
+    (good.parent / "bytes.json").write_bytes(b"\xff\xfe")
+    assert [event.ranks for event in raytf.run_events(tmp_path)] == [(1,)]
+
+
+def test_a_storage_that_takes_none_ends_that_and_not_the_run(tmp_path):
+    (tmp_path / "figures").touch()
+    record = events.Recorder(LOCAL, str(tmp_path))
+    with pytest.warns(UserWarning, match="Events for `raytf report` end here"):
+        record(RunEvent(kind=Kind.WORKER_WENT_ON))
+    record(RunEvent(kind=Kind.WORKER_WENT_ON))
+
+
+def test_one_door(monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr(events, "_takers", [])
+    events.record(taken.append)
+    event = RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,))
+    with events.recorded(taken.append):
+        events.emit(event)
+    events.emit(event)
+    assert taken == [event] * 3 and capsys.readouterr().err == "raytf: worker 1 goes on\n" * 2
