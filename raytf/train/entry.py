@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 import ray
+from ray.exceptions import RayActorError
 
 from raytf.collectives import ring
 from raytf.compat import autograph, legacy_keras, loggers, selfcheck
@@ -99,10 +100,13 @@ def train(task: TrainJob, session=None) -> dict | None:
 
 @contextlib.contextmanager
 def _in_a_sentence() -> Iterator[None]:
-    """Keeps Ray Train from printing the stack of an error of raytf's own, whose sentence the driver raises."""
+    """Keeps Ray Train from printing the stack of an error whose sentence the driver raises.
+
+    Those are raytf's own, and what follows from the end of the run's other processes, as at a signal.
+    """
     try:
         yield
-    except RaytfError as error:
+    except (RaytfError, RayActorError) as error:
         name = f"{type(error).__name__}: "
         logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: name not in record.getMessage())
         raise

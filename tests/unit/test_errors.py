@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from ray.exceptions import RayActorError
 
 from raytf.compat import loggers
 from raytf.errors import ConfigError, ResourceError, TrainingError, first_line, in_a_line
@@ -60,9 +61,12 @@ def test_the_stack_of_an_error_of_raytfs_own_is_not_printed(caplog):
     try:
         with pytest.raises(ConfigError), entry._in_a_sentence():
             raise ConfigError("callbacks must be a list", "3", "Pass one")
+        with pytest.raises(RayActorError), entry._in_a_sentence():
+            raise RayActorError
         with pytest.raises(KeyError), entry._in_a_sentence():
             raise KeyError("a")
         logger.error("Error in training function:\nraytf.errors.ConfigError: callbacks must be a list")
+        logger.error("Error in training function:\nray.exceptions.RayActorError: The actor died")
         logger.error("Error in training function:\nKeyError: 'a'")
     finally:
         logger.filters[:] = before
