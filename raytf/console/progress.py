@@ -198,5 +198,7 @@ def describe(update: dict, rate: float | None, left: float | None) -> str:
     if update["waiting"] is not None:
         parts.append(f"{update['waiting']:.0%} waiting for input")
     if left is not None and not (update["ended"] and left < 1):
-        parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
+        minutes, seconds = divmod(int(left), 60)
+        shown = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+        parts.append(f"{shown} left")
     return "  ".join(parts)

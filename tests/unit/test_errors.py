@@ -1,10 +1,14 @@
+import logging
 import pickle
 import subprocess
 import sys
 
 import pytest
+from ray.exceptions import RayActorError
 
+from raytf.compat import loggers
 from raytf.errors import ConfigError, ResourceError, TrainingError, first_line, in_a_line
+from raytf.train import entry
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,22 @@ def test_an_error_in_what_autograph_has_made_is_the_user_s_own():
 
 def test_what_keras_makes_bold_is_plain():
     assert first_line(ValueError("\x1b[1mInvalid input\x1b[0m\nmore")) == "Invalid input"
+
+
+def test_the_stack_of_an_error_of_raytfs_own_is_not_printed(caplog):
+    """Its sentence is what the driver raises; the stack of a user's own code is shown."""
+    logger = logging.getLogger(loggers.TRAIN_ERRORS)
+    before = list(logger.filters)
+    try:
+        with pytest.raises(ConfigError), entry._in_a_sentence():
+            raise ConfigError("callbacks must be a list", "3", "Pass one")
+        with pytest.raises(RayActorError), entry._in_a_sentence():
+            raise RayActorError
+        with pytest.raises(KeyError), entry._in_a_sentence():
+            raise KeyError("a")
+        logger.error("Error in training function:\nraytf.errors.ConfigError: callbacks must be a list")
+        logger.error("Error in training function:\nray.exceptions.RayActorError: The actor died")
+        logger.error("Error in training function:\nKeyError: 'a'")
+    finally:
+        logger.filters[:] = before
+    assert ["KeyError" in message for message in caplog.messages] == [True]

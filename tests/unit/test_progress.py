@@ -153,3 +153,4 @@ def test_phases_of_a_board():
 def test_no_time_is_left_when_the_last_epoch_has_ended():
     assert "left" not in describe(update(4, 10, ended=True), 10.0, 0.0)
     assert describe(update(2, 10, ended=True), 10.0, 20.0).endswith("0:20 left")
+    assert describe(update(2, 10), 10.0, 7509.0).endswith("  2:05:09 left")
