@@ -100,6 +100,7 @@ def main(arguments=None):
     repeats = 2 if options.smoke else options.repeats
     rows, found = [], {}
     with common.ray_cluster(1, 200 << 20):
+        looks(100, 2)  # what is used for the first time
         for count in counts:
             seen = looks(count, 5 * repeats)
             its = found[count] = {

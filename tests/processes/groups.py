@@ -7,6 +7,7 @@ from tests.processes.all_scenarios import SCENARIOS
 FLOAT64 = list(SCENARIOS)
 # In float32 rounding differs with the order of summation, and training amplifies it.
 FLOAT32 = ["kinds_sgd", "kinds_adam", "kinds_adamw", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
+FLOAT32 += ["circle_loss_with_weights", "metric_functions_that_reduce", "own_compute_loss"]  # which gather rows
 FLOAT32 += ["what_a_loop_exchanges", "gradients_halved_on_condition", "gradients_of_an_embedding_clipped"]
 FLOAT32 += ["gradient_penalty", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "own_loop_with_clip"]
 THREE = [
@@ -42,7 +43,7 @@ LOCAL = [
     *("added_losses", "own_compute_loss", "metric_functions_that_reduce", "metrics_of_an_own_step", "logs_of_tensors"),
     *("unreduced_loss_in_one_array", "logs_run_eagerly"),
     *("overridden_apply", "overridden_update_step", "reduction_none", "states_that_say_how_they_are_joined"),
-    *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say"),
+    *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say", "users_losses_of_classes"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {

@@ -741,7 +741,9 @@ def users_siamese_pairs(p):
         apart = layers.Lambda(lambda ab: ops.sqrt(ops.sum(ops.square(ab[0] - ab[1]), -1, keepdims=True) + 1e-9))
         places = layers.Dense(1)(layers.LSTM(3, return_sequences=True)(layers.Reshape((3, 2))(a)))
         model = keras.Model({"a": a, "b": b}, {"apart": apart([body(a), body(b)]), "places": places})
-        model.compile(keras.optimizers.SGD(0.1), {"apart": margin, "places": "mse"}, loss_weights={"places": 0.3})
+        model.compile(
+            keras.optimizers.SGD(0.1), {"apart": margin, "places": "mse"}, loss_weights={"apart": 1.0, "places": 0.3}
+        )
         return model
 
     x = {"a": floats(6, rows=UNEVEN), "b": floats(6, seed=1, rows=UNEVEN)}
