@@ -96,8 +96,8 @@ def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple
     found = []
     for i, tensor in enumerate(tensors):
         whole = _gathered(tensor, own[i], offsets[i], totals[i], scale)
-        for get, keep in ((get_keras_mask, set_keras_mask), (logits_of, set_logits)):
-            noted = get(tensor)
+        for of, keep in ((get_keras_mask, set_keras_mask), (logits_of, set_logits)):
+            noted = of(tensor)
             if noted is not None:
                 keep(whole, _gathered(noted, own[i], offsets[i], totals[i], scale))
         found.append(whole)
