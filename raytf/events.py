@@ -13,6 +13,7 @@ import json
 import os
 import posixpath
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ from typing import Any
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
+from raytf import timeouts
 from raytf.errors import ConfigError, first_line
 from raytf.storage import stored_json
 
@@ -186,7 +188,7 @@ def recorded(take: Callable[[RunEvent], object]) -> Iterator[None]:
 
 
 class Recorder:
-    """Writes events into a run's folder; a storage that takes none ends that, not the run.
+    """Writes events into a run's folder; a storage that takes none ends that, and a slow one holds up no recovery.
 
     Args:
         filesystem: of the run.
@@ -195,11 +197,19 @@ class Recorder:
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, run: str):
         self._filesystem, self._folder, self._failed = filesystem, posixpath.join(run, FOLDER), False
+        self._writing: threading.Thread | None = None
 
     def __call__(self, event: RunEvent) -> None:
         if self._failed:
             return
         path = posixpath.join(self._folder, f"{time.time_ns()}_{os.getpid()}.json")
+        is_behind = self._writing is not None and self._writing.is_alive()
+        self._writing = threading.Thread(target=self._write, args=(path, event), daemon=True, name="raytf_event")
+        self._writing.start()
+        if not is_behind:
+            self._writing.join(timeouts.get().event_record)
+
+    def _write(self, path: str, event: RunEvent) -> None:
         try:
             self._filesystem.create_dir(self._folder)
             with self._filesystem.open_output_stream(path) as file:

@@ -77,6 +77,7 @@ class Timeouts:
         writer_alone: it goes on when the training's process has gone.
         writer_alone_at_most: likewise, in all, while others have its processor; without the time of its bytes.
         writer_bytes_at_most: a run that starts waits so much longer for the bytes of writers that are alone.
+        event_record: an event is written into the run's folder; after that it is written beside what follows.
         note_removal: a storage removes a note.
         lock_silent: the owner of a run's folder renews its lock; long beside a slow upload, short beside a night.
         lock_release: the lock of a run's folder is given back.
@@ -162,6 +163,7 @@ class Timeouts:
     writer_alone: float = 30.0
     writer_alone_at_most: float = 90.0
     writer_bytes_at_most: float = 3600.0
+    event_record: float = 2.0
     note_removal: float = 5.0
     lock_silent: float = 60.0
     lock_release: float = 30.0

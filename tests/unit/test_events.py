@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
+import fsspec.implementations.local
 import pyarrow.fs
 import pytest
 
@@ -162,6 +164,30 @@ def test_a_storage_that_takes_none_ends_that_and_not_the_run(tmp_path):
     with pytest.warns(UserWarning, match="Events for `raytf report` end here"):
         record(RunEvent(kind=Kind.WORKER_WENT_ON))
     record(RunEvent(kind=Kind.WORKER_WENT_ON))
+
+
+def test_a_storage_that_hangs_holds_up_no_recovery(tmp_path, set_timeouts):
+    """Each event is written beside what follows, and is whole when the storage answers again."""
+    set_timeouts(event_record=0.01)
+    answers = threading.Event()
+
+    class Slow(fsspec.implementations.local.LocalFileSystem):
+        cachable = False
+
+        def makedirs(self, path, exist_ok=False):
+            answers.wait(60)
+            super().makedirs(path, exist_ok)
+
+    record = events.Recorder(pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(Slow())), str(tmp_path))
+    happened = [RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(rank,)) for rank in range(3)]
+    for event in happened:
+        record(event)
+    assert not (tmp_path / "figures").exists()
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "raytf_event":
+            thread.join(60)
+    assert raytf.run_events(tmp_path) == happened
 
 
 def test_one_door(monkeypatch, capsys):
