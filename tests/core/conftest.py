@@ -17,6 +17,7 @@ def ray_cluster():
     from tests.conftest import _processes, _wait_gone
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # four idle processes for each driver
         patch.setenv("RAY_worker_niceness", "0")  # Ray's 15 leaves workers a hundredth of a machine that others use
         _start(ray)
         yield ray

@@ -61,7 +61,9 @@ _LONG = [
     *("gan_in_conditions", "gan_in_conditions_in_long_executions", "three_optimizers_with_shared_variables", "losses"),
     *("steps_per_execution_goes_back_where_it_does_not_help", "steps_per_execution_chosen_by_measurement"),
     *("batch_normalization", "metrics_that_are_no_averages", "sample_weight", "arrays_of_python_functions"),
-    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore"),
+    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore", "on_batch", "run_eagerly"),
+    *("accumulation_in_long_executions", "masked_tokens", "gan_pix2pix", "vae_with_add_loss", "actor_critic"),
+    *("distillation", "in_batch_contrastive_loss", "reduce_lr_on_plateau", "lora_frozen_accumulation_ema"),
 ]
 # Of what users write themselves, one of each kind.
 _KINDS = [

@@ -27,6 +27,7 @@ from tests.unit.test_snapshots import files_of, is_gone, wait_for
 LOCAL = pyarrow.fs.LocalFileSystem()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data())
 def test_the_ranges_in_order_are_the_file(data):
@@ -98,6 +99,7 @@ def place(request, tmp_path):
         yield made.filesystem(), f"{object_store.BUCKET}/run"
 
 
+@pytest.mark.slow
 def test_three_workers_write_one_checkpoint(place, tmp_path):
     filesystem, run = place
     chief, others = SnapshotStore(filesystem, run), [SnapshotStore(filesystem, run) for _ in range(2)]

@@ -78,6 +78,7 @@ def test_what_is_no_number_is_refused(workers):
         first.chiefs(tf.constant("a"))
 
 
+@pytest.mark.slow
 def test_one_order_in_conditions_and_loops_and_with_another_ring(workers):
     """Exchanges that need nothing of each other; all but the second function's are traced once."""
     made, traces = workers(pack_bytes=64), []

@@ -58,6 +58,7 @@ def test_workers_together_give_every_row_once(shuffle, superbatch, monkeypatch):
         assert all(f.dataset().cardinality() == 4 for f in feeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", [False, True])
 def test_step_one_million_is_not_looked_for(shuffle, bucket):
     """An epoch that goes on there takes as much of the processors as its rows do, and not what is before them."""

@@ -110,6 +110,7 @@ def test_a_storage_that_takes_no_more_ends_them_and_not_the_training(tmp_path):
     assert len(ours) == 2 and "raytf report" in ours[0] and "TensorBoard" in ours[1], ours
 
 
+@pytest.mark.slow
 def test_where_nothing_is_appended_the_file_is_written_again_now_and_then(tmp_path):
     (tmp_path / figures.FOLDER).mkdir()
     store = pyarrow.fs.SubTreeFileSystem("/", LOCAL)  # to raytf no file system of this machine

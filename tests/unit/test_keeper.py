@@ -97,6 +97,7 @@ def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, set_timeouts):
     assert pid is None or wait_for(lambda: is_gone(pid)) is None
 
 
+@pytest.mark.slow
 def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_once_it_failed(
     tmp_path, keeper, set_timeouts
 ):

@@ -33,6 +33,7 @@ def updated(update, dtype, weights, gradients, graph, **options):
     return [np.asarray(v.value).view(np.uint8) for v in (variable, *optimizer.variables[2:])], found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["float32", "float64", "float16", "bfloat16"]),

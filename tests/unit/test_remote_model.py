@@ -52,6 +52,7 @@ def built(make):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitioner", [None, lambda shape, dtype: [2]], ids=["whole", "in parts"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_one_process(name, partitioner):

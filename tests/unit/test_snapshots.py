@@ -516,6 +516,7 @@ def limited(path, **limits):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_storage_that_takes_it_no_more_is_told_tried_again_and_an_error_only_at_the_end(tmp_path):
     writer = limited(tmp_path / "run", bytes=100_000)
     writer.write(name_of(1), parts_of(1))

@@ -126,6 +126,7 @@ def test_wrong_keys_are_found_before_training(storage):
         storage.tell("reset-auth", b"inf")
 
 
+@pytest.mark.slow
 def test_one_of_the_same_name_is_none_while_it_is_written_anew(storage):
     """Parts of two snapshots are never taken for one."""
     store = SnapshotStore(storage.filesystem(), RUN)

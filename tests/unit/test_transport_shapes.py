@@ -208,6 +208,7 @@ def _linked(keras, length):
     return keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, size",
     [(_chain, 1000), (_nested, 40), (_recurrent, 300), (_lists, 150), (_wrapped, 20), (_linked, 5000)],

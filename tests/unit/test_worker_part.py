@@ -18,6 +18,7 @@ class Group:
         self.worker_devices = ["/cpu:0"]
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3),
     workers=st.integers(1, 4),
