@@ -28,11 +28,14 @@ test-all: venv
 	  $(PYTEST) -m "not gate" --reruns 1 --rerun-show-tracebacks $$part || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-# Figures of hours: plans of random faults, hangs that are to be named, memory of processes that live long.
+# Figures of hours: plans of random faults, hangs that are to be named, memory of processes that live long, how processes
+# end, and what the doctor says of hosts that are broken one by one.
 soak: venv
 	$(BIN)/python jobs/benchmarks/fault_plans.py
 	$(BIN)/python jobs/benchmarks/hangs.py
 	$(BIN)/python jobs/benchmarks/memory.py
+	$(BIN)/python jobs/benchmarks/ends.py
+	$(PYTEST) tests/processes/test_doctor_hosts.py
 
 lint: venv
 	$(BIN)/ruff check .
