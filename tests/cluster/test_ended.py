@@ -323,10 +323,10 @@ def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_lin
     assert "the sweep has ended with 0 of" in stopped(tmp_path / "runs" / "sweep").more
     before = set(tmp_path.glob("runs/sweep/Trial_*"))
     assert before
-    said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 1)
+    said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 2)
     assert "A sweep of a name that exists goes on as it was" in said
     (tmp_path / "slow.py").write_text(SLOW.replace("layers.Dense(1)", "layers.Dense(1, 'tanh')"))
-    said = finished(command_line("sweep", *arguments), 1)
+    said = finished(command_line("sweep", *arguments), 2)
     assert "A sweep of a name that exists goes on as it was" in said and "tanh" in said
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "fast").touch()
