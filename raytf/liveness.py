@@ -105,7 +105,7 @@ def parse(text: str) -> Look:
     return Look(state=fields[0], started=int(fields[19]), ticks=int(fields[11]) + int(fields[12]))
 
 
-class Watch:
+class StopWatch:
     """Judges the looks at one process: what is to be said when it has stood still for too long.
 
     Args:

@@ -90,7 +90,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplacementState:
     """What a process needs that takes the place of a lost one.
 
     Args:
@@ -223,7 +223,7 @@ class Healer:
     """
 
     def __init__(self):
-        self.place: Place | None = None
+        self.place: ReplacementState | None = None
         self.healed = self.rehearses = False
         self._why: str | None = None  # of a loss that was not survived, which outlives the training
         self._lock = threading.Lock()
@@ -243,11 +243,11 @@ class Healer:
     def arm(
         self,
         listen: Callable[[], Listener],
-        image: Callable[[], Place],
+        image: Callable[[], ReplacementState],
         lost: Callable[[], None],
         step: int,
         keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
-        note: Callable[[bool], Callable[[], Place] | None] | None = None,
+        note: Callable[[bool], Callable[[], ReplacementState] | None] | None = None,
         ends: bool = True,
         size: int = 0,
     ) -> None:
@@ -344,7 +344,7 @@ class Healer:
 
     def _forget_moment(self) -> None:
         self._since: int | None = None
-        self._noted_image: Callable[[], Place] | None = None
+        self._noted_image: Callable[[], ReplacementState] | None = None
         self._before_step = self._before_batch = 0
 
     def enter(self, begun: int) -> None:
@@ -540,7 +540,7 @@ class Healer:
             return self._waiting
         return None if self.armed or self.place is not None else self.refused
 
-    def image(self, anew: bool = False) -> Place:
+    def image(self, anew: bool = False) -> ReplacementState:
         """See `arm`; `anew`, of the moment that is noted, see `Waiting.since`."""
         return self._noted_image() if anew else self._image()
 
@@ -573,7 +573,7 @@ here = Healer()
 # ------------------------------------------------------------------------------- what the driver has workers execute
 
 
-def image(anew: bool = False) -> Place:
+def image(anew: bool = False) -> ReplacementState:
     """`Healer.image`, as a function that another process sends here."""
     return here.image(anew)
 
@@ -598,7 +598,7 @@ def leave(generation: int) -> None:
     here.leave(generation)
 
 
-def take(place: Place) -> None:
+def take(place: ReplacementState) -> None:
     """Says that the training which is to begin in this process takes a lost worker's place."""
     here.disarm("its place is not taken yet")
     here.place = place

@@ -37,7 +37,7 @@ def in_memory() -> Iterator[None]:
                 linecache.cache.pop(name, None)
 
 
-class _Loader:
+class _SourceLoader:
     """What `importlib` asks for the content of a module."""
 
     def __init__(self, source: str, path: str):
@@ -56,7 +56,7 @@ class _Loader:
 def _module(source: str) -> types.ModuleType:
     name = f"__autograph_generated_file{secrets.token_hex(8)}"
     path = f"<raytf>/{name}.py"
-    spec = importlib.machinery.ModuleSpec(name, _Loader(source, path), origin=path)
+    spec = importlib.machinery.ModuleSpec(name, _SourceLoader(source, path), origin=path)
     spec.has_location = True  # it has a `__file__`, by which AutoGraph maps lines to those of the user
     module = importlib.util.module_from_spec(spec)
     # without a time: it is not looked for on the disk

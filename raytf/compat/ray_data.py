@@ -131,7 +131,7 @@ def files_of(source: ListFiles) -> list[tuple[str, int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RowGroups:
     """Neighbouring row groups of a Parquet file, which one task reads.
 
     Args:
@@ -146,7 +146,7 @@ class Run:
     of: int
 
 
-def manifest_of(runs: Sequence[Run]) -> tuple[pa.Table, list[int]]:
+def manifest_of(runs: Sequence[RowGroups]) -> tuple[pa.Table, list[int]]:
     """(table, edges): rows edges[i] to edges[i + 1] of the table say what run i is."""
     rows = [_rows_of(run) for run in runs]
     flat = [(run, row) for run, its in zip(runs, rows, strict=True) for row in its]
@@ -163,14 +163,14 @@ def manifest_of(runs: Sequence[Run]) -> tuple[pa.Table, list[int]]:
 
 if at_least("ray", 2, 60):
 
-    def _rows_of(run: Run) -> list:
+    def _rows_of(run: RowGroups) -> list:
         ids, rows, sizes = (tuple(column) for column in zip(*run.groups, strict=True))
         whole = {"num_rows": sum(rows), "uncompressed_size": sum(sizes), "fully_matched": True}
         return [ParquetRowGroupChunkMetadata(row_group_ids=ids, rg_rows=rows, rg_sizes=sizes, **whole)]
 
 else:
 
-    def _rows_of(run: Run) -> list:
+    def _rows_of(run: RowGroups) -> list:
         # a share of a file there is one of equal numbers of row groups: of as many shares as groups, each is one
         return [ParquetFileChunkMetadata(chunk_idx=i, total_num_chunks=run.of) for i, _, _ in run.groups]
 

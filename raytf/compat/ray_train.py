@@ -331,7 +331,7 @@ def have_helpers_ask_their_cluster() -> None:
 def _asking(helper: type) -> type:
     """The same class, in processes that ask Ray's list of actors; as a local class it needs no raytf on the head."""
 
-    class Asking(helper):
+    class OwnClusterClient(helper):
         def __init__(self, *args, **kwargs):
             def is_actor_alive(actor_id: str, timeout: int) -> bool:
                 try:
@@ -342,8 +342,8 @@ def _asking(helper: type) -> type:
             sys.modules[helper.__module__].is_actor_alive = is_actor_alive
             super().__init__(*args, **kwargs)
 
-    Asking.__name__, Asking.__qualname__ = helper.__name__, helper.__qualname__  # what Ray shows
-    return Asking
+    OwnClusterClient.__name__, OwnClusterClient.__qualname__ = helper.__name__, helper.__qualname__  # what Ray shows
+    return OwnClusterClient
 
 
 @uses("ray.train.v2._internal.execution.preemption:PreemptionWatcher._stop_event")

@@ -100,7 +100,7 @@ class Board:
         self._entries.clear()
 
 
-class Reader:
+class BoardReader:
     """Reads a board now and then, as text; not from several threads."""
 
     def __init__(self, board):
@@ -136,7 +136,7 @@ class Line:
     """
 
     def __init__(self, board, console):
-        self._reader, self._console = Reader(board), console
+        self._reader, self._console = BoardReader(board), console
         self._phases = Phases(console, WORKERS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)

@@ -306,7 +306,7 @@ def _row_groups(source: ListFiles) -> tuple[Table, list[int], int]:
     runs = []
     for (path, size), footer in zip(files, footers, strict=True):
         groups = [(i, g.num_rows, g.total_byte_size) for i, g in _groups(footer)]
-        runs += [ray_data.Run(path, size, run, len(groups)) for run in _runs(groups)]
+        runs += [ray_data.RowGroups(path, size, run, len(groups)) for run in _runs(groups)]
     rows = [sum(count for _, count, _ in run.groups) for run in runs]
     total = sum(length for run in runs for _, _, length in run.groups)
     return Table.of(*ray_data.manifest_of(runs)), rows, int(total)

@@ -36,7 +36,7 @@ LEAST_TIME = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class ExaminationReport:
     """What an examination found.
 
     Args:
@@ -59,7 +59,7 @@ def run(
     ports: tuple[int, int] = PORTS,
     training: bool = True,
     seconds: float = 55.0,
-) -> Report:
+) -> ExaminationReport:
     """Examines a running cluster.
 
     Args:
@@ -102,7 +102,7 @@ def run(
         elif training:
             cluster.train()
         found = cluster.found
-    return Report(
+    return ExaminationReport(
         nodes=found.nodes, findings=examine(found), left_out=left_out, seconds=round(time.monotonic() - began, 1)
     )
 
@@ -318,13 +318,13 @@ def _address(name: str) -> str:
     return name.partition("#")[0]
 
 
-def show(report: Report, say: Callable[[str], None]) -> None:
+def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
     """Says a report: a line for each finding, and one for all."""
     for line in _lines(report):
         say(line)
 
 
-def _lines(report: Report) -> Iterable[str]:
+def _lines(report: ExaminationReport) -> Iterable[str]:
     yield from (finding.line() for finding in report.findings)
     yield from (f"left out: {text}." for text in report.left_out)
     wrong = f"{len(report.findings)} finding(s)" if report.findings else "healthy"

@@ -246,7 +246,9 @@ class Call:
                 order = "window"
             rest = drops and name == "train"
             sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order, drop_remainder=rest)
-            rows[name] = fit_worker.Rows(dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure)
+            rows[name] = fit_worker.FitDataset(
+                dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure
+            )
         settings = transport.settings()
         key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()
         self._sending = {"key": key, "values": self._values, "settings": settings, "folder": os.getcwd()}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytf.collectives import healing
-from raytf.collectives.healing import Place
+from raytf.collectives.healing import ReplacementState
 from raytf.compat import keras_objects
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
@@ -28,7 +28,7 @@ from raytf.train.worker_group import GroupWorker
 from raytf.worker import checkpoint
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.checkpoint_every import Every
-from raytf.worker.ending import Ended
+from raytf.worker.ending import StopTraining
 
 # Of the model that is here: its key, itself, its objects, how long its steps wait, and the function that predicts.
 _kept: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class Sending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class FitDataset:
     """A dataset on its way to the workers.
 
     Args:
@@ -97,7 +97,7 @@ class Work:
     do: str
     model: Sending
     callbacks: bytes | None
-    rows: dict[str, Rows]
+    rows: dict[str, FitDataset]
     seed: int
     arguments: dict[str, Any] = field(default_factory=dict)
     steps_per_execution: int = 1
@@ -157,7 +157,7 @@ def _model(sending: Sending, distribution):
     return model, sent
 
 
-def _dataset(rows: Rows, session):
+def _dataset(rows: FitDataset, session):
     """(the feed, its dataset in the structure that the model takes)."""
     from raytf.data.feed import Feed
 
@@ -196,7 +196,7 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
         if place is not None:
             own.assign(place.agreed["own"])
         history = _trained(session, work, model, users, own, everything, folder, place)
-    if isinstance(history, Ended):
+    if isinstance(history, StopTraining):
         return history.step
     totals = _totals(model, everything)
     _last.clear()
@@ -208,8 +208,8 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
     session.report(told, None)
 
 
-def _trained(session, work: Work, model, users, own, everything, folder: str | None, place: Place | None):
-    """The history of a training; the `Ended` that it was told to end by.
+def _trained(session, work: Work, model, users, own, everything, folder: str | None, place: ReplacementState | None):
+    """The history of a training; the `StopTraining` that it was told to end by.
 
     Args:
         users, own: callbacks, and the objects that came with them.
@@ -242,7 +242,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         around.append(callbacks.ProgressCallback(work.board, batch, waited))
     around += figures.of_run(None, kept.position, batch, session.rank, session.size, users, waited)
 
-    class Report(keras.callbacks.Callback):
+    class EpochReport(keras.callbacks.Callback):
         """Holds each epoch's state for a driver that interrupts the next one, or whose training fails in it."""
 
         raytf_local_batches = True
@@ -275,15 +275,15 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
                     *around,
                     *after,
                     kept.report,
-                    Report(),
+                    EpochReport(),
                     *kept.steps,
-                    replacement.Last(kept.position, place),
+                    replacement.RecoveryCallback(kept.position, place),
                 ],
                 verbose=0,
                 shuffle=False,  # the feed does
                 **arguments,
             )
-    except Ended as ended:
+    except StopTraining as ended:
         return ended
     kept.complete(history)
     return history
@@ -324,7 +324,9 @@ class _Kept:
         around, steps: callbacks behind the user's, and behind all others.
     """
 
-    def __init__(self, session, work: Work, model, users, feed, folder, place: Place | None, validates: bool):
+    def __init__(
+        self, session, work: Work, model, users, feed, folder, place: ReplacementState | None, validates: bool
+    ):
         from raytf.worker import callbacks, within_epoch
 
         self._session, self._work, self._model, self._feed = session, work, model, feed

@@ -21,7 +21,7 @@ from raytf.errors import ConfigError
 from raytf.fitting.arrays import Data
 from raytf.identity import contents, fingerprint, meaning, same_run
 from raytf.storage import checkpoint_files, run_folder, snapshots, step_folders, stored_json
-from raytf.storage.checkpoint_files import STATE, State
+from raytf.storage.checkpoint_files import STATE, CheckpointState
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.worker import checkpoint_every as checkpoint_every_module
@@ -87,7 +87,7 @@ class Keeping:
         """Keeps others from calling by the same name meanwhile."""
         return RunLock(self.run.filesystem, self.run.path)
 
-    def newest(self, now: Mapping[str, Any]) -> tuple[dict[str, bytes], State] | tuple[None, None]:
+    def newest(self, now: Mapping[str, Any]) -> tuple[dict[str, bytes], CheckpointState] | tuple[None, None]:
         """(files, state) of the checkpoint to go on from, or Nones.
 
         Args:

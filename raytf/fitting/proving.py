@@ -18,7 +18,7 @@ from raytf import timeouts
 from raytf.data.stored import StoredDataset
 from raytf.errors import in_a_line
 from raytf.fitting import fit_worker
-from raytf.fitting.fit_worker import Rows, Sending
+from raytf.fitting.fit_worker import FitDataset, Sending
 from raytf.runtime.answers import collect
 from raytf.runtime.processes import Process, start, threads, worker_environment
 from raytf.train import verify
@@ -45,7 +45,7 @@ class Proving:
         run_config,
         word: str,
         sending: Sending,
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, FitDataset],
         blocks: Mapping[str, StoredDataset],
     ):
         self._word, self._proof, self._told = word, None, False
@@ -134,12 +134,12 @@ def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
 
     def trial():
         from raytf.fitting import transport
-        from raytf.worker.verification import Trial
+        from raytf.worker.verification import VerificationTask
 
         with contextlib.suppress(OSError):
             os.chdir(sending.folder)
         transport.apply_settings(sending.settings)
-        return Trial(
+        return VerificationTask(
             build=build,
             batch=batch,
             rows=rows,

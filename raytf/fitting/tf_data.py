@@ -28,7 +28,7 @@ _READING_ALL = _PASSING | {"SkipDataset"}
 
 
 @dataclass(frozen=True)
-class Found:
+class DatasetContent:
     """What a dataset gave.
 
     Args:
@@ -44,7 +44,7 @@ class Found:
     drops: bool = False
 
 
-def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once: bool = False) -> Found:
+def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once: bool = False) -> DatasetContent:
     """Reads the rows of a dataset.
 
     Args:
@@ -85,7 +85,7 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once
     except ValueError as error:
         raise _refused(name, f"batches of different shapes ({error})", "Pad all rows to one length") from error
     structure = tf.nest.pack_sequence_as(dataset.element_spec, whole)
-    return Found(keras.utils.unpack_x_y_sample_weight(structure), size, shuffles, drops is not None)
+    return DatasetContent(keras.utils.unpack_x_y_sample_weight(structure), size, shuffles, drops is not None)
 
 
 def _refused(name: str, received: str, fix: str) -> ConfigError:

@@ -12,7 +12,7 @@ from typing import Any
 from raytf.identity import config_reads
 
 
-class Noted(dict):
+class AccessTrackingConfig(dict):
     """A config that notes which keys are read; whoever goes through it, or copies it, may read all.
 
     Attributes:
@@ -101,7 +101,9 @@ class Noted(dict):
         return dict, (self.copy(),)
 
 
-def unread(names: Collection[str], noted: Noted, functions: Collection[Callable], references: int) -> dict[str, str]:
+def unread(
+    names: Collection[str], noted: AccessTrackingConfig, functions: Collection[Callable], references: int
+) -> dict[str, str]:
     """Returns those of `names` that nothing has read, with the key that each may be meant for, or "".
 
     A function that keeps the config may read it later, so that all counts as read. What the source of a function
@@ -126,7 +128,7 @@ def unread(names: Collection[str], noted: Noted, functions: Collection[Callable]
     return {name: next(iter(found), "") for name, found in close.items()}
 
 
-def _unread(names: Collection[str], noted: Noted) -> list[str]:
+def _unread(names: Collection[str], noted: AccessTrackingConfig) -> list[str]:
     return [] if noted.whole else sorted(set(names) - noted.read)
 
 

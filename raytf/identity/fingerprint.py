@@ -24,7 +24,7 @@ from raytf.data.columns import flat
 from raytf.data.stored import as_table
 from raytf.identity import contents
 from raytf.identity.meaning import (
-    Reader,
+    ValueDescriber,
     config_of,
     described,
     described_array,
@@ -154,7 +154,7 @@ def _own_config(layer, sure: bool) -> dict[str, Any]:
     from raytf.compat.keras import Functional, is_default
 
     found: dict[str, Any] = {}
-    reader = Reader(_LEFT_OUT, tensors=sure)
+    reader = ValueDescriber(_LEFT_OUT, tensors=sure)
     if not isinstance(layer, (Functional, keras.Sequential)):
         config = live_config(layer, config_of(layer), reader, _LEFT_OUT)
         if is_default(layer.get_config):
@@ -246,7 +246,7 @@ def _config_of(operation) -> Any:
 
 def _optimizer(optimizer) -> dict[str, Any]:
     inner = getattr(optimizer, "inner_optimizer", None)
-    reader = Reader(tensors=False)
+    reader = ValueDescriber(tensors=False)
     config = config_of(optimizer)
     if "learning_rate" not in config and inner is None:
         config = config | {"learning_rate": keras_objects.rate_of(optimizer)}

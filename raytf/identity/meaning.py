@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from raytf.compat.patching import patched
-from raytf.identity.config_keys import Noted
+from raytf.identity.config_keys import AccessTrackingConfig
 
 # Longer lists, texts and descriptions are kept as a hash: a vocabulary, a table of constants.
 _LONGEST_LIST, _LONGEST_TEXT, _LONGEST_INNER = 256, 256, 4000
@@ -52,7 +52,7 @@ def described(value: Any, left_out: frozenset[str] = frozenset(), tensors: bool 
         left_out: keys of dicts that do not count.
         tensors: whether the numbers of tensors count that objects have as attributes.
     """
-    return Reader(left_out, tensors).of(value)
+    return ValueDescriber(left_out, tensors).of(value)
 
 
 def number(value: float) -> Any:
@@ -142,7 +142,7 @@ def _unwrapped(function: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------ a reader
 
 
-class Reader:
+class ValueDescriber:
     """Describes values; one that is come upon within itself is named by how far up it stands.
 
     Args:
@@ -175,7 +175,7 @@ class Reader:
             return self.of(value.item())
         if isinstance(value, np.ndarray):
             return described_array(value)
-        if isinstance(value, Noted):  # which of its keys are read is known, and compared by itself
+        if isinstance(value, AccessTrackingConfig):  # which of its keys are read is known, and compared by itself
             return {"class": "config"}
         return self._inside(value)
 
@@ -283,7 +283,7 @@ class Reader:
                 value = cell.cell_contents
             except ValueError:  # not set yet
                 continue
-            if isinstance(value, Noted):
+            if isinstance(value, AccessTrackingConfig):
                 value.note(_texts(code))
             elif name not in changed and name != "__class__":
                 yield name, value
@@ -345,7 +345,7 @@ class Reader:
         skipped = _set_by_library(kind) | _set_in_training(kind)
         found = {k: v for k, v in self._of_class(kind).items() if k not in skipped}
         for name in sorted(own):
-            if isinstance(own[name], Noted):
+            if isinstance(own[name], AccessTrackingConfig):
                 own[name].note(_texts_of_class(kind))
             elif name in skipped or name.startswith(("_self_", "_tf_", "__")) or _only_parts(own[name]):
                 continue
@@ -414,7 +414,9 @@ def _without_sources():
         yield
 
 
-def live_config(value: Any, config: Mapping, reader: Reader, left_out: frozenset[str] = frozenset()) -> dict[str, Any]:
+def live_config(
+    value: Any, config: Mapping, reader: ValueDescriber, left_out: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """A config that an object gave, described, with the user's functions and objects as the object holds them."""
     found = {}
     for key, part in config.items():

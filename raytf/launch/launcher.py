@@ -19,7 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from raytf import activity, timeouts
 from raytf.collectives import ring
 from raytf.errors import RaytfError, first_line, in_a_line
-from raytf.launch.runner import BEAT_INTERVAL, Place, TaskRunner
+from raytf.launch.runner import BEAT_INTERVAL, TaskLocation, TaskRunner
 from raytf.launch.spec import LaunchSpec
 from raytf.runtime import cores, resources, roles, settings
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
@@ -100,7 +100,7 @@ class ScriptCluster:
     def __init__(self, script: LaunchSpec):
         self._script, self._tasks = script, script.tasks()
         self._group, self._runners = None, {}
-        self._places: dict[Task, Place] = {}
+        self._places: dict[Task, TaskLocation] = {}
         self._numbers: dict[Task, int] = {}  # of the script that runs for a task now: `TaskRunner.start`
         self._asked: dict[object, Task] = {}  # answers of `TaskRunner.follow` that are to come
         self._silent: dict[Task, float] = {}  # seconds since a task's runner was asked

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from raytf import timeouts
 from raytf.launch.bootstrap import STACK, TOLD, BootOptions
-from raytf.liveness import LOOK_INTERVAL, Watch, look
+from raytf.liveness import LOOK_INTERVAL, StopWatch, look
 from raytf.runtime import cores, guard, ports
 from raytf.runtime.roles import Exit
 from raytf.storage import shared_folders
@@ -40,7 +40,7 @@ _LAST_INTERVAL = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class TaskLocation:
     """Where a task is.
 
     Args:
@@ -65,9 +65,9 @@ class TaskRunner:
     def __init__(self):
         self._script: _Script | None = None
         self._number = 0
-        self._place: Place | None = None
+        self._place: TaskLocation | None = None
 
-    def reserve(self, folder: Folder, its: Timeouts, allowed: tuple[int, int], count: int = 0) -> Place:
+    def reserve(self, folder: Folder, its: Timeouts, allowed: tuple[int, int], count: int = 0) -> TaskLocation:
         """A port for this task, and cores, for as long as this process lives.
 
         Args:
@@ -78,7 +78,7 @@ class TaskRunner:
         """
         timeouts.put_in_force(its)
         self._ports = allowed
-        self._place = Place(
+        self._place = TaskLocation(
             address=ports.reserve_address(allowed),
             folder=folder.path if shared_folders.is_seen(folder) else os.getcwd(),
             claimed=cores.claim(count),
@@ -128,11 +128,11 @@ class TaskRunner:
         """How the script ends if what keeps it from going on lasts; None where nothing does, or it has ended."""
         return self._script.stands()
 
-    def process(self) -> guard.Place:
+    def process(self) -> guard.ProcessLocation:
         """Where the script's process is."""
         here = guard.here()
         seen = look(self._script.pid)
-        return guard.Place(here.node, here.host, self._script.pid, seen and seen.started)
+        return guard.ProcessLocation(here.node, here.host, self._script.pid, seen and seen.started)
 
     def told(self) -> dict | None:
         """`activity.told` of the script's process; None where it gives no answer."""
@@ -163,7 +163,7 @@ class _Script:
         command: list[str],
         module: bool,
         environment: dict[str, str],
-        place: Place,
+        place: TaskLocation,
         frozen_s: float,
         token: bytes,
         allowed: tuple[int, int],
@@ -196,7 +196,7 @@ class _Script:
             os.close(alive)
             asked.close()
         self.pid = self._process.pid
-        self._watch, self._looked = Watch(frozen_s), time.monotonic()
+        self._watch, self._looked = StopWatch(frozen_s), time.monotonic()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -287,7 +287,7 @@ class _Script:
     def stands(self) -> Exit | None:
         if self._process.poll() is not None:
             return None
-        watch = Watch()
+        watch = StopWatch()
         watch.judge(look(self._process.pid))
         return None if watch.stands is None else self._frozen(watch.stands)
 

@@ -16,7 +16,7 @@ from raytf.parallel import own_state
 _watches: dict[type, weakref.ref] = {}
 
 
-class Noted:
+class AssignedVariables:
     """Notes which variables are assigned from Python, or in compiled functions, but in training steps, as long as it is
     referred to."""
 
@@ -40,7 +40,7 @@ class Noted:
         return found
 
 
-class Watch:
+class AssignmentWatch:
     """Notes what variables hold that are assigned from Python, but in training steps, as long as it is referred to.
 
     What a compiled function assigns is not seen, but where it is traced, see `in_graphs`.

@@ -42,7 +42,7 @@ class _Agreement(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self._noted = assigned.Noted()
+        self._noted = assigned.AssignedVariables()
 
     def on_train_begin(self, logs=None):
         """The chief's variables and first epoch: a callback before this one may have restored them."""

@@ -373,7 +373,7 @@ def result(metric, original):
     return value
 
 
-def before_step(model, shown: step_logs.Seen) -> None:
+def before_step(model, shown: step_logs.StepObservations) -> None:
     """Keeps what metrics hold before a step, where this replica may have no rows in it."""
     step = step_module.current()
     if step is not None and step.partial:
@@ -387,7 +387,7 @@ def result_in_step(origin: step_logs.Origin) -> tf.Tensor:
     return value if origin.key is None else value[origin.key]
 
 
-def _over_all_rows(metric, step: step_module.Step, shown: step_logs.Seen, function):
+def _over_all_rows(metric, step: step_module.Step, shown: step_logs.StepObservations, function):
     variables = [v for v in metric.variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE]
     values = [tf.convert_to_tensor(v.value) for v in variables]
     values = [

@@ -26,7 +26,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
 
     @functools.wraps(function)
     def step(data):
-        shown = step_logs.Seen(notes)
+        shown = step_logs.StepObservations(notes)
         with contextlib.ExitStack() as within, step_module.within(seen=shown):
             for metric in _metrics_of(model):
                 within.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))
@@ -39,7 +39,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
             metrics.before_step(model, shown)
             outputs = function(data)
             outputs, origins = step_logs.resolved(outputs, shown, metrics.result_in_step)
-        notes.of[training] = step_logs.Found(origins, frozenset(shown.written))
+        notes.of[training] = step_logs.StepTrace(origins, frozenset(shown.written))
         return outputs
 
     return step

@@ -43,7 +43,7 @@ class Origin:
 
 
 @dataclasses.dataclass
-class Found:
+class StepTrace:
     """What a step's trace has shown.
 
     Args:
@@ -67,24 +67,24 @@ class Notes:
     """
 
     trials: dict = dataclasses.field(default_factory=dict)
-    of: dict[bool, Found] = dataclasses.field(default_factory=dict)
+    of: dict[bool, StepTrace] = dataclasses.field(default_factory=dict)
     last: bool | None = None
     gathers: bool = False
 
     @property
-    def found(self) -> Found:
+    def found(self) -> StepTrace:
         """Of the step that ran last."""
-        return self.of.get(self.last, Found())
+        return self.of.get(self.last, StepTrace())
 
 
 @dataclasses.dataclass
-class Seen:
+class StepObservations:
     """What a step that is traced, or runs, has shown so far.
 
     Args:
         notes: of its model.
         results: by id of a tensor: (the tensor, its origin).
-        written: see `Found`.
+        written: see `StepTrace`.
         before: by id of a metric's variable: its value when the step began, where a replica may have no rows.
         added: by id of a layer: what it has added with `add_loss`.
     """
@@ -101,7 +101,7 @@ def notes_of(model) -> Notes:
     return model.__dict__.setdefault("_raytf_notes", Notes())
 
 
-def seen() -> Seen | None:
+def seen() -> StepObservations | None:
     """What the step that this thread traces or runs has shown, or None outside of one."""
     return getattr(step_module.state, "seen", None)
 
@@ -109,7 +109,7 @@ def seen() -> Seen | None:
 # --------------------------------------------------------------------------------------------------- in a step
 
 
-def resolved(outputs: Any, shown: Seen, result: Callable[[Origin], tf.Tensor]) -> tuple[Any, list[Origin]]:
+def resolved(outputs: Any, shown: StepObservations, result: Callable[[Origin], tf.Tensor]) -> tuple[Any, list[Origin]]:
     """(what a replica's step returns, the origins of its flat values).
 
     Args:
@@ -132,7 +132,7 @@ def resolved(outputs: Any, shown: Seen, result: Callable[[Origin], tf.Tensor]) -
     return tree.pack_sequence_as(outputs, leaves), origins
 
 
-def _from_results_of_all(leaf: tf.Tensor, shown: Seen, result: Callable, copies: dict) -> tf.Tensor:
+def _from_results_of_all(leaf: tf.Tensor, shown: StepObservations, result: Callable, copies: dict) -> tf.Tensor:
     """A tensor of a graph as it would be, had the metrics' results in it been those over all rows."""
     if hasattr(leaf, "numpy") or not hasattr(leaf, "op"):
         return leaf  # in eager mode the results were those of all from the start
@@ -186,7 +186,7 @@ def _copied(tensor: tf.Tensor, copies: dict[int, tf.Tensor]) -> tf.Tensor:
     return of(tensor)
 
 
-def joined(strategy, outputs: Any, rows: Any, found: Found) -> tuple[Any, tf.Tensor]:
+def joined(strategy, outputs: Any, rows: Any, found: StepTrace) -> tuple[Any, tf.Tensor]:
     """(what the replicas of this process return together, the number of their rows)."""
     local = strategy.experimental_local_results
     each = local(rows)
@@ -214,7 +214,7 @@ def _weighted(values: Sequence[tf.Tensor], rows: Sequence[tf.Tensor], total: tf.
 # ------------------------------------------------------------------------------------------------- at its end
 
 
-def by_metrics(found: Found, logs: Mapping, names: Mapping[str, Sequence]) -> set[str]:
+def by_metrics(found: StepTrace, logs: Mapping, names: Mapping[str, Sequence]) -> set[str]:
     """The names of logs that metrics stand for, where a step returns the names of all of them.
 
     Args:
@@ -230,13 +230,13 @@ def by_metrics(found: Found, logs: Mapping, names: Mapping[str, Sequence]) -> se
     return results | {name for name, its in names.items() if not its or any(id(v) in found.written for v in its)}
 
 
-def _by_name(logs: Mapping, found: Found) -> dict[str, Origin]:
+def _by_name(logs: Mapping, found: StepTrace) -> dict[str, Origin]:
     """The origins of what is no nest."""
     paths = [path for path, _ in tree.flatten_with_path(dict(logs))]
     return {path[0]: origin for path, origin in zip(paths, found.origins, strict=False) if len(path) == 1}
 
 
-def of_all_workers(strategy, logs: Mapping, rows: Any, found: Found, result: Callable[[Origin], Any]) -> dict:
+def of_all_workers(strategy, logs: Mapping, rows: Any, found: StepTrace, result: Callable[[Origin], Any]) -> dict:
     """The logs over the rows of all workers, see the head of this module.
 
     Args:

@@ -36,7 +36,7 @@ from raytf.parameter_server.remote_model import RemoteModel
 from raytf.parameter_server.servers import ServerGroup, ServerLostError
 from raytf.worker import callbacks, checkpoint, context, epoch_checks, figures
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.ending import Ended
+from raytf.worker.ending import StopTraining
 from raytf.worker.fit import build_from_data, report_callback, restored, resumed, users_callbacks, within_epochs
 from raytf.worker.job import ended
 from raytf.worker.within_epoch import StepCheckpointCallback
@@ -48,7 +48,7 @@ _POLL_INTERVAL = 0.05
 _SPANS_AHEAD, _AHEAD_INTERVAL = 2, 0.5
 
 
-class Position:
+class StepCounter:
     """Counts steps, for what `callbacks.FeedCallback` is with other strategies.
 
     Args:
@@ -117,7 +117,9 @@ class EpochRunner:
 
         return traced_apart(span)
 
-    def train(self, number: int, position: Position, kept: StepCheckpointCallback | None, progress) -> dict[str, float]:
+    def train(
+        self, number: int, position: StepCounter, kept: StepCheckpointCallback | None, progress
+    ) -> dict[str, float]:
         """The steps of an epoch that are left.
 
         Args:
@@ -131,7 +133,7 @@ class EpochRunner:
 
         Raises:
             ServerLostError: a parameter server died.
-            Ended: the run was told to end.
+            StopTraining: the run was told to stop.
         """
         logs = self._logs()
         while position.epoch_step < self.steps("train"):
@@ -143,7 +145,7 @@ class EpochRunner:
                 kept.on_train_batch_end(position.epoch_step - 1, logs)
         return logs
 
-    def _some(self, number: int, position: Position, kept, progress) -> tuple[list, float]:
+    def _some(self, number: int, position: StepCounter, kept, progress) -> tuple[list, float]:
         """(the metrics of the spans of steps up to the next checkpoint or end, since when no more were begun)."""
         begin = first = position.epoch_step
         last = self.steps("train")
@@ -261,7 +263,7 @@ def train(task, session) -> dict[str, int] | None:
         users = users_callbacks(task, session)
         states = CallbackStates(users)
         _warn_of_batches(users)
-        position = Position(state.step if state else 0)
+        position = StepCounter(state.step if state else 0)
         checks = epoch_checks.EpochChecks(task.nan, users)
         around = [*users, checks, *restored(folder, state, model, task, states, session)]
         workers = servers.plan.num_workers
@@ -275,7 +277,7 @@ def train(task, session) -> dict[str, int] | None:
         hooks = [*before, *around, *after, report, *kept]
         try:
             _fit(trainer, hooks, position, progress, state.epoch if state else 0, config["epochs"])
-        except Ended as told:
+        except StopTraining as told:
             return {"step": told.step}
         except ServerLostError as error:
             why = f"{error}. {_restored_from(position, kept[0] if kept else None)}"
@@ -284,7 +286,7 @@ def train(task, session) -> dict[str, int] | None:
     return None
 
 
-def _restored_from(position: Position, kept: StepCheckpointCallback | None) -> str:
+def _restored_from(position: StepCounter, kept: StepCheckpointCallback | None) -> str:
     """From where other servers get what a lost one held, as a sentence without a full stop."""
     began = position.step - position.epoch_step
     stored, held = max(began, kept.kept_step if kept else 0), kept.held_step if kept else 0
@@ -307,7 +309,7 @@ def _warn_of_batches(users: list) -> None:
         )
 
 
-def _fit(trainer: EpochRunner, given: list, position: Position, progress, first: int, epochs: int) -> None:
+def _fit(trainer: EpochRunner, given: list, position: StepCounter, progress, first: int, epochs: int) -> None:
     kept = given[-1] if isinstance(given[-1], StepCheckpointCallback) else None
     model, steps = trainer.model, trainer.steps("train")
     shown = [progress] if progress else []

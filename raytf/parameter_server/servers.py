@@ -75,7 +75,7 @@ class ServerSpec:
 class ServerActor:
     """A worker or parameter server, in an actor of its own."""
 
-    def reserve(self, its: Timeouts, allowed: tuple[int, int]) -> tuple[str, guard.Place]:
+    def reserve(self, its: Timeouts, allowed: tuple[int, int]) -> tuple[str, guard.ProcessLocation]:
         """("host:port", where its process is); `allowed` are the first and the last port."""
         timeouts.put_in_force(its)
         return ports.reserve_address(allowed), guard.here()

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import liveness, timeouts
 from raytf.errors import RaytfError
-from raytf.liveness import Watch
+from raytf.liveness import StopWatch
 
 # Waits that end sooner need no look.
 _PATIENCE_INTERVAL = 5.0
@@ -46,7 +46,7 @@ class FrozenError(RaytfError, ConnectionError):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessLocation:
     """Where a process is.
 
     Args:
@@ -62,11 +62,11 @@ class Place:
     started: int | None
 
 
-def here() -> Place:
+def here() -> ProcessLocation:
     """The place of this process."""
     seen = liveness.look(os.getpid())
     node = ray.get_runtime_context().get_node_id()
-    return Place(node, ray.util.get_node_ip_address(), os.getpid(), seen and seen.started)
+    return ProcessLocation(node, ray.util.get_node_ip_address(), os.getpid(), seen and seen.started)
 
 
 class Guard:
@@ -77,7 +77,7 @@ class Guard:
         clock: gives seconds; for tests.
     """
 
-    def __init__(self, places: Mapping[str, Place], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, places: Mapping[str, ProcessLocation], clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._places = {name: place for name, place in places.items() if place.started is not None}
         self._mine = ray.get_runtime_context().get_node_id()
@@ -86,7 +86,7 @@ class Guard:
 
     def begin(self) -> None:
         """Another wait begins."""
-        self._watches = {name: Watch(liveness.STOPPED_INTERVAL, self._clock) for name in self._places}
+        self._watches = {name: StopWatch(liveness.STOPPED_INTERVAL, self._clock) for name in self._places}
         self._waited, self._last, self._due = 0.0, self._clock(), 0.0
 
     def look(self) -> None:
@@ -147,7 +147,7 @@ class _Watcher:
 class _Host:
     """Asks an actor on another host for looks, without waiting for it."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: ProcessLocation):
         self._place = place
         self._actor = self._asked = None
         self._answered, self._silent = False, 0.0

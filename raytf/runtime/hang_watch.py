@@ -22,7 +22,7 @@ from raytf import activity, events, liveness, timeouts
 from raytf.events import Kind, RunEvent
 from raytf.runtime import stacks, watchdog
 from raytf.runtime.failures import WorkerFrozenError
-from raytf.runtime.guard import Place
+from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hangs import Hang, Judge, Turns
 from raytf.runtime.stragglers import Stragglers
 
@@ -62,7 +62,7 @@ class HangWatch:
     def __init__(
         self,
         execute: Callable[[int, Callable], Any],
-        places: Mapping[int, Place],
+        places: Mapping[int, ProcessLocation],
         limit: float,
         first: float,
         emit: Callable[[RunEvent], object] = events.emit,
@@ -228,11 +228,11 @@ class HangWatch:
                     return told
         return self._stack_from_outside(self._places[rank])
 
-    def _stack_from_outside(self, place: Place) -> str:
+    def _stack_from_outside(self, place: ProcessLocation) -> str:
         found = self._there({0: place}, stacks.of, timeouts.get().far_stack).get(0)
         return found if found is not None else "its stack is not known: its host does not answer"
 
-    def _there(self, places: Mapping[int, Place], function: Callable, seconds: float) -> dict[int, Any]:
+    def _there(self, places: Mapping[int, ProcessLocation], function: Callable, seconds: float) -> dict[int, Any]:
         """What a function of each process gives on its host, by rank, without those of hosts that do not answer.
 
         All hosts are asked at once, and have so many seconds together.

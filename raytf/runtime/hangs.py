@@ -240,8 +240,8 @@ def describe(its: Mapping[str, Any]) -> str:
         activity.BEGIN: "does not come to the exchange that others are in",
         activity.INPUT: f"waits for rows of its input in step {step + 1}",
         activity.STEP: f"is in step {step + 1} and does not use its processors",
-        # outside of callbacks Keras resets metrics, or traces the first step of a validation
-        activity.CALLBACKS: f"is in {its['hook'] or 'no callback, and in no step,'} after step {step}",
+        # outside of known hooks Keras resets metrics, traces the first step of a validation, or calls a callback
+        activity.CALLBACKS: f"is {'in ' + its['hook'] if its['hook'] else 'between two steps,'} after step {step}",
         activity.CHECKPOINT: f"writes a checkpoint after step {step}",
         activity.CONTROLLER: f"waits after step {step} for Ray Train's controller, which takes no report",
         activity.VALIDATION: f"is in a step of the validation after step {step} and does not use its processors",

@@ -24,7 +24,7 @@ _PARTS = {"compute": "computing", "input": "its input", "callbacks": "its callba
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slow:
+class Straggler:
     """A worker that is slower than the others.
 
     Args:
@@ -57,10 +57,10 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._begin: Mapping[int, Mapping[str, Any]] = {}
-        self._found: list[Slow | None] = []
+        self._found: list[Straggler | None] = []
         self._named: set[int] = set()
 
-    def look(self, told: Mapping[int, Mapping[str, Any]]) -> Slow | None:
+    def look(self, told: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
         """A worker that was found to be slow just now, each once."""
         began = self._begin
         if began.keys() != told.keys() or any(told[r]["step"] < began[r]["step"] for r in told):
@@ -81,7 +81,7 @@ class Stragglers:
         return None if last is None else dataclasses.replace(last, step=first.step)
 
 
-def slowest(began: Mapping[int, Mapping[str, Any]], ended: Mapping[int, Mapping[str, Any]]) -> Slow | None:
+def slowest(began: Mapping[int, Mapping[str, Any]], ended: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
     """The worker that was slower than the others between two moments, or None."""
     if len(ended) < 2 or any(ended[r]["spent"]["sum"] <= began[r]["spent"]["sum"] for r in ended):
         return None
@@ -97,7 +97,7 @@ def slowest(began: Mapping[int, Mapping[str, Any]], ended: Mapping[int, Mapping[
     theirs = {part: statistics.median(parts[r][part] for r in rest) for part in _PARTS}
     part = max(_PARTS, key=lambda name: parts[rank][name] - theirs[name])
     longer = parts[rank][part], theirs[part]
-    return Slow(rank=rank, own=own[rank], others=others, part=part, longer=longer, step=began[rank]["step"])
+    return Straggler(rank=rank, own=own[rank], others=others, part=part, longer=longer, step=began[rank]["step"])
 
 
 def _parts(began: Mapping[str, Any], ended: Mapping[str, Any]) -> dict[str, float]:

@@ -15,8 +15,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import timeouts
-from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL, Look, Watch, look, looks
-from raytf.runtime.guard import Place
+from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL, Look, StopWatch, look, looks
+from raytf.runtime.guard import ProcessLocation
 
 # Who was heard within so many seconds stands not still.
 _HEARD_INTERVAL = 3.0
@@ -49,8 +49,8 @@ class Watchdog:
         self.kept: dict = {}
         self.ended: dict = {}
         self._node = ray.get_runtime_context().get_node_id()
-        self._places: dict[object, Place] = {}
-        self._watches: dict[object, Watch] = {}
+        self._places: dict[object, ProcessLocation] = {}
+        self._watches: dict[object, StopWatch] = {}
         self._heard: dict[object, float] = {}
         self._started: dict[object, int] = {}  # when a process did, by its host's clock: numbers are used again
         self._asked: dict[str, tuple[object, float]] = {}  # by node: the answer that is to come, and when it was asked
@@ -64,18 +64,18 @@ class Watchdog:
     def __exit__(self, *exc):
         self.close()
 
-    def watch(self, key, place: Place) -> None:
+    def watch(self, key, place: ProcessLocation) -> None:
         """Watches a process, in place of one that had its key before."""
         with self._lock:
             if self._places.get(key) != place:
-                self._places[key], self._watches[key] = place, Watch(self._seconds, self._clock)
+                self._places[key], self._watches[key] = place, StopWatch(self._seconds, self._clock)
                 self._started.pop(key, None)
 
     def heard(self, key) -> None:
         """Says that a process has just answered: it need not be looked at for a while."""
         with self._lock:
             self._heard[key] = self._clock()
-            self._watches[key] = Watch(self._seconds, self._clock)
+            self._watches[key] = StopWatch(self._seconds, self._clock)
 
     def forget(self, key) -> None:
         """No longer watches a process."""
@@ -156,7 +156,7 @@ class Watchdog:
             thread.join(max(0.0, until - time.monotonic()))
         return dict(found)
 
-    def _held(self, keys: list, seen: dict[int, Look | None]) -> list[tuple[Any, Place, Look, str]]:
+    def _held(self, keys: list, seen: dict[int, Look | None]) -> list[tuple[Any, ProcessLocation, Look, str]]:
         """(key, place, look, how) of processes that stand still for too long."""
         held = []
         for key in keys:

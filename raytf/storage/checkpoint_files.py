@@ -40,7 +40,7 @@ class DamagedCheckpointError(ConfigError):
 
 
 @dataclasses.dataclass
-class State:
+class CheckpointState:
     """Where a training stands.
 
     Args:
@@ -85,7 +85,7 @@ class State:
         return json.dumps({"version": self.version, **dataclasses.asdict(self)})
 
     @classmethod
-    def of(cls, found: dict, name: str) -> State:
+    def of(cls, found: dict, name: str) -> CheckpointState:
         """What `to_json` wrote.
 
         Args:
@@ -160,13 +160,13 @@ def read_json(folder: str, part: str, name: str | None = None) -> dict:
         raise damaged(name or _name(folder), f"{part} {error}") from error
 
 
-def read_state(folder: str, name: str | None = None) -> State:
-    """The `State` of a checkpoint folder; see `read_json`."""
-    return State.of(read_json(folder, STATE, name), name or _name(folder))
+def read_state(folder: str, name: str | None = None) -> CheckpointState:
+    """The `CheckpointState` of a checkpoint folder; see `read_json`."""
+    return CheckpointState.of(read_json(folder, STATE, name), name or _name(folder))
 
 
-def read_state_of(checkpoint) -> State:
-    """The `State` of a `ray.train.Checkpoint`, of which only this small file is read from its storage.
+def read_state_of(checkpoint) -> CheckpointState:
+    """The `CheckpointState` of a `ray.train.Checkpoint`, of which only this small file is read from its storage.
 
     Raises:
         DamagedCheckpointError: it has none that can be read.
@@ -175,8 +175,8 @@ def read_state_of(checkpoint) -> State:
     return state_of(_small(checkpoint.filesystem, checkpoint.path, STATE, name), name)
 
 
-def state_of(text: bytes, name: str) -> State:
-    """The `State` of the text of a `state.json`.
+def state_of(text: bytes, name: str) -> CheckpointState:
+    """The `CheckpointState` of the text of a `state.json`.
 
     Args:
         text: of the file.
@@ -186,7 +186,7 @@ def state_of(text: bytes, name: str) -> State:
         DamagedCheckpointError: it is none.
         ConfigError: a newer raytf wrote it.
     """
-    return State.of(object_of(text, STATE, name), name)
+    return CheckpointState.of(object_of(text, STATE, name), name)
 
 
 def standing(epoch: int, epoch_step: int) -> str:
@@ -199,8 +199,8 @@ def standing(epoch: int, epoch_step: int) -> str:
     return f"step {epoch_step} of epoch {epoch + 1}" if epoch_step else f"epoch {epoch}"
 
 
-def look(filesystem, path: str) -> State:
-    """The `State` of a stored checkpoint all parts of which are as long as they were, and the state what was written.
+def look(filesystem, path: str) -> CheckpointState:
+    """Returns the state of a stored checkpoint whose parts have their lengths, and whose state is what was written.
 
     Only the small files are read; see `check` for the others.
 
@@ -220,7 +220,7 @@ def look(filesystem, path: str) -> State:
     except stored_json.UnreadableError as error:
         if not error.missing or "version" in found:
             raise damaged(name, f"{MANIFEST} {error}") from error
-        return State.of(found, name)  # of format 1
+        return CheckpointState.of(found, name)  # of format 1
     parts = _parts(manifest, name)
     for info, (part, known) in zip(
         filesystem.get_file_info([posixpath.join(path, part) for part in parts]), parts.items(), strict=True
@@ -228,7 +228,7 @@ def look(filesystem, path: str) -> State:
         _check_size(part, info.size if info.is_file else None, known, name)
     if zlib.crc32(text) != parts[STATE]["crc32"]:
         raise damaged(name, f"{STATE} is not what was written")
-    return State.of(found, name)
+    return CheckpointState.of(found, name)
 
 
 def finished(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
@@ -247,7 +247,7 @@ def finished(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
     return [name for name, end in zip(names, ends, strict=True) if end.type == FileType.File]
 
 
-def unlisted(filesystem, run: str, listed: Callable[[], Container[str]]) -> list[tuple[str, State]]:
+def unlisted(filesystem, run: str, listed: Callable[[], Container[str]]) -> list[tuple[str, CheckpointState]]:
     """(name, state) of whole checkpoints of ends of epochs that Ray does not list: their workers ended before.
 
     Args:
@@ -324,7 +324,7 @@ def write_manifest(folder: str, version: int = VERSION_OF_EPOCHS) -> None:
 
     Args:
         folder: of the checkpoint.
-        version: its format, which `State.version` tells.
+        version: its format, which `CheckpointState.version` tells.
     """
     files = {}
     for part in sorted(os.listdir(folder)):

@@ -30,7 +30,7 @@ from raytf.compat.ray_train import (
 )
 from raytf.errors import ConfigError, in_a_line
 from raytf.storage import checkpoint_files, step_folders, stored_json
-from raytf.storage.checkpoint_files import AT_ENDS, DamagedCheckpointError, State
+from raytf.storage.checkpoint_files import AT_ENDS, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_lock import LOCK
 
 # Ray Train names every RunConfig that has no name by the second in which it is made.
@@ -71,7 +71,7 @@ def where(run_config) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Last:
+class LastCheckpoint:
     """Where the run of a folder stands: what the `state.json` of its last checkpoint says.
 
     Args:
@@ -126,7 +126,7 @@ class RunFolder:
             ) from error
         return RunFolder(filesystem, posixpath.join(path, run_config.name), run_config.name)
 
-    def last(self, finished: Callable[[Last], bool] = lambda last: False) -> Last | None:
+    def last(self, finished: Callable[[LastCheckpoint], bool] = lambda last: False) -> LastCheckpoint | None:
         """Where the run stands, by the newest checkpoint that is whole; None without one.
 
         Whole by sizes; of a run that is finished, from which no worker goes on, every byte is compared.
@@ -165,7 +165,9 @@ class RunFolder:
             "Use resume=False to start anew, or choose another RunConfig(name=...)",
         )
 
-    def _first_whole(self, names: Sequence[str], finished: Callable[[Last], bool]) -> tuple[Last | None, list[str]]:
+    def _first_whole(
+        self, names: Sequence[str], finished: Callable[[LastCheckpoint], bool]
+    ) -> tuple[LastCheckpoint | None, list[str]]:
         """Where the run stood at the first checkpoint that is whole, and what is wrong with those before it."""
         refused: list[str] = []
         for name in names:
@@ -177,7 +179,7 @@ class RunFolder:
             return found, refused
         return None, refused
 
-    def _last_of_epochs(self, finished: Callable[[Last], bool]) -> tuple[Last | None, list[str]]:
+    def _last_of_epochs(self, finished: Callable[[LastCheckpoint], bool]) -> tuple[LastCheckpoint | None, list[str]]:
         """Where the run stood at the newest whole checkpoint of an epoch's end, and what is wrong with newer ones."""
         wrong, names, unlisted = "", [], []
         try:
@@ -202,7 +204,7 @@ class RunFolder:
             raise self._none_whole(f"{where}{wrong}")
         return None, []
 
-    def relist(self, last: Last, config: CheckpointConfig) -> None:
+    def relist(self, last: LastCheckpoint, config: CheckpointConfig) -> None:
         """Writes Ray's list of the checkpoints anew where it cannot be used, or lists newer ones that are damaged.
 
         Args:
@@ -316,11 +318,13 @@ class RunFolder:
         except DamagedCheckpointError:
             return None
 
-    def _look(self, name: str, finished: Callable[[Last], bool]) -> Last:
+    def _look(self, name: str, finished: Callable[[LastCheckpoint], bool]) -> LastCheckpoint:
         """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""
         path = f"{self.path}/{name}"
-        state: State = checkpoint_files.look(self.filesystem, path)
-        last = Last(state.epoch, state.step, state.epoch_step, state.stopped, state.identity, state.order, name=name)
+        state: CheckpointState = checkpoint_files.look(self.filesystem, path)
+        last = LastCheckpoint(
+            state.epoch, state.step, state.epoch_step, state.stopped, state.identity, state.order, name=name
+        )
         if finished(last):
             with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
                 checkpoint_files.check(folder, name=name)

@@ -88,7 +88,7 @@ class Buffer:
         os.close(self.descriptor)
 
 
-class Plan:
+class SnapshotLayout:
     """What goes where in a buffer: an image first, then everything else."""
 
     def __init__(self, parts: Mapping[str, Part]):

@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterator, Mapping
 from raytf import liveness, timeouts
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import finishing, planted, priority, snapshot_store
-from raytf.storage.snapshot_buffers import Buffer, Part, Plan, needs_of
+from raytf.storage.snapshot_buffers import Buffer, Part, SnapshotLayout, needs_of
 
 _LONGEST_MESSAGE = 1 << 16
 # So many of the last ones are told.
@@ -195,7 +195,7 @@ class SnapshotWriter:
             NotKeptError: the other process has ended.
         """
         snapshot_store.check_name(name)
-        plan = Plan(parts)
+        plan = SnapshotLayout(parts)
         plan.end(name=name, writers=writers, index=index)
         if self._readied is not None:
             self._readied.join()
@@ -233,7 +233,7 @@ class SnapshotWriter:
         """Bytes that all buffers may have."""
         return max(_FEW_BYTES, (1 + self._holds) * needs)
 
-    def _write(self, name: str, plan: Plan, buffer: Buffer, held: bool, pinned: bool) -> int:
+    def _write(self, name: str, plan: SnapshotLayout, buffer: Buffer, held: bool, pinned: bool) -> int:
         plan.fill(buffer)
         self._count += 1
         buffer.busy, before = self._count, self._held
@@ -388,7 +388,7 @@ class SnapshotWriter:
             return True
         return sum(one.size for one in self._buffers) - buffer.size + needs <= self._most(needs)
 
-    def _wait_and_write(self, name: str, plan: Plan) -> int:
+    def _wait_and_write(self, name: str, plan: SnapshotLayout) -> int:
         """`_write` of one that is pinned, once the other side is done with what lies there, or could not write it."""
         began, asked = time.monotonic(), False
         with self.held_up():

@@ -39,7 +39,7 @@ class Do(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RunState:
     """A run.
 
     Args:
@@ -165,7 +165,7 @@ class Action:
     """
 
     do: Do
-    state: State
+    state: RunState
     ranks: frozenset[int] = frozenset()
     workers: int = 0
     failures: int = 0
@@ -175,7 +175,7 @@ class Action:
 _NONE: dict[str, frozenset[int]] = {"lost": frozenset(), "also": frozenset()}
 
 
-def decide(state: State, event: Event) -> Action:
+def decide(state: RunState, event: Event) -> Action:
     """Returns what follows from an event."""
     ignore = Action(do=Do.IGNORE, state=state)
     if state.phase is Phase.OVER and not isinstance(event, Started):
@@ -232,17 +232,17 @@ def _then(action: Action, **changes) -> Action:
     return dataclasses.replace(action, state=dataclasses.replace(action.state, **changes))
 
 
-def _phase(state: State) -> Phase:
+def _phase(state: RunState) -> Phase:
     return Phase.LEAVING if state.stopping else Phase.TRAINING
 
 
-def _end_after_step(state: State, why: str) -> Action:
+def _end_after_step(state: RunState, why: str) -> Action:
     action = Action(do=Do.END_AFTER_STEP, state=state, why=why)
     leaves = state.ends_after_step and state.phase is not Phase.RECOVERING
     return _then(action, phase=Phase.LEAVING) if leaves else action
 
 
-def _recover(state: State, ranks: frozenset[int], reported: frozenset[int] = frozenset()) -> Action:
+def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = frozenset()) -> Action:
     """Replaces workers in place, or connects all anew; where that is not allowed, all start anew."""
     count = len(ranks) or 1  # failures: of lost connections one, of lost workers each, when it is replaced
     said = reported - ranks
@@ -261,7 +261,7 @@ def _recover(state: State, ranks: frozenset[int], reported: frozenset[int] = fro
     return _then(action, phase=Phase.RECOVERING, lost=ranks, also=frozenset(), failures_left=state.failures_left - now)
 
 
-def _anew(state: State, why: str) -> Action:
+def _anew(state: RunState, why: str) -> Action:
     """Starts all workers anew, for which a failure counts, unless none is left or the run is to stop."""
     if state.stopping:
         return _over(state, why or "the run is to stop")
@@ -272,7 +272,7 @@ def _anew(state: State, why: str) -> Action:
     return _then(action, phase=Phase.STARTING, failures_left=left, **_NONE)
 
 
-def _over(state: State, why: str) -> Action:
+def _over(state: RunState, why: str) -> Action:
     return _then(Action(do=Do.FAIL, state=state, why=why), phase=Phase.OVER, **_NONE)
 
 
@@ -283,7 +283,7 @@ class Decisions:
         state: after the last one.
     """
 
-    def __init__(self, state: State):
+    def __init__(self, state: RunState):
         self.state, self._lock = state, threading.Lock()
 
     def take(self, event: Event) -> Action:
@@ -294,7 +294,7 @@ class Decisions:
             return action
 
 
-class Seen(enum.Enum):
+class WorkerState(enum.Enum):
     """How a worker is seen."""
 
     WELL = enum.auto()
@@ -304,21 +304,21 @@ class Seen(enum.Enum):
     AFFECTED = enum.auto()  # by another's loss
 
 
-def happened(seen: Sequence[Seen]) -> Ended | Failed | Lost | None:
+def happened(seen: Sequence[WorkerState]) -> Ended | Failed | Lost | None:
     """Returns the event that a look at all workers shows, by rank."""
-    if Seen.ENDED in seen:  # the others end after that step, too
+    if WorkerState.ENDED in seen:  # the others end after that step, too
         return Ended()
-    if failed := ranks_of(seen, Seen.FAILED):
+    if failed := ranks_of(seen, WorkerState.FAILED):
         return Failed(failed)
-    lost = ranks_of(seen, Seen.LOST)
+    lost = ranks_of(seen, WorkerState.LOST)
     return Lost(lost) if lost else None
 
 
-def staying(seen: Sequence[Seen]) -> frozenset[int]:
+def staying(seen: Sequence[WorkerState]) -> frozenset[int]:
     """Returns the workers whose processes are of use to the next group: none where one has failed by itself."""
-    return frozenset() if Seen.FAILED in seen else frozenset(range(len(seen))) - ranks_of(seen, Seen.LOST)
+    return frozenset() if WorkerState.FAILED in seen else frozenset(range(len(seen))) - ranks_of(seen, WorkerState.LOST)
 
 
-def ranks_of(seen: Sequence[Seen], kind: Seen) -> frozenset[int]:
+def ranks_of(seen: Sequence[WorkerState], kind: WorkerState) -> frozenset[int]:
     """Returns the ranks that are seen so."""
     return frozenset(rank for rank, its in enumerate(seen) if its is kind)

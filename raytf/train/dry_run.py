@@ -20,7 +20,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, UnsupportedVersionError, plain
 from raytf.identity import config_keys, fingerprint
-from raytf.identity.config_keys import Noted
+from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
 from raytf.train import verify
 
@@ -74,7 +74,7 @@ def _tried(pickled: bytes, block: StoredDataset, rows: int | None, warning: str 
         # no Ray from here on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
         build_model, config, batch, names, callbacks = cloudpickle.loads(pickled)
-        noted = Noted(config)
+        noted = AccessTrackingConfig(config)
         references = sys.getrefcount(noted)
         try:
             model = check(build_model, noted, block, batch)
@@ -96,9 +96,11 @@ def _look_at_versions():
     return step_check.refusal()
 
 
-def _identity(model, noted: Noted, config: dict, block: StoredDataset, build_model, batch: BatchSpec) -> dict:
+def _identity(
+    model, noted: AccessTrackingConfig, config: dict, block: StoredDataset, build_model, batch: BatchSpec
+) -> dict:
     """What the model is, the values of the config that it was built with, and the types of its columns."""
-    found = fingerprint.of_model(model, lambda: build_model(Noted(config)))
+    found = fingerprint.of_model(model, lambda: build_model(AccessTrackingConfig(config)))
     # after the model was described, which notes what its functions read later
     values = {**noted.defaults, **config}
     keys = set(values) if noted.whole else noted.read & set(values)
@@ -382,7 +384,7 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
     return model
 
 
-def _missing(key: str, config: Noted, where: str) -> ConfigError:
+def _missing(key: str, config: AccessTrackingConfig, where: str) -> ConfigError:
     option = "--learning-rate NUMBER" if key == "learning_rate" else f"--set {key}=VALUE"
     return ConfigError(
         "config must hold each key that build_model reads",

@@ -24,7 +24,7 @@ from raytf.console import once, output
 from raytf.console.progress import Entries
 from raytf.errors import in_a_line
 from raytf.runtime import guard
-from raytf.runtime.guard import Place
+from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.resources import placed_actor
 from raytf.runtime.watchdog import Watchdog
 from raytf.storage.checkpoint_files import read_state_of
@@ -265,7 +265,7 @@ def _follow(ref, record: Record, asked: str, late: float, watching: Watchdog) ->
             return begun
         place = record.entries.get("place")
         if place is not None:
-            watching.watch("evaluator", Place(**place))
+            watching.watch("evaluator", ProcessLocation(**place))
         if not begun and time.monotonic() >= late:
             raise _NotStartedError(f"the evaluator did not start within {timeouts.get().evaluator_start:g} s")
 

@@ -21,7 +21,7 @@ import ray
 
 from raytf import events, timeouts
 from raytf.collectives import healing, ring
-from raytf.collectives.healing import Place, Rejoin, Waiting
+from raytf.collectives.healing import Rejoin, ReplacementState, Waiting
 from raytf.compat import ray_train
 from raytf.compat.ray_train import WorkerGroupStartupFailedError
 from raytf.errors import RaytfError, in_a_line
@@ -279,7 +279,7 @@ class Healing:
         if self.also:
             raise _AnotherLostError("another worker was lost")
 
-    def _owned(self, place: Place, waiting: Mapping[int, Waiting]) -> dict[int, bytes]:
+    def _owned(self, place: ReplacementState, waiting: Mapping[int, Waiting]) -> dict[int, bytes]:
         """What each lost worker had for itself before the step that the others are in, as it had passed it on."""
         size, owned = len(self._asked.workers), {}
         for rank in self.lost:
@@ -297,7 +297,7 @@ class Healing:
             owned[rank] = its
         return owned
 
-    def _held_by_all(self, place: Place, waiting: Mapping[int, Waiting]) -> list[bytes] | None:
+    def _held_by_all(self, place: ReplacementState, waiting: Mapping[int, Waiting]) -> list[bytes] | None:
         """What each worker had for itself behind the last step, by rank; of a lost one maybe that of the step before.
 
         None where that is not known, or no step was made.
@@ -323,7 +323,7 @@ class Healing:
             found.append(its)
         return found
 
-    def _take_places(self, place: Place, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
+    def _take_places(self, place: ReplacementState, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
         calls = []
         for rank, worker in self._made.items():
             agreed = {**place.agreed, "missing": place.agreed["reports"] - self._asked.reported.get(rank, 0)}

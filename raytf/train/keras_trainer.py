@@ -328,13 +328,13 @@ class KerasTrainer:
         with verify.Following(tried.running, launch):
             return self._train(launch, found, told)
 
-    def _order(self, last: run_folder.Last, found: dict) -> dict[str, Any]:
+    def _order(self, last: run_folder.LastCheckpoint, found: dict) -> dict[str, Any]:
         """The `Feed.order` of the run; that of a batch which follows the workers is known when they have started."""
         order = self.task(found).order
         by_workers = ("batch_size", "window") if self.elastic_batch == "scale" else ()
         return order | {name: last.order[name] for name in by_workers if name in order and name in last.order}
 
-    def _last(self, folder: RunFolder) -> run_folder.Last | None:
+    def _last(self, folder: RunFolder) -> run_folder.LastCheckpoint | None:
         """Where the run stands from which this one is to go on, or None."""
         if self.resume is False:
             return None
@@ -379,7 +379,7 @@ class KerasTrainer:
         del told["types"]
         return json.loads(json.dumps(told))
 
-    def _ended(self, folder: RunFolder, last: run_folder.Last) -> ray.train.Result:
+    def _ended(self, folder: RunFolder, last: run_folder.LastCheckpoint) -> ray.train.Result:
         """The result of a run that has nothing left to do."""
         why = "was stopped by a callback" if last.stopped else "has trained"
         print(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
@@ -556,7 +556,7 @@ class KerasTrainer:
         return verify.Order(validation=validation, goes_on=goes_on)
 
 
-def _goes_on(last: run_folder.Last, order: Mapping[str, Any]) -> str:
+def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
     """What becomes of an epoch that a run has begun, for its user: its steps may have had other rows."""
     if differs := sampling.differences(last.order, order):
         begun = f"epoch {last.epoch + 1}, of which {last.epoch_step} step(s) were made"

@@ -15,7 +15,7 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 from raytf import validation
 from raytf.errors import ConfigError, in_a_line
 from raytf.storage import run_lock, stored_json
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker.choice import Kept, kept_in
 
 SWEEP = "sweep.json"
@@ -27,7 +27,7 @@ _ENDED, _FAILED = "TERMINATED", "ERROR"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class ListedRun:
     """A run, or a sweep, in a folder.
 
     Args:
@@ -73,7 +73,7 @@ def located(folder: str | os.PathLike) -> tuple[FileSystem, str]:
     return filesystem, path.rstrip("/")
 
 
-def listed(folder: str | os.PathLike, metric: str | None = None, mode: str = "min") -> list[Run]:
+def listed(folder: str | os.PathLike, metric: str | None = None, mode: str = "min") -> list[ListedRun]:
     """Returns the runs and sweeps below a folder, the one that was changed last first.
 
     Args:
@@ -90,7 +90,7 @@ def listed(folder: str | os.PathLike, metric: str | None = None, mode: str = "mi
     return sorted(found, key=lambda run: (-(run.when or 0.0), run.name))
 
 
-def _below(filesystem, path: str, name: str, metric: str | None, mode: str, depth: int) -> list[Run]:
+def _below(filesystem, path: str, name: str, metric: str | None, mode: str, depth: int) -> list[ListedRun]:
     infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
     names = {info.base_name for info in infos}
     if SWEEP in names:
@@ -103,16 +103,16 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
     return [run for where, named in inner for run in _below(filesystem, where, named, metric, mode, depth - 1)]
 
 
-def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None, mode: str) -> Run:
+def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None, mode: str) -> ListedRun:
     found = _newest(kept)
     holder = run_lock.holder(filesystem, path)
     if found is None:
-        return Run(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
+        return ListedRun(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
     state, checkpoint = found
     wanted = _epochs(checkpoint)
     finished = wanted is not None and state.epoch >= wanted
     ended = "stopped" if state.stopped else "finished" if finished else "interrupted" if wanted else "ended"
-    return Run(
+    return ListedRun(
         name=name,
         state="running" if holder else ended,
         epochs=f"{state.epoch}" + (f"/{wanted}" if wanted else ""),
@@ -139,13 +139,13 @@ def best_of(
     return name, value, epoch
 
 
-def newest(filesystem, path: str) -> State | None:
+def newest(filesystem, path: str) -> CheckpointState | None:
     """Returns how far the run of a folder is by its checkpoints, whether they are whole or not; None without one."""
     found = _newest(kept_in(filesystem, path))
     return None if found is None else found[0]
 
 
-def _newest(kept: Sequence[Kept]) -> tuple[State, Kept] | None:
+def _newest(kept: Sequence[Kept]) -> tuple[CheckpointState, Kept] | None:
     """The checkpoint after the most steps; of each kind, which come newest first, one that can be read is read."""
     heads = []
     for within in (False, True):
@@ -154,7 +154,7 @@ def _newest(kept: Sequence[Kept]) -> tuple[State, Kept] | None:
     return max(heads, key=lambda pair: pair[0].step, default=None)
 
 
-def _sweep(filesystem, path: str, name: str, metric: str | None) -> Run:
+def _sweep(filesystem, path: str, name: str, metric: str | None) -> ListedRun:
     """A sweep, by what Tune wrote last of its trials."""
     files = filesystem.get_file_info(FileSelector(path))
     states = sorted(
@@ -167,14 +167,14 @@ def _sweep(filesystem, path: str, name: str, metric: str | None) -> Run:
         if states:
             trials = [stored_json.parsed(one) for one, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
     except (stored_json.UnreadableError, KeyError, TypeError, ValueError):
-        return Run(name=name, state="damaged", epochs="", best=None, when=None)
+        return ListedRun(name=name, state="damaged", epochs="", best=None, when=None)
     ended = sum(trial.get("status") == _ENDED for trial in trials)
     failed = sum(trial.get("status") == _FAILED for trial in trials)
     state = f"sweep, {ended} of {len(trials)} trials ended" + (f", {failed} failed" if failed else "")
     if run_lock.holder(filesystem, path):
         state = f"running {state}"
     when = _when(filesystem, states[-1]) if states else None
-    return Run(
+    return ListedRun(
         name=name, state=state, epochs="", best=_best_trial(filesystem, path, trials, settings, metric), when=when
     )
 

@@ -60,7 +60,7 @@ from raytf.events import Kind, RunEvent
 from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, processes, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
-from raytf.runtime.guard import Place
+from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
@@ -69,7 +69,7 @@ from raytf.runtime.spares import Spares
 from raytf.runtime.watchdog import Watchdog
 from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, ends, entry, local, staying
-from raytf.train.decisions import Decisions, Disconnected, Do, Drained, Lost, Phase, Seen
+from raytf.train.decisions import Decisions, Disconnected, Do, Drained, Lost, Phase, WorkerState
 from raytf.train.entry import import_raytf
 from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up, standing
 from raytf.worker.ending import DRAIN, MovedError
@@ -293,7 +293,7 @@ class _Controller(TrainController):
         elastic = known["elastic"] = scaling if isinstance(scaling, _Elastic) else None
         workers = resources.fewest_workers(run.scaling_config)
         self._decisions = known["decisions"] = Decisions(
-            decisions.State(
+            decisions.RunState(
                 workers=workers,
                 fewest=workers,
                 most=resources.most_workers(run.scaling_config),
@@ -930,14 +930,14 @@ class _WorkerGroup(WorkerGroup):
         return found
 
 
-def _seen(error: BaseException | None) -> Seen:
+def _seen(error: BaseException | None) -> WorkerState:
     """How a worker is seen that a poll tells this of."""
     cause = cause_of(error)
     if isinstance(cause, MovedError):
-        return Seen.ENDED
+        return WorkerState.ENDED
     if isinstance(cause, (RayActorError, WorkerFrozenError)):
-        return Seen.LOST
-    return Seen.WELL if error is None else Seen.AFFECTED if is_consequence(error) else Seen.FAILED
+        return WorkerState.LOST
+    return WorkerState.WELL if error is None else WorkerState.AFFECTED if is_consequence(error) else WorkerState.FAILED
 
 
 def _is_true(ref) -> bool:
@@ -947,9 +947,9 @@ def _is_true(ref) -> bool:
         return False
 
 
-def _place(worker: Worker) -> Place:
+def _place(worker: Worker) -> ProcessLocation:
     its = worker.metadata
-    return Place(its.node_id, its.node_ip, its.pid, None)
+    return ProcessLocation(its.node_id, its.node_ip, its.pid, None)
 
 
 class _NoDatasets(WorkerGroupCallback):

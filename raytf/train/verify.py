@@ -133,10 +133,10 @@ def trial_of(pickled: bytes, block: StoredDataset, order: Order) -> Callable[[],
     others = None if order.validation is None else few_rows(order.validation.here())
 
     def trial():
-        from raytf.worker.verification import Trial
+        from raytf.worker.verification import VerificationTask
 
         build_model, config, batch, *_ = cloudpickle.loads(pickled)
-        return Trial(
+        return VerificationTask(
             build=lambda: build_model(dict(config)),
             batch=batch,
             rows=found[0],
@@ -167,8 +167,8 @@ def begin(trial: Callable[[], Any] | Proof) -> Running:
     """Starts a comparison in processes of their own, which end with this one.
 
     Args:
-        trial: returns the `verification.Trial`; called in each process that trains, as what is made of it may run
-            TensorFlow. A `Proof` where there is nothing to try.
+        trial: returns the `verification.VerificationTask`; called in each process that trains, as what is made of it
+            may run TensorFlow. A `Proof` where there is nothing to try.
     """
     reader, writer = os.pipe()
     asking = os.getpid()
@@ -313,12 +313,12 @@ def tell(proof: Proof, word: str) -> None:
 # ------------------------------------------------------------------------------------------ the runs
 
 
-class _LostError(Exception):
+class _ComparisonLostError(Exception):
     """The process for which this is done has gone."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ForkedTraining:
     """A process that trains, and the memory that it leaves its outcome in."""
 
     pid: int
@@ -329,7 +329,7 @@ class _Supervisor:
     """Has one device and two workers train, compares them, and has the one device train again where they differ.
 
     Args:
-        trial: returns a `verification.Trial`.
+        trial: returns a `verification.VerificationTask`.
         asking: the process for which this is done.
     """
 
@@ -392,7 +392,7 @@ class _Supervisor:
             return Proof(failed=f"one device could not train a second time: {again['error']}")
         return judged(one, two, again, suspects, alike)
 
-    def _ended(self, runs: Sequence[Run]) -> list[dict]:
+    def _ended(self, runs: Sequence[ForkedTraining]) -> list[dict]:
         """What each has left; all are ended where the time is over, or nobody wants to know."""
         left = {os.pidfd_open(run.pid): run for run in runs}
         poll = select.poll()
@@ -405,7 +405,7 @@ class _Supervisor:
                     os.waitpid(left.pop(one).pid, 0)
                     os.close(one)
                 if os.getppid() != self._asking:
-                    raise _LostError
+                    raise _ComparisonLostError
                 if left and time.monotonic() > self._until:
                     raise TimeoutError(f"no end after {timeouts.get().verify:g} s")
         finally:
@@ -426,12 +426,12 @@ def local_addresses(count: int) -> Iterator[list[str]]:
         yield [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
-def start_run(work: Callable[[], dict]) -> Run:
+def start_run(work: Callable[[], dict]) -> ForkedTraining:
     """Starts a fork of this process that calls `work`, and leaves what that returns, or raises, in a memory."""
     memory = os.memfd_create("outcome")
     pid = os.fork()
     if pid:
-        return Run(pid, memory)
+        return ForkedTraining(pid, memory)
     try:
         try:
             said = work()

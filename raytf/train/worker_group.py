@@ -30,7 +30,7 @@ from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.events import Kind, RunEvent
 from raytf.runtime import cores, guard
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
-from raytf.runtime.guard import FrozenError, Guard, Place
+from raytf.runtime.guard import FrozenError, Guard, ProcessLocation
 from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
@@ -47,7 +47,7 @@ from raytf.train.decisions import (
     NotRecovered,
     Phase,
     Recovered,
-    State,
+    RunState,
     StopRequested,
 )
 from raytf.train.entry import import_raytf
@@ -228,7 +228,7 @@ class WorkerGroup:
         self.asked = self.ended = None
         self._anew = anew
         self._run, workers = ray.put(job), len(self.workers)
-        state = State(
+        state = RunState(
             workers=workers,
             fewest=workers,
             most=workers,
@@ -370,7 +370,7 @@ class WorkerGroup:
         tried = None
         while action.do is Do.RECOVER:
             self._generation += 1
-            made: dict[int, Place] = {}
+            made: dict[int, ProcessLocation] = {}
             tried = Healing(self._healing(made), action.ranks, self._generation)
             tried.wait()
             if tried.healed:
@@ -386,7 +386,7 @@ class WorkerGroup:
             tried.give_up()
         return frozenset(), action.why
 
-    def _healing(self, made: dict[int, Place]) -> Asked:
+    def _healing(self, made: dict[int, ProcessLocation]) -> Asked:
         """What a `Healing` needs of this group; where new processes are, is noted in `made`."""
 
         def place(rank: int) -> _Worker:
@@ -416,7 +416,7 @@ class WorkerGroup:
             reported={},
         )
 
-    def _take_in(self, workers: dict[int, Any], places: dict[int, Place]) -> None:
+    def _take_in(self, workers: dict[int, Any], places: dict[int, ProcessLocation]) -> None:
         """Goes on with these in the places of others."""
         for rank, worker in workers.items():
             self.workers[rank] = worker
@@ -426,7 +426,7 @@ class WorkerGroup:
         self._begin_wait()
         self._open_watch()
 
-    def _see(self, places: dict[int, Place]) -> None:
+    def _see(self, places: dict[int, ProcessLocation]) -> None:
         """Looks after the processes of the workers."""
         self._places = places
         self.nodes = frozenset(place.node for place in places.values())
@@ -571,7 +571,7 @@ class GroupWorker(Process):
         self._failed: Exception | None = None
         self._told: tuple = ()
 
-    def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, Place]:
+    def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
         timeouts.put_in_force(its)
         return *backend.reserve(allowed, count), guard.here()

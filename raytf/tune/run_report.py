@@ -15,7 +15,7 @@ from raytf import events
 from raytf.errors import ConfigError
 from raytf.events import Kind, RunEvent
 from raytf.storage import stored_json
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import run_list
 from raytf.tune import charts, pages
 from raytf.worker.choice import Kept, kept_in
@@ -30,7 +30,7 @@ _NUMBERS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class RunFigures:
     """What a run's folder tells.
 
     Args:
@@ -41,8 +41,8 @@ class Found:
         events: what has happened to it, likewise.
     """
 
-    run: run_list.Run
-    state: State | None
+    run: run_list.ListedRun
+    state: CheckpointState | None
     checkpoints: Sequence[tuple[Kept, int]]
     figures: Sequence[Mapping[str, Any]]
     events: Sequence[RunEvent]
@@ -61,7 +61,7 @@ def page(filesystem, path: str, folder: str) -> str:
     return drawn(found_in(filesystem, path, folder), folder)
 
 
-def found_in(filesystem, path: str, folder: str) -> Found:
+def found_in(filesystem, path: str, folder: str) -> RunFigures:
     """Reads a run's folder; see `page`."""
     kept = kept_in(filesystem, path)
     figures = figures_of(filesystem, path)
@@ -76,7 +76,7 @@ def found_in(filesystem, path: str, folder: str) -> Found:
     sizes = [(one, _bytes_of(filesystem, one.path)) for one in kept]
     found = events.read(filesystem, path)
     state = run_list.newest(filesystem, path)
-    return Found(run=runs[0], state=state, checkpoints=sizes, figures=figures, events=found)
+    return RunFigures(run=runs[0], state=state, checkpoints=sizes, figures=figures, events=found)
 
 
 def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: (line["time"], line["rank"]))
 
 
-def drawn(found: Found, folder: str) -> str:
+def drawn(found: RunFigures, folder: str) -> str:
     """Returns the page about what was found."""
     history = found.state.history if found.state is not None else []
     curves = [_of_metric(history, name) for name in _metrics(history)]
@@ -114,7 +114,7 @@ def drawn(found: Found, folder: str) -> str:
     return pages.page(f"Run {found.run.name}", body)
 
 
-def _summary(found: Found) -> str:
+def _summary(found: RunFigures) -> str:
     chief = [line for line in found.figures if line["rank"] == 0]
     rates = [line["examples_per_second"] for line in chief[1:] or chief]
     _, state, epochs, best, when = found.run.cells()

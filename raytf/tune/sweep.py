@@ -57,8 +57,8 @@ from raytf.train.worker_group import GroupWorker
 from raytf.tune import report, space, trial_steps
 from raytf.tune.learning_rate import Scaling
 from raytf.tune.options import SweepOptions
-from raytf.tune.sweep_end import Asking, SweepEnd
-from raytf.tune.table import Stopper, Table
+from raytf.tune.sweep_end import SweepEnd, SweepStop
+from raytf.tune.table import Stopper, SweepTable
 from raytf.tune.trial import SweepSpec, Trial, UnknownMetricError
 from raytf.worker import checkpoint
 from raytf.worker.ending import MovedError
@@ -191,7 +191,7 @@ def sweep(
         if named is not None:
             _check_same(options.identity, identity, named)
             print(f"{named}: the sweep of this name goes on")
-        table = Table(options.metric, options.mode, trials, progress)
+        table = SweepTable(options.metric, options.mode, trials, progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
             tune.with_parameters(trainable, plan=plan),
@@ -217,7 +217,7 @@ def sweep(
         if plan.end is not None:
             ends.callback(plan.end.clear)
         with table, _quiet_tune() as tunes:
-            asking = None if plan.end is None else Asking(plan.end, tunes.interrupt, ending.tell_request)
+            asking = None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.tell_request)
             table.asking = asking
             with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.hear()):
                 grid = tuner.fit()
@@ -567,7 +567,7 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     return dataclasses.replace(given, name=given.name or run_folder.new_name("sweep"), checkpoint_config=checkpoint)
 
 
-def _watched(run_config, table: Table) -> tune.RunConfig:
+def _watched(run_config, table: SweepTable) -> tune.RunConfig:
     callbacks = [*(run_config.callbacks or []), table]
     stop = Stopper(table, _users_stopper(run_config.stop))
     # in a notebook, Tune's own choice draws an empty page where it has nothing to say
@@ -617,7 +617,7 @@ def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
     )
     # Tune takes callbacks from the interrupted sweep; what is shown belongs to this process
     restored = restored_run_config(tuner)
-    users = [c for c in restored.callbacks or [] if not isinstance(c, Table)]
+    users = [c for c in restored.callbacks or [] if not isinstance(c, SweepTable)]
     restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0
     restored.progress_reporter = run_config.progress_reporter
     return tuner

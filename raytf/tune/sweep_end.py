@@ -89,7 +89,7 @@ def unkept(notes: Mapping[str, dict | None]) -> list[str]:
     return lost
 
 
-class Asking:
+class SweepStop:
     """Driver side: asks, waits while Tune's loop goes on, and then ends that.
 
     Args:

@@ -17,7 +17,7 @@ from ray.tune.utils import flatten_dict
 from raytf.console import phases
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
-from raytf.tune.sweep_end import Asking
+from raytf.tune.sweep_end import SweepStop
 from raytf.tune.trial import UnknownMetricError
 
 # Names that follow from a trial's config, in the order in which they are shown.
@@ -28,7 +28,7 @@ _PATIENCE_INTERVAL = 20.0
 _AGAIN_INTERVAL = 60.0
 
 
-class Table(tune.Callback):
+class SweepTable(tune.Callback):
     """Follows Tune's trials; a context in which the live table is shown.
 
     Args:
@@ -38,13 +38,13 @@ class Table(tune.Callback):
 
     Attributes:
         fatal: an error of the first trial that ends the sweep, or None.
-        asking: the `sweep_end.Asking` of a sweep that ends after a step, or None.
+        asking: the `sweep_end.SweepStop` of a sweep that ends after a step, or None.
     """
 
     def __init__(self, metric: str, mode: str, total: int | None, show: bool):
         self._metric, self._mode, self._total, self._show = metric, mode, total, show
         self.fatal: Exception | None = None
-        self.asking: Asking | None = None
+        self.asking: SweepStop | None = None
         self._live = self._console = None
         self._began: dict[str, float] = {}
         self._spent: list[float] = []
@@ -136,7 +136,7 @@ class Table(tune.Callback):
 
     def _table(self):
         from rich.console import Group
-        from rich.table import Table as RichTable
+        from rich.table import SweepTable as RichTable
         from rich.text import Text
 
         best = self.best()
@@ -194,7 +194,7 @@ class Table(tune.Callback):
 class Stopper(tune.Stopper):
     """Ends the sweep when no trial can succeed, and as the user's own stopper says."""
 
-    def __init__(self, table: Table, users):
+    def __init__(self, table: SweepTable, users):
         self._table, self._users = table, users
 
     def __getstate__(self):

@@ -106,7 +106,7 @@ class ReportCallback(keras.callbacks.Callback):
         if cls is ReportCallback and legacy_keras.is_on():
             from raytf.worker import legacy_callbacks
 
-            return legacy_callbacks.ReportCallback(*args, **kwargs)
+            return legacy_callbacks.LegacyReportCallback(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(
@@ -191,12 +191,12 @@ class ReportCallback(keras.callbacks.Callback):
         state = dataclasses.replace(state, step=state.step + ahead, **_number(within))
         return checkpoints.parts(self.model, state, self._states, self._build, variables)
 
-    def _state(self, stopped: bool) -> checkpoints.State:
+    def _state(self, stopped: bool) -> checkpoints.CheckpointState:
         # an optimizer that waits for others, or steps more than once, counts otherwise
         counts = [int(optimizer.iterations) for optimizer in model_optimizers.of(self.model).values()]
         step = min((count for count in counts if count), default=0) if self._steps is None else self._steps()
         rate = checkpoints.rate_of(self._build[1]) if self._build else None
-        return checkpoints.State(
+        return checkpoints.CheckpointState(
             len(self._history),
             step,
             self._seed,

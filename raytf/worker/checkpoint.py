@@ -39,7 +39,7 @@ from raytf.storage.checkpoint_files import (
     RANDOM,
     SEEDS,
     STATE,
-    State,
+    CheckpointState,
     check,
     first_whole,
     newest_first,
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from ray.train import Checkpoint, Result
 
 __all__ = [
+    "CheckpointState",
     "Moment",
-    "State",
     "Stored",
     "check",
     "columns_of",
@@ -99,7 +99,7 @@ class Moment:
     """
 
     model: Any
-    state: State
+    state: CheckpointState
     states: CallbackStates | None = None
     build: tuple | None = None
     writers: int = 1
@@ -120,7 +120,7 @@ class Moment:
 def save(
     folder: str,
     model,
-    state: State,
+    state: CheckpointState,
     states: CallbackStates | None = None,
     build: tuple | None = None,
     metrics: Mapping[str, Any] | None = None,
@@ -136,7 +136,7 @@ def save(
 
 def parts(
     model,
-    state: State,
+    state: CheckpointState,
     states: CallbackStates | None = None,
     build: tuple | None = None,
     metrics: Mapping[str, Any] | None = None,
@@ -630,8 +630,8 @@ def _checkpoints(result) -> list:
     return [result.checkpoint, *newest_first(others)]
 
 
-def last_state(result) -> State:
-    """The `State` of a `ray.train.Result` with a checkpoint; the weights stay in the storage.
+def last_state(result) -> CheckpointState:
+    """The `CheckpointState` of a `ray.train.Result` with a checkpoint; the weights stay in the storage.
 
     Raises:
         DamagedCheckpointError: none of its checkpoints has one that can be read.

@@ -20,7 +20,7 @@ from pyarrow.fs import FileSelector, FileType
 from raytf import validation
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, step_folders
-from raytf.storage.checkpoint_files import AT_ENDS, MODEL, DamagedCheckpointError, State, read_state_of
+from raytf.storage.checkpoint_files import AT_ENDS, MODEL, CheckpointState, DamagedCheckpointError, read_state_of
 
 # What "best" goes by, unless it is told: the first that a run has.
 _METRICS = ("val_loss", "loss")
@@ -48,7 +48,7 @@ class Kept:
     def within_epoch(self) -> bool:
         return step_folders.step_of(self.name) is not None
 
-    def state(self) -> State | None:
+    def state(self) -> CheckpointState | None:
         """What its `state.json` says; None where it has none that can be read."""
         try:
             return read_state_of(self)
@@ -186,13 +186,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _by_step(kept: Sequence[Kept]) -> list[tuple[State | None, Kept]]:
+def _by_step(kept: Sequence[Kept]) -> list[tuple[CheckpointState | None, Kept]]:
     """(state, checkpoint), newest first; one that does not tell its step stands just before the next older one.
 
     Args:
         kept: as `kept_in` orders them.
     """
-    placed: list[tuple[int, State | None, Kept]] = []
+    placed: list[tuple[int, CheckpointState | None, Kept]] = []
     for _, group in itertools.groupby(kept, lambda one: one.within_epoch):
         step, found = -1, []
         for one in reversed(list(group)):

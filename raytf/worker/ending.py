@@ -21,7 +21,7 @@ STOP, DRAIN, RESIZE = "stop", "drain", "resize"
 _MOVES = {DRAIN: "a node of the run is drained", RESIZE: "the run is to go on with another number of workers"}
 
 
-class Ended(BaseException):
+class StopTraining(BaseException):
     """Ends `model.fit` after a step; no `except Exception` of the user's holds it up.
 
     Args:

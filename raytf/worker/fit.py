@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from raytf.collectives import healing
-from raytf.collectives.healing import Place
+from raytf.collectives.healing import ReplacementState
 from raytf.compat import keras_objects, loggers
 from raytf.data import sampling
 from raytf.data.feed import Feed
@@ -34,7 +34,7 @@ from raytf.worker import (
     within_epoch,
 )
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.ending import STOP, Ended, MovedError
+from raytf.worker.ending import STOP, MovedError, StopTraining
 from raytf.worker.job import TrainJob
 from raytf.worker.session import Holders, RaySession, TrialSession
 from raytf.worker.writers import Writers
@@ -135,19 +135,19 @@ def train(task: TrainJob, session) -> dict | None:
                         *after,
                         report,
                         *kept,
-                        replacement.Last(position, place),
+                        replacement.RecoveryCallback(position, place),
                     ],
                     verbose=0,
                     shuffle=False,  # the feed does
                 )
-        except Ended as ended:
+        except StopTraining as ended:
             if ended.why != STOP:
                 raise _moved(ended) from None
             return {"step": ended.step}
     return None
 
 
-def _moved(ended: Ended) -> MovedError:
+def _moved(ended: StopTraining) -> MovedError:
     """What has Ray Train start others; the controller says so, and Ray Train is not to tell of an error."""
     error = MovedError(ended.step, ended.why)
     logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: MovedError.__name__ not in record.getMessage())
@@ -196,7 +196,7 @@ def resumed(
     position,
     order,
     *iterator: Callable,
-    place: Place | None = None,
+    place: ReplacementState | None = None,
     regroups: bool = False,
 ) -> tuple[list, list]:
     """Callbacks before and behind the others, where the training goes on within an epoch; see `Resumption`.

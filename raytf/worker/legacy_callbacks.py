@@ -12,7 +12,7 @@ from raytf.storage import scratch
 from raytf.storage.checkpoint_files import MODEL
 
 
-class ReportCallback(tf_keras.callbacks.Callback):
+class LegacyReportCallback(tf_keras.callbacks.Callback):
     """Reports metrics and a checkpoint to Ray at the end of every epoch; every worker must have it.
 
     The checkpoint holds `model.keras`, as Ray's `ReportCheckpointCallback` has it; `raytf.load_model` reads it.

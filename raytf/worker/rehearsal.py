@@ -14,7 +14,7 @@ from raytf.data.feed import Feed
 from raytf.parallel import own_state
 from raytf.runtime.topology import Shard
 from raytf.storage import scratch
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker import checkpoint, context, fit
 from raytf.worker.job import TrainJob
 
@@ -46,7 +46,7 @@ def _step(task: TrainJob, shard: Shard) -> None:
         model.steps_per_execution = task.steps_per_execution
     if sum(map(communicator.bytes_of, model.variables)) <= _MOST_BYTES:
         with scratch.folder() as folder:
-            state = State(epoch=0, step=0, seed=task.sampling.seed, stopped=False, history=[])
+            state = CheckpointState(epoch=0, step=0, seed=task.sampling.seed, stopped=False, history=[])
             checkpoint.save(folder, model, state)
             checkpoint.restore(folder, model)
     model.fit(worker_part.mark_worker_part(dataset.take(1)), verbose=0, shuffle=False)

@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from raytf import activity
 from raytf.collectives import communicator, gradient_ring, healing
-from raytf.collectives.healing import Place
+from raytf.collectives.healing import ReplacementState
 from raytf.collectives.ring import Listener
 from raytf.compat.keras import pythonify_logs
 from raytf.errors import RaytfError, in_a_line
@@ -133,7 +133,7 @@ def survivable(
         if alone and holder.ring.rank > 0:
             raise RaytfError(f"what {', '.join(alone)} held was the chief's alone")
 
-    def image() -> Place:
+    def image() -> ReplacementState:
         check_chief()
         if position.skipped:
             raise RaytfError("the others have made no step since they went on with another batch")
@@ -141,9 +141,9 @@ def survivable(
         within, stand = healer.within + healer.begun, standing()
         if healer.at_end:
             stand["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
-        return Place(healer.step, healer.tag, within, healer.at_end, files, b"", stand)
+        return ReplacementState(healer.step, healer.tag, within, healer.at_end, files, b"", stand)
 
-    def note(epoch_ends: bool) -> Callable[[], Place] | None:
+    def note(epoch_ends: bool) -> Callable[[], ReplacementState] | None:
         made = position.epoch_step + ahead()
         looks = steps and model.__dict__.get("_raytf_sync_batches")
         if not ends and made >= position.steps:
@@ -158,7 +158,7 @@ def survivable(
         except Exception as error:  # of a callback's `get_state`, which only the chief's checkpoint needs otherwise
             why = f"what a process in its place would need could not be noted: {in_a_line(error)}"
 
-        def refused() -> Place:
+        def refused() -> ReplacementState:
             raise RaytfError(why)
 
         return refused
@@ -185,20 +185,20 @@ def _refused(model, holder) -> str | None:
 
 
 class _Moment:
-    """What a process needs to go on behind a step, noted as that is made; later a call gives the Place.
+    """What a process needs to go on behind a step, noted as that is made; later a call gives the `ReplacementState`.
 
     Callbacks may change the model behind it. What they assign from Python, as the learning rate, is noted then
-    (`assigned.Watch`). Where an epoch ends, it is noted of all variables whether they are the same, too. Behind other
-    steps that would cost a part of each: there it is noted of those that a callback's compiled function is known to
-    assign; what it assigns otherwise is seen behind the next step (`own_state.check_alike`).
+    (`assigned.AssignmentWatch`). Where an epoch ends, it is noted of all variables whether they are the same, too.
+    Behind other steps that would cost a part of each: there it is noted of those that a callback's compiled function is
+    known to assign; what it assigns otherwise is seen behind the next step (`own_state.check_alike`).
 
     Args:
         model: built.
         parts: of a checkpoint of this moment, see `checkpoint.parts`.
-        agreed: see `Place`.
+        agreed: see `ReplacementState`.
         step: that are made in all.
         epoch_step: of these, those of the epoch.
-        tag: see `Place`.
+        tag: see `ReplacementState`.
         epoch_ends: whether callbacks have been told of the step, which was the last one of the epoch.
     """
 
@@ -216,14 +216,14 @@ class _Moment:
         self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
         self._step, self._epoch_step, self._tag, self._epoch_ends = step, epoch_step, tag, epoch_ends
         self._last = model.__dict__["_raytf_last"]
-        self._watch = assigned.Watch(model)
+        self._watch = assigned.AssignmentWatch(model)
         unseen = own_state.alike(model) if epoch_ends else assigned.in_graphs(model)
         self._noted = [(v, _number(self._here(v))) for v in unseen]
 
     def _here(self, variable) -> np.ndarray:
         return own_state.here(self._model.distribute_strategy, variable)
 
-    def __call__(self) -> Place:
+    def __call__(self) -> ReplacementState:
         changed = []
         for variable, held in self._watch.before():
             kind, shape = tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
@@ -239,7 +239,7 @@ class _Moment:
             own_state.put_each(strategy, [(variable, now) for variable, _, now in changed])
         agreed = self._agreed | {"last": metrics.last_logs(self._model, self._last)}
         ends = self._epoch_ends
-        return Place(self._step, self._tag, 0, ends, files, b"", agreed, between=not ends)
+        return ReplacementState(self._step, self._tag, 0, ends, files, b"", agreed, between=not ends)
 
 
 def _number(held: np.ndarray) -> int:
@@ -266,7 +266,7 @@ class First(keras.callbacks.Callback):
             own_state.check_alike(self.model)
 
 
-class Last(keras.callbacks.Callback):
+class RecoveryCallback(keras.callbacks.Callback):
     """Behind all other callbacks: says from where on a loss can be survived, or takes the place of a lost worker.
 
     Args:
@@ -277,7 +277,7 @@ class Last(keras.callbacks.Callback):
     raytf_local_batches = True
     raytf_after_agreement = True
 
-    def __init__(self, position, place: Place | None):
+    def __init__(self, position, place: ReplacementState | None):
         super().__init__()
         self._position, self._place = position, place
 
@@ -288,7 +288,7 @@ class Last(keras.callbacks.Callback):
         elif place is not None:
             self._take(place)
 
-    def _take(self, place: Place) -> None:
+    def _take(self, place: ReplacementState) -> None:
         own_state.take(self.model, place.own)
         activity.here.step = place.step
         if place.behind:
@@ -324,6 +324,6 @@ class Last(keras.callbacks.Callback):
             healing.here.end_epoch()
 
 
-def first_execution(place: Place) -> int:
+def first_execution(place: ReplacementState) -> int:
     """Steps of the first execution: the others are within one of several."""
     return max(1, place.agreed["steps_per_execution"] - place.within)

@@ -192,7 +192,7 @@ class RaySession:
                 self._report_kept(metrics, end if self.rank == 0 else None)
             yield folder
 
-    def _report_for(self, place: healing.Place, history: list[dict]) -> None:
+    def _report_for(self, place: healing.ReplacementState, history: list[dict]) -> None:
         """Reports the epochs that a lost worker, whose place this one takes, had not come to report.
 
         It may have reported the one whose end this one makes again.

@@ -44,7 +44,7 @@ _LOSS_SCALE = 64.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
+class VerificationTask:
     """What is trained.
 
     Args:
@@ -82,7 +82,7 @@ class Trial:
 
 
 def as_worker(
-    trial: Trial, eagerly: bool, rank: int, addresses: list[str], token: bytes, share: Callable[[list], None]
+    trial: VerificationTask, eagerly: bool, rank: int, addresses: list[str], token: bytes, share: Callable[[list], None]
 ) -> dict:
     """Trains as one of two workers.
 
@@ -112,7 +112,7 @@ def as_worker(
         return {"skipped": "gradients of gradients through a BatchNormalization"}
 
 
-def on_one_device(trial: Trial, eagerly: bool, initial: Callable[[], list[np.ndarray]], again: bool) -> dict:
+def on_one_device(trial: VerificationTask, eagerly: bool, initial: Callable[[], list[np.ndarray]], again: bool) -> dict:
     """Trains on one device.
 
     Args:
@@ -144,7 +144,7 @@ def _set_seeds(seed: int) -> None:
     tf.random.set_seed(seed)
 
 
-def _trained(trial: Trial, eagerly: bool, shard: Shard, begin: Callable) -> dict:
+def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
     """What came of two steps: {"logs", "weights", "before", "states", "traits"}, or {"skipped": why}."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -176,7 +176,7 @@ def _trained(trial: Trial, eagerly: bool, shard: Shard, begin: Callable) -> dict
         return _fitted(trial, eagerly, model, train, shard)
 
 
-def _fitted(trial: Trial, eagerly: bool, model, train, shard: Shard) -> dict:
+def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) -> dict:
     seeds = {id(v) for v in keras_objects.seeds_of(model)}
     states = [v for v in model.non_trainable_variables if id(v) not in seeds and v.dtype != "string"]
     before = [np.asarray(v) for v in model.trainable_variables]

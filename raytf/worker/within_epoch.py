@@ -24,7 +24,7 @@ from raytf.compat import keras_objects
 from raytf.data import worker_part
 from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers, own_state
 from raytf.storage import step_folders
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import checkpoint_every, ending, random_state, snapshot_parts
 from raytf.worker.callback_state import CallbackStates
@@ -143,11 +143,11 @@ class StepCheckpointCallback(keras.callbacks.Callback):
             self._save(logs, kept=True, held=held)
         self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
-            raise ending.Ended(ending.gate.why, self._position.step)
+            raise ending.StopTraining(ending.gate.why, self._position.step)
 
     def on_epoch_end(self, epoch, logs=None):
         if ending.gate.is_over():  # no step was one after which workers had the same weights; the epoch is reported
-            raise ending.Ended(ending.gate.why, self._position.step)
+            raise ending.StopTraining(ending.gate.why, self._position.step)
         self._waits = self._holds = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
@@ -251,7 +251,7 @@ class Resumption:
     def __init__(
         self,
         folder: str,
-        state: State,
+        state: CheckpointState,
         states: CallbackStates,
         position: FeedCallback,
         iterator: Callable = epoch_iterator.newest_iterator,

@@ -59,7 +59,9 @@ def test_actors_load_a_run_once_each(images, model, tmp_path):
     folder, notes = tmp_path / "run" / "checkpoint_2026-01-01_00-00-01", tmp_path / "notes"
     folder.mkdir(parents=True), notes.mkdir()
     told = {"columns": {"features": "image"}}
-    checkpoint.save(str(folder), model, checkpoint.State(1, 3, 0, False, [{"epoch": 1, "val_loss": 0.5}], told))
+    checkpoint.save(
+        str(folder), model, checkpoint.CheckpointState(1, 3, 0, False, [{"epoch": 1, "val_loss": 0.5}], told)
+    )
     found = rows.map_batches(
         Noting,
         fn_constructor_args=(str(folder), str(notes)),

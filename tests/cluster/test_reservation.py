@@ -81,7 +81,7 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
         # as if on another node: a task looks there
         watching._node = "elsewhere"
         for name, process in (("busy", busy), ("stopped", stopped)):
-            watching.watch(name, guard.Place(node, "10.0.0.2", process.pid, None))
+            watching.watch(name, guard.ProcessLocation(node, "10.0.0.2", process.pid, None))
         stopped.send_signal(19)
         assert stopped.wait(60) == -9 and busy.poll() is None
         watching.close()
@@ -100,7 +100,7 @@ def test_who_answers_is_not_looked_at():
     process = subprocess.Popen(["sleep", "1000"])
     try:
         with watchdog.Watchdog(seconds=0.0) as watching:
-            watching.watch("it", guard.Place(node, "here", process.pid, None))
+            watching.watch("it", guard.ProcessLocation(node, "here", process.pid, None))
             process.send_signal(19)
             until = time.monotonic() + 2.5 * liveness.LOOK_INTERVAL
             while time.monotonic() < until:

@@ -12,7 +12,7 @@ import ray
 
 from raytf import activity
 from raytf.runtime import watchdog
-from raytf.runtime.guard import Place
+from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hang_watch import HangWatch
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -50,7 +50,7 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
 
     monkeypatch.setattr(watchdog, "on", on)
     set_timeouts(stack=3600.0)
-    places = {rank: Place("far", "far", rank, None) for rank in range(WORKERS)}
+    places = {rank: ProcessLocation("far", "far", rank, None) for rank in range(WORKERS)}
     clock = functools.partial(next, itertools.count())  # a second passes between two looks
     first = [ray.put(told) for _ in places]  # each answers once, and then no more
     watch = HangWatch(

@@ -18,7 +18,7 @@ def waiting(cpus):
 @pytest.fixture
 def table(monkeypatch):
     monkeypatch.setattr(table_module, "_PATIENCE_INTERVAL", 0.0)
-    return table_module.Table("loss", "min", 2, show=False)
+    return table_module.SweepTable("loss", "min", 2, show=False)
 
 
 def test_it_says_so_once_and_again_later(table, capsys):

@@ -38,11 +38,11 @@ def trial_of(name: str, validates: bool = True):
     """The trial of a scenario that trains by `Place.fit`."""
     import tensorflow as tf
 
-    from raytf.worker.verification import Trial
+    from raytf.worker.verification import VerificationTask
     from tests.processes import optimizer_scenarios, scenarios
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ArraysTrial(Trial):
+    class ArraysTrial(VerificationTask):
         arrays: Any
 
         def dataset(self, shard, validation=False):

@@ -270,9 +270,9 @@ def main(path: str, names: list[str]) -> None:
 
     def trial(build):
         def made():
-            from raytf.worker.verification import Trial
+            from raytf.worker.verification import VerificationTask
 
-            return Trial(build=build, batch=batch, rows=rows, validation=rows, global_batch=first)
+            return VerificationTask(build=build, batch=batch, rows=rows, validation=rows, global_batch=first)
 
         return made
 

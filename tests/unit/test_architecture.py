@@ -179,3 +179,13 @@ def test_imports_inside_functions_are_those_that_bring_tensorflow():
 def test_programs_without_raytf_import_nothing_of_it():
     """What filters lines runs beside each process that imports TensorFlow, by its path, without site-packages."""
     assert not own("raytf.console.native_lines", True)
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Who reads or searches for one finds one."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(pathlib.Path(raytf.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.name}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

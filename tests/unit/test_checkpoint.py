@@ -70,7 +70,7 @@ def trained(build, steps=3):
 
 def saved(folder, build, states=None, rate=None, **config):
     model, x = trained(build)
-    state = checkpoint.State(3, 3, 7, False, [{"epoch": 1, "loss": 0.5}], {}, rate)
+    state = checkpoint.CheckpointState(3, 3, 7, False, [{"epoch": 1, "loss": 0.5}], {}, rate)
     checkpoint.save(str(folder), model, state, states, (build, {"units": 4, **config}, ((3,), "float32")))
     return model, x
 
@@ -129,7 +129,7 @@ def test_the_global_seed_goes_on_whether_or_not_something_has_drawn_from_it_yet(
         (tmp_path / name).mkdir()
     model, _ = saved(tmp_path / "without", functional)
     keras.random.normal((2,))
-    checkpoint.save(str(tmp_path / "with"), model, checkpoint.State(3, 3, 7, False, [], {}, None), None)
+    checkpoint.save(str(tmp_path / "with"), model, checkpoint.CheckpointState(3, 3, 7, False, [], {}, None), None)
     drawn = np.asarray(keras.random.normal((2,)))
     checkpoint.restore(str(tmp_path / "without"), functional({"units": 4}))
     keras.utils.clear_session()
@@ -234,7 +234,7 @@ def test_the_format_is_described_for_its_readers():
     files, state, _, versions, _ = (
         re.findall(r"^\| `?([\w.]+)`? \|", part, re.MULTILINE)[1:] for part in text.split("\n## ")
     )
-    assert state == ["version", *(field.name for field in dataclasses.fields(checkpoint.State))]
+    assert state == ["version", *(field.name for field in dataclasses.fields(checkpoint.CheckpointState))]
     assert versions == [str(number + 1) for number in range(checkpoint_files.VERSION_OF_PARTS)]
     named = {value for name, value in vars(checkpoint_files).items() if name.isupper() and type(value) is str}
     assert set(files) == (named | {model_optimizers.FILE}) - {checkpoint_files.AT_ENDS}
@@ -259,7 +259,7 @@ def folder_of(path, **state):
     np.savez(path / "seeds.npz", np.arange(2))
     np.savez(path / "model.keras.npz", np.arange(100))
     (path / "model.keras.npz").rename(path / "model.keras")
-    right = json.loads(checkpoint.State(2, 8, 0, False, [{"epoch": 1}, {"epoch": 2}]).to_json())
+    right = json.loads(checkpoint.CheckpointState(2, 8, 0, False, [{"epoch": 1}, {"epoch": 2}]).to_json())
     (path / "state.json").write_text(json.dumps(right | state))
     checkpoint_files.write_manifest(str(path))
     return path

@@ -12,7 +12,7 @@ import pyarrow.fs
 import pytest
 
 from raytf.storage import checkpoint_files, snapshot_buffers, snapshots
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
 from raytf.storage.step_folders import name_of
 from raytf.worker import checkpoint
@@ -92,7 +92,7 @@ def test_all_that_the_first_one_needs_is_there_before_the_first_step(tmp_path, m
     monkeypatch.setattr(ModelFile, "_lay_out", None)
     monkeypatch.setattr(snapshot_buffers.Buffer, "grow", None)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert keeper.keep(name_of(1), model, checkpoint.parts(model, State(0, 1, 0, False, [])))
+    assert keeper.keep(name_of(1), model, checkpoint.parts(model, CheckpointState(0, 1, 0, False, [])))
     keeper._writer.finish(60.0)
     pid = keeper._writer.pid
     keeper.close()
@@ -116,7 +116,7 @@ def memory(writer) -> int:
 
 
 def one(size: int = 100_000) -> int:
-    plan = snapshot_buffers.Plan(parts_of(1, size))
+    plan = snapshot_buffers.SnapshotLayout(parts_of(1, size))
     plan.end(name=name_of(1), writers=1, index=None)
     return plan.needs
 
@@ -169,7 +169,7 @@ def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_
     set_timeouts(checkpoint_write=0.5)
     model, _ = trained(functional)
     keeper = Keeper(LOCAL, str(tmp_path / "run"))
-    parts = checkpoint.parts(model, State(0, 1, 0, False, []))
+    parts = checkpoint.parts(model, CheckpointState(0, 1, 0, False, []))
     keeper.keep(name_of(1), model, parts)
     keeper._writer.finish(60.0)
     writer = keeper._writer

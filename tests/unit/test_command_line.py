@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import raytf
 from raytf import cli
 from raytf.errors import ConfigError, ResourceError
-from raytf.storage.checkpoint_files import AT_ENDS, DamagedCheckpointError, State
+from raytf.storage.checkpoint_files import AT_ENDS, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_lock import RunLock
 from raytf.train import run_list
 
@@ -95,7 +95,7 @@ def epoch(folder, run: str, number: int, epochs: int = 3, stopped: bool = False,
     where = folder / run / f"{AT_ENDS}2026-01-0{number}"
     where.mkdir(parents=True)
     history = [{"epoch": i, **{name: values[i - 1] for name, values in metrics.items()}} for i in range(1, number + 1)]
-    (where / "state.json").write_text(State(number, 10 * number, 0, stopped, history).to_json())
+    (where / "state.json").write_text(CheckpointState(number, 10 * number, 0, stopped, history).to_json())
     (where / "build.json").write_text(json.dumps({"config": {"epochs": epochs}}))
     os.utime(where / "state.json", (1e9 + number, 1e9 + number))
 

@@ -29,7 +29,7 @@ class Keeps:
 
 def of(*functions, config=CONFIG):
     """Keys that nothing reads where the first function builds a model and the others make callbacks."""
-    noted = config_keys.Noted(config)
+    noted = config_keys.AccessTrackingConfig(config)
     references = sys.getrefcount(noted)
     model = functions[0](noted)
     found = config_keys.unread(config, noted, [lambda config: None, *functions[1:]], references)
@@ -84,7 +84,7 @@ def test_what_may_read_all(read):
 
 
 def test_values_are_those_of_the_config():
-    noted = config_keys.Noted(CONFIG)
+    noted = config_keys.AccessTrackingConfig(CONFIG)
     assert noted == CONFIG and dict(noted) == {**noted} == CONFIG and isinstance(noted, dict)
     assert pickle.loads(pickle.dumps(noted)) == CONFIG and type(copy.deepcopy(noted)) is dict
     with pytest.raises(KeyError):
@@ -103,7 +103,7 @@ def test_callbacks_are_asked_for_what_the_model_does_not_read():
 
 def test_the_key_that_may_be_meant():
     config = {"epoch": 3, "units": 8, "larning_rate": 0.1, "zzz": 1}
-    noted = config_keys.Noted(config)
+    noted = config_keys.AccessTrackingConfig(config)
     references = sys.getrefcount(noted)
     noted.get("learning_rate", 0.01), noted["units"]
     found = config_keys.unread(config, noted, [len], references)

@@ -25,23 +25,23 @@ from raytf.train.decisions import (
     Phase,
     Recovered,
     Room,
-    Seen,
+    RunState,
     Started,
-    State,
     StopRequested,
+    WorkerState,
     decide,
 )
 from raytf.worker.ending import STOP
 
 STEPS = 30
-WHOLE = State(workers=3, fewest=1, most=4, failures_left=2, recovers=True, phase=Phase.TRAINING)
+WHOLE = RunState(workers=3, fewest=1, most=4, failures_left=2, recovers=True, phase=Phase.TRAINING)
 
 
 class Run:
     """A run of STEPS steps that follows decisions as both engines do. What is not decided is drawn: which workers are
     lost when, whether a recovery comes about, how much room there is."""
 
-    def __init__(self, source: random.Random, state: State, every: int):
+    def __init__(self, source: random.Random, state: RunState, every: int):
         self.source, self.decisions, self.every = source, Decisions(state), every
         self.failures = state.failures_left  # as who restarts counts them
         self.processes: list[int] = []  # by rank
@@ -55,7 +55,7 @@ class Run:
         self.rate = source.choice([0.02, 0.1, 0.3])  # of events a step
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunState:
         return self.decisions.state
 
     def new(self) -> int:
@@ -98,7 +98,7 @@ class Run:
             self.wanted = action.workers
             self.end_after_step(action.why)
 
-    def check(self, before: State, event, action) -> None:
+    def check(self, before: RunState, event, action) -> None:
         after = action.state
         assert after.failures_left >= 0 and self.failures >= 0
         assert not (before.stopping and action.do in (Do.RESTART, Do.RESIZE)), "a stop is followed by no restart"
@@ -200,9 +200,9 @@ class Run:
         return self.source.choices(kinds, [6, 1, 1, 2, 1, 3, 1])[0]()
 
 
-def limits(source: random.Random) -> State:
+def limits(source: random.Random) -> RunState:
     fewest = source.randint(1, 3)
-    return State(
+    return RunState(
         workers=fewest,
         fewest=fewest,
         most=source.randint(fewest, 5),
@@ -295,7 +295,7 @@ def test_a_group_that_ray_starts_all_the_same_trains():
 
 
 def test_what_a_look_at_all_shows():
-    well, ended, lost, failed, affected = Seen
+    well, ended, lost, failed, affected = WorkerState
     assert decisions.happened([well, affected]) is None
     assert decisions.happened([lost, affected, lost]) == Lost(frozenset([0, 2]))
     assert decisions.happened([lost, lost]) == Lost(frozenset([0, 1]))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import raytf
 from raytf.storage import checkpoint_files, division, scattered
-from raytf.storage.checkpoint_files import MODEL, DamagedCheckpointError, State
+from raytf.storage.checkpoint_files import MODEL, CheckpointState, DamagedCheckpointError
 from raytf.storage.images import Archive, Image
 from raytf.storage.snapshot_store import SnapshotStore
 from raytf.storage.step_folders import listed, name_of
@@ -161,7 +161,7 @@ def test_two_workers_keep_a_model_that_is_loaded_and_gone_on_from(tmp_path):
     assert chief.layout(model) == other.layout(model)
     for step in (3, 6):
         model.fit(x, x[:, :1], epochs=1, batch_size=8, shuffle=False, verbose=0)
-        state = State(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
+        state = CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
         other.keep_part(name_of(step), model, 1, 2)
         chief.keep(name_of(step), model, checkpoint.parts(model, state, build=(functional, {}, ((3,), "float32"))), 2)
         for keeper in (other, chief):

@@ -238,7 +238,7 @@ def test_no_cluster_exits_with_2():
 @pytest.mark.parametrize("healthy", [True, False])
 def test_findings_are_lines_or_json_and_the_exit_code_tells(healthy, monkeypatch):
     finding = Finding(check="disk", problem="it is full", nodes=(A,), measured="0 GiB", fix="Free some")
-    report = examination.Report(nodes=[A], findings=[] if healthy else [finding], left_out=[], seconds=1.0)
+    report = examination.ExaminationReport(nodes=[A], findings=[] if healthy else [finding], left_out=[], seconds=1.0)
     monkeypatch.setattr(examination, "run", lambda *args, **options: report)
     done = CliRunner().invoke(cli.main, ["doctor"])
     assert done.exit_code == (0 if healthy else 1)

@@ -21,7 +21,7 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import Shard
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import arguments
 from raytf.worker.job import TrainJob
 
@@ -191,10 +191,10 @@ def test_the_first_step_of_the_rest_of_an_epoch(workers):
 
 
 def test_what_a_checkpoint_says_of_its_batch():
-    text = State(1, 10, 0, False, [], batch_scale=1.5).to_json()
-    assert State.of(json.loads(text), "one").batch_scale == 1.5
+    text = CheckpointState(1, 10, 0, False, [], batch_scale=1.5).to_json()
+    assert CheckpointState.of(json.loads(text), "one").batch_scale == 1.5
     old = {name: value for name, value in json.loads(text).items() if name != "batch_scale"}
-    assert State.of(old, "one").batch_scale == 1.0
+    assert CheckpointState.of(old, "one").batch_scale == 1.0
     for wrong in (0, -1, True, float("nan"), "2"):
         with pytest.raises(ConfigError, match="no right 'batch_scale'"):
-            State.of(old | {"batch_scale": wrong}, "one")
+            CheckpointState.of(old | {"batch_scale": wrong}, "one")

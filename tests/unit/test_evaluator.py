@@ -4,7 +4,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from ray.train import Checkpoint
 
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import evaluator
 from raytf.train.evaluator import Record
 
@@ -29,7 +29,7 @@ def ask(monkeypatch, tmp_path, *calls):
     monkeypatch.setattr(evaluator, "_evaluated", evaluated)
     monkeypatch.setattr(evaluator, "_end", lambda record: record.entries.put("ended", True))
     for epoch, _ in enumerate(calls, 1):
-        (tmp_path / "state.json").write_text(State(epoch, 1, 0, False, []).to_json())
+        (tmp_path / "state.json").write_text(CheckpointState(epoch, 1, 0, False, []).to_json())
         evaluator._ask(record, Checkpoint.from_directory(tmp_path))
     assert bool(record.entries.get("ended")) == record.given_up()
     return *record.results(), [len(tries) for tries in left]

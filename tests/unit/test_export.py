@@ -75,7 +75,9 @@ def subclassed(config):
 
 def save(folder, model, step, loss, inputs=None, build=build):
     folder.mkdir(parents=True)
-    state = checkpoint.State(step // 5, step, 7, False, [{"epoch": 1, "val_loss": loss, "accuracy": step / 20}])
+    state = checkpoint.CheckpointState(
+        step // 5, step, 7, False, [{"epoch": 1, "val_loss": loss, "accuracy": step / 20}]
+    )
     checkpoint.save(str(folder), model, state, build=(build, {}, inputs))
 
 

@@ -20,7 +20,7 @@ from raytf.data import sampling
 from raytf.data.sampling import Sampler
 from raytf.runtime.hangs import Judge
 from raytf.storage import checkpoint_files, snapshot_store, step_folders
-from raytf.storage.checkpoint_files import MANIFEST, MODEL, SEEDS, STATE, DamagedCheckpointError, State
+from raytf.storage.checkpoint_files import MANIFEST, MODEL, SEEDS, STATE, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.snapshot_store import SnapshotStore
 from raytf.testing import Fail, FaultPlan
@@ -62,18 +62,18 @@ def test_a_run_makes_each_step_of_the_undisturbed_one_once_whatever_happens():
             continue
         plan = FaultPlan.random(seed, workers=5, steps=steps, faults=min(4, steps), kinds=KINDS)
         faults, epochs, made = sorted(plan.faults, key=lambda fault: fault.step), {}, []
-        workers, latest = source.randint(1, 5), State(0, 0, order.seed, False, []).to_json()
+        workers, latest = source.randint(1, 5), CheckpointState(0, 0, order.seed, False, []).to_json()
         kept = latest
         while len(made) < steps:
             if faults and faults[0].step <= len(made):
                 # one that fails in its own code keeps the step that it was in, as one does that is told to end
                 saved = latest if type(faults.pop(0)) is Fail else kept
-                state = State.of(json.loads(saved), "checkpoint")
+                state = CheckpointState.of(json.loads(saved), "checkpoint")
                 made, workers = made[: state.step], source.randint(1, 5)
                 assert (state.epoch, state.epoch_step) == divmod(len(made), of_epoch)
             made.append(global_batch(epochs, order, *divmod(len(made), of_epoch), workers))
             epoch, step = divmod(len(made), of_epoch)
-            latest = State(epoch, len(made), order.seed, False, [], epoch_step=step).to_json()
+            latest = CheckpointState(epoch, len(made), order.seed, False, [], epoch_step=step).to_json()
             if step == 0 or checkpoint_every.crosses(every, len(made) - 1, len(made)):
                 kept = latest
         calm = [global_batch(epochs, order, *divmod(step, of_epoch), 1) for step in range(steps)]
@@ -220,7 +220,7 @@ def write(folder, step):
     (folder / MODEL).write_bytes(bytes([step]) * 50)
     (folder / SEEDS).write_bytes(bytes([step]) * 20)
     epoch, within = divmod(step, 4)
-    state = State(epoch, step, 0, False, [], epoch_step=within)
+    state = CheckpointState(epoch, step, 0, False, [], epoch_step=within)
     (folder / STATE).write_text(state.to_json())
     checkpoint_files.write_manifest(str(folder), state.version)
 
@@ -263,7 +263,7 @@ def test_of_torn_checkpoints_the_newest_whole_one_is_taken(run):
     folder, files = run
     local = LocalFileSystem()
     names = sorted({os.path.dirname(path) for path in files})
-    step_of = {name: State.of(json.loads(files[f"{name}/{STATE}"]), name).step for name in names}
+    step_of = {name: CheckpointState.of(json.loads(files[f"{name}/{STATE}"]), name).step for name in names}
     for seed in PLANS:
         source = random.Random(seed)
         hurt = source.sample(names, source.randint(0, len(names) - (seed % 10 > 0)))
@@ -343,7 +343,7 @@ def test_writes_that_fail_leave_the_last_whole_one(tmp_path, remote):
         store, last = SnapshotStore(filesystem, folder, keep=source.randint(1, 2)), None
         for step in range(1, 5):
             store.fails = [source.choice([5, 28, 122])] * source.choice([0, 0, 1, 2])
-            state = State(0, step, 0, False, [], epoch_step=step).to_json().encode()
+            state = CheckpointState(0, step, 0, False, [], epoch_step=step).to_json().encode()
             for _ in range(2):
                 try:
                     store.put(step_folders.name_of(step), {MODEL: [b"m" * 9], STATE: [state], SEEDS: [b"s"]})

@@ -141,7 +141,7 @@ class Adds(layers.Layer):
 
 def stepping(rows=8):
     return step_module.within(
-        step=step_module.Step(tf.constant(rows), True), seen=step_logs.Seen(step_logs.Notes()), calls=None
+        step=step_module.Step(tf.constant(rows), True), seen=step_logs.StepObservations(step_logs.Notes()), calls=None
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from raytf import activity
 from raytf.storage import checkpoint_files
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.snapshots import NotKeptError
 from raytf.storage.step_folders import name_of
 from raytf.worker import checkpoint
@@ -36,7 +36,7 @@ def keeper(tmp_path):
 
 
 def keep(keeper, model, step):
-    state = State(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
+    state = CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
     assert keeper.keep(name_of(step), model, checkpoint.parts(model, state, build=(functional, {}, ((3,), "float32"))))
 
 
@@ -103,7 +103,9 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
 ):
     set_timeouts(checkpoint_failing=0.5)
     model, _ = trained(functional)
-    moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
+    moment = checkpoint.Moment(
+        model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
+    )
     one = keeper.keep_at_end("checkpoint_one", moment)
     keep(keeper, model, 5)
     one()
@@ -125,7 +127,9 @@ def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ende
     set_timeouts(checkpoint_last=0.5)
     (tmp_path / "run").write_text("in the way")
     model, _ = trained(functional)
-    moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
+    moment = checkpoint.Moment(
+        model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
+    )
     pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         settled = thread.submit(pending.settle)
@@ -138,7 +142,9 @@ def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ende
 def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_reports(tmp_path, keeper):
     """That one may not come to it for long: Ray Train's controller takes one report after the other."""
     model, _ = trained(functional)
-    moment = checkpoint.Moment(model, State(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32")))
+    moment = checkpoint.Moment(
+        model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
+    )
     pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
     assert pending() is None
     checkpoint_files.check(str(tmp_path / "run" / "checkpoint_one"))

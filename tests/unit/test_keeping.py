@@ -12,7 +12,7 @@ from raytf.errors import ConfigError
 from raytf.fitting import arrays
 from raytf.fitting.keeping import Keeping, identity
 from raytf.storage import checkpoint_files
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.step_folders import name_of
 
 X = np.arange(12.0).reshape(6, 2)
@@ -31,7 +31,7 @@ def keep(folder, step, state_of):
     path.mkdir(parents=True)
     for part in (checkpoint_files.MODEL, checkpoint_files.SEEDS):
         (path / part).write_bytes(b"x")
-    state = State(1, step, 7, False, [{"epoch": 1}], identity=state_of, epoch_step=2)
+    state = CheckpointState(1, step, 7, False, [{"epoch": 1}], identity=state_of, epoch_step=2)
     (path / checkpoint_files.STATE).write_text(state.to_json())
     checkpoint_files.write_manifest(str(path))
 

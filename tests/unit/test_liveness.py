@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from raytf import liveness
-from raytf.liveness import Look, Watch
+from raytf.liveness import Look, StopWatch
 
 
 def at(*looks):
-    """What `Watch` says to looks, each (seconds, Look)."""
+    """What `StopWatch` says to looks, each (seconds, Look)."""
     now = [0.0]
-    judge = Watch(15, lambda: now[0]).judge
+    judge = StopWatch(15, lambda: now[0]).judge
     said = []
     for seconds, seen in looks:
         now[0] = seconds

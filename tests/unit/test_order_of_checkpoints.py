@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytf.storage import checkpoint_files
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.run_folder import RunFolder
 from raytf.worker.choice import Choice, kept_in
 
@@ -25,7 +25,9 @@ def run(tmp_path):
         folder.mkdir(parents=True)
         (folder / "model.keras").write_bytes(b"")
         (folder / "seeds.npz").write_bytes(b"")
-        (folder / "state.json").write_text(State(step // 10, step, 0, False, [{"epoch": step // 10}]).to_json())
+        (folder / "state.json").write_text(
+            CheckpointState(step // 10, step, 0, False, [{"epoch": step // 10}]).to_json()
+        )
         checkpoint_files.write_manifest(str(folder))
     return tmp_path / "run"
 

@@ -154,7 +154,7 @@ def test_a_checkpoint_of_such_a_model_is_loaded_where_it_is_built(tmp_path):
         return model
 
     model = dry_run.check(built, {}, BLOCK, THREE)
-    state = checkpoint.State(1, 3, 0, False, [{"epoch": 1}])
+    state = checkpoint.CheckpointState(1, 3, 0, False, [{"epoch": 1}])
     checkpoint.save(str(tmp_path), model, state, build=(built, {}, ((3,), "float64")))
     loaded = checkpoint.load_model(str(tmp_path), build_model=built)
     np.testing.assert_array_equal(np.asarray(loaded.tower.kernel), np.asarray(model.tower.kernel))

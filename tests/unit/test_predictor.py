@@ -45,7 +45,7 @@ INPUTS = {"first": BATCH["a"], "second": np.stack([BATCH["b"], BATCH["c"]], 1)}
 def save(folder, model, features=None, loss=0.5, step=3, **more):
     folder.mkdir(parents=True)
     told = {} if features is None else {"columns": {"features": fingerprint.of_columns(features)}, **more}
-    state = checkpoint.State(1, step, 0, False, [{"epoch": 1, "val_loss": loss}], told)
+    state = checkpoint.CheckpointState(1, step, 0, False, [{"epoch": 1, "val_loss": loss}], told)
     checkpoint.save(str(folder), model, state)
     return str(folder)
 
@@ -146,7 +146,7 @@ def test_a_run_that_only_build_model_builds_is_known_where_it_was_made(tmp_path,
     model = built({})
     folder = tmp_path / "made" / "checkpoint_2026-01-01_00-00-01"
     folder.mkdir(parents=True)
-    state = checkpoint.State(1, 3, 0, False, [{"epoch": 1}], {})
+    state = checkpoint.CheckpointState(1, 3, 0, False, [{"epoch": 1}], {})
     checkpoint.save(str(folder), model, state, build=(built, {}, ((3,), "float32")))
     with pytest.raises(ConfigError, match="build_model"):
         raytf.Predictor(folder, features="a")(BATCH)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raytf.console import phases as phases_module
 from raytf.console.phases import Phases
-from raytf.console.progress import Board, Rate, Reader, describe
+from raytf.console.progress import Board, BoardReader, Rate, describe
 
 
 def wait_for(holds, seconds=20.0):
@@ -59,7 +59,7 @@ class Memory(dict):
 def test_each_end_of_an_epoch_has_one_line_through_restarts_and_slow_reads(attempts, death):
     """An attempt is a chief in a process of its own, which begins at an epoch and makes steps; one dies in a write."""
     entries, shown, expected, actions = Memory(), [], [], 0
-    reader = Reader(Board(entries))
+    reader = BoardReader(Board(entries))
     for first, attempt in attempts:
         chief, epoch = Board(entries), first
         for action in attempt:
@@ -136,7 +136,7 @@ def test_a_phase_in_a_terminal_moves_and_goes():
 def test_phases_of_a_board():
     entries = Memory()
     board, chief = Board(entries), Board(entries)
-    reader = Reader(board)
+    reader = BoardReader(board)
     assert reader.new() == ([], None, phases_module.WORKERS)
     chief.begin("")
     assert reader.new() == ([], None, None), "a loop of the user's"

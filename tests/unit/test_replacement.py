@@ -12,7 +12,7 @@ from raytf.collectives import healing
 from raytf.errors import RaytfError
 from raytf.parallel import assigned, trainer
 from raytf.storage import checkpoint_files
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker import checkpoint, replacement, within_epoch
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.session import write_files
@@ -35,7 +35,7 @@ def note(model, epoch_ends):
     callback = keras.callbacks.Callback()
     states = CallbackStates([callback])
     callback.counts = np.arange(3)
-    state = State(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
+    state = CheckpointState(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
     parts = checkpoint.parts(model, state, states, metrics={})
     return replacement._Moment(model, parts, {"reports": 2}, 4, 4, 16, epoch_ends), callback
 
@@ -83,7 +83,7 @@ def test_no_process_gets_weights_that_a_compiled_function_has_changed(model, not
 
 def test_what_is_no_longer_asked_for_is_not_noted(model):
     """Nor is what a training step assigns, or each worker has for itself."""
-    watch = assigned.Watch(model)
+    watch = assigned.AssignmentWatch(model)
     with healing.here.execution():
         model.optimizer.learning_rate = 0.5
     model.layers[0].bias.assign(model.layers[0].bias + 1)
@@ -123,7 +123,7 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
             return self.began + batch
 
     model.__dict__["_raytf_callbacks"] = [keras.callbacks.Callback(), timing := Timing()]
-    last = replacement.Last(types.SimpleNamespace(epoch_step=3, steps=3), None)
+    last = replacement.RecoveryCallback(types.SimpleNamespace(epoch_step=3, steps=3), None)
     last.set_model(model)
     with pytest.raises(RaytfError, match=r"told of a batch's end, .* Timing with AttributeError: .*began.* get_state"):
         last._tell_of_batch()
@@ -145,7 +145,7 @@ def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_
     counting = Counting()
     states = CallbackStates([counting])
     counting.made = 4
-    state = State(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
+    state = CheckpointState(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
     parts = checkpoint.parts(model, state, states, metrics={})
     checkpoint.write(str(tmp_path), model, parts, checkpoint_files.VERSION)
     model.optimizer.learning_rate = 0.25

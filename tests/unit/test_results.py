@@ -32,7 +32,7 @@ def test_a_trial_tells_its_rate_once(scaled, times):
 
 
 def test_the_head_of_the_live_table_is_whole_where_the_table_is_narrow():
-    shown = table.Table("loss", "min", 3, True)
+    shown = table.SweepTable("loss", "min", 3, True)
     shown._trials = [trial(0.01, 0.01)]
     out = io.StringIO()
     rich.console.Console(file=out, width=70).print(shown._table())

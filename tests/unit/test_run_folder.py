@@ -74,13 +74,15 @@ def within(folder, step, epoch_step, **order):
 
 def test_a_run_stands_where_its_newest_checkpoint_is(folder):
     within(folder, 2, 2)
-    assert folder.last() == run_folder.Last(2, 2, 2, False, {"seed": "step"}), "it ended within its first epoch"
+    assert folder.last() == run_folder.LastCheckpoint(2, 2, 2, False, {"seed": "step"}), (
+        "it ended within its first epoch"
+    )
     trained(folder)
-    assert folder.last() == run_folder.Last(2, 4, 0, False, {"seed": 1}), "that of the step is older"
+    assert folder.last() == run_folder.LastCheckpoint(2, 4, 0, False, {"seed": 1}), "that of the step is older"
     within(folder, 4, 4)
     assert folder.last().epoch_step == 0, "behind as many steps that of the epoch has its validation, too"
     within(folder, 6, 2)
-    assert folder.last() == run_folder.Last(2, 6, 2, False, {"seed": "step"})
+    assert folder.last() == run_folder.LastCheckpoint(2, 6, 2, False, {"seed": "step"})
     within(folder, 9, 5)
     write(folder, "step_000000000009/model.keras", "w")
     with pytest.warns(
@@ -175,7 +177,7 @@ def test_a_storage_that_is_not_known_is_said():
 def test_where_a_run_stands(folder):
     assert folder.last() is None
     trained(folder)
-    assert folder.last() == run_folder.Last(2, 4, 0, False, {"seed": 1})
+    assert folder.last() == run_folder.LastCheckpoint(2, 4, 0, False, {"seed": 1})
     write(folder, "checkpoint_1/model.keras", "wei")
     with pytest.warns(UserWarning, match="Damaged: checkpoint_1 .model.keras is 3 bytes.*checkpoint_0 is taken"):
         assert folder.last().epoch == 1, "the checkpoint before one that was cut off"
@@ -299,7 +301,7 @@ def test_a_list_that_cannot_be_used_is_made_again(folder, how, capsys):
         "checkpoint_dir_name": "checkpoint_2",
         "metrics": {"epoch": 3, "loss": 7.0},
     }
-    assert folder.last() == run_folder.Last(3, 4, 0, False, {"seed": 2}), "once"
+    assert folder.last() == run_folder.LastCheckpoint(3, 4, 0, False, {"seed": 2}), "once"
 
 
 def test_a_train_loops_own_checkpoints_are_missed_where_ray_has_lost_its_list(folder):
@@ -339,7 +341,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_list(folder):
         last = folder.last()
     folder.relist(last, CheckpointConfig())
     assert read(folder, SNAPSHOT)["latest_checkpoint_result"]["metrics"] == {"epoch": 1}, "Ray's own metrics stay"
-    assert folder.last() == run_folder.Last(1, 4, 0, False, {"seed": 0})
+    assert folder.last() == run_folder.LastCheckpoint(1, 4, 0, False, {"seed": 0})
 
 
 def test_what_ended_within_its_first_checkpoint_starts_anew(folder, capsys):

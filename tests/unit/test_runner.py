@@ -11,7 +11,7 @@ import pytest
 import raytf
 from raytf.collectives import ring
 from raytf.launch import runner as runner_module
-from raytf.launch.runner import Place, TaskRunner
+from raytf.launch.runner import TaskLocation, TaskRunner
 from raytf.runtime import cores, settings
 from tests.unit.test_snapshots import wait_for
 
@@ -32,7 +32,7 @@ ROOT = str(pathlib.Path(raytf.__file__).parents[1])
 def runner(tmp_path, monkeypatch):
     monkeypatch.setattr(runner_module, "LOOK_INTERVAL", 0.1)
     runner = TaskRunner()
-    runner._place, runner._ports = Place("127.0.0.1:1", str(tmp_path)), settings.PORTS
+    runner._place, runner._ports = TaskLocation("127.0.0.1:1", str(tmp_path)), settings.PORTS
     yield runner
     runner.stop(0.0)
 

@@ -93,7 +93,7 @@ def test_a_vocabulary_for_which_there_is_no_room_is_said(small, tmp_path):
     """Keras unpacks vocabularies into Python's temporary folder."""
     import keras
 
-    from raytf.storage.checkpoint_files import State
+    from raytf.storage.checkpoint_files import CheckpointState
     from raytf.worker import checkpoint
 
     words = keras.layers.TextVectorization(output_mode="multi_hot", split="whitespace")
@@ -103,7 +103,7 @@ def test_a_vocabulary_for_which_there_is_no_room_is_said(small, tmp_path):
     model.optimizer.build(model.trainable_variables)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    checkpoint.save(str(folder), model, State(0, 1, 0, False, []))
+    checkpoint.save(str(folder), model, CheckpointState(0, 1, 0, False, []))
     checkpoint.restore(str(folder), model)
     with open(small / "full", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(1 << 12)):

@@ -21,7 +21,7 @@ import pytest
 from raytf import liveness, timeouts
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, finishing, priority, scattered, snapshot_writer
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.images import Archive, Image
 from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, needless
@@ -35,7 +35,7 @@ def parts_of(step: int, size: int = 1000) -> dict:
     """A snapshot whose every number is its step."""
     weights = np.full(size, step, np.float32)
     return {
-        "state.json": State(0, step, 0, False, []).to_json(),
+        "state.json": CheckpointState(0, step, 0, False, []).to_json(),
         "seeds.npz": {"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))},
         "model.keras": Archive([("config.json", b"{}"), ("model.weights.h5", image(size))], image(size), [weights]),
     }

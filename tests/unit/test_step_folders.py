@@ -6,7 +6,7 @@ import pyarrow.fs
 import pytest
 
 from raytf.storage import checkpoint_files, step_folders
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 
 
 def kept(place, step, whole=True):
@@ -54,7 +54,7 @@ def test_the_newest_comes_first_whatever_it_is(tmp_path):
     for step, epoch in ((30, 3), (20, 2), (10, 1)):
         folder = tmp_path / f"checkpoint_{epoch}"
         folder.mkdir()
-        (folder / "state.json").write_text(State(epoch, step, 0, False, []).to_json() if step != 20 else "")
+        (folder / "state.json").write_text(CheckpointState(epoch, step, 0, False, []).to_json() if step != 20 else "")
         epochs.append(Stored(folder))
     for step in (35, 30, 25, 5):
         steps.append((step, Stored(tmp_path / step_folders.name_of(step))))
@@ -66,10 +66,13 @@ def test_the_newest_comes_first_whatever_it_is(tmp_path):
 
 def test_a_state_within_an_epoch_is_of_a_newer_format():
     """Which an older raytf refuses by name, instead of beginning the epoch anew."""
-    ended, within = State(2, 8, 0, False, []), State(2, 9, 0, False, [], epoch_step=1, logs={"loss": 0.5})
+    ended, within = (
+        CheckpointState(2, 8, 0, False, []),
+        CheckpointState(2, 9, 0, False, [], epoch_step=1, logs={"loss": 0.5}),
+    )
     assert (json.loads(ended.to_json())["version"], json.loads(within.to_json())["version"]) == (2, 3)
     for state in (ended, within):
-        assert State.of(json.loads(state.to_json()), "it") == state
+        assert CheckpointState.of(json.loads(state.to_json()), "it") == state
     for name, value in {"epoch_step": -1, "logs": [], "order": None}.items():
         with pytest.raises(checkpoint_files.DamagedCheckpointError, match=f"has no right '{name}'"):
-            State.of(json.loads(within.to_json()) | {name: value}, "it")
+            CheckpointState.of(json.loads(within.to_json()) | {name: value}, "it")

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 from raytf.compat.patching import patched_of
 from raytf.parallel import step_logs, trainer
-from raytf.parallel.step_logs import Found, Origin
+from raytf.parallel.step_logs import Origin, StepTrace
 
 
 class Own(keras.Model):
@@ -78,18 +78,18 @@ def test_metrics_stand_for_the_names_of_all_and_no_other():
     names = {"loss": [total], "mae": [other]}
     logs = {"loss": 1.0, "mae": 2.0}
     metric = keras.metrics.Mean()
-    results = Found([Origin(metric), Origin(metric)])
+    results = StepTrace([Origin(metric), Origin(metric)])
     assert step_logs.by_metrics(results, logs, names) == {"loss", "mae"}
-    assert step_logs.by_metrics(Found([Origin(), Origin(metric)]), logs, names) == {"mae"}
-    assert step_logs.by_metrics(Found([Origin(), Origin()], frozenset([id(total)])), logs, names) == {"loss"}
-    assert step_logs.by_metrics(Found(), logs, names) == {"loss", "mae"}  # of a step in another process
+    assert step_logs.by_metrics(StepTrace([Origin(), Origin(metric)]), logs, names) == {"mae"}
+    assert step_logs.by_metrics(StepTrace([Origin(), Origin()], frozenset([id(total)])), logs, names) == {"loss"}
+    assert step_logs.by_metrics(StepTrace(), logs, names) == {"loss", "mae"}  # of a step in another process
     assert step_logs.by_metrics(results, {"loss": 1.0}, names) == set()
 
 
 def test_what_follows_from_a_result_is_computed_from_that_of_all_rows():
     @tf.function
     def step(local, over_all, other):
-        shown = step_logs.Seen(step_logs.Notes())
+        shown = step_logs.StepObservations(step_logs.Notes())
         result = tf.identity(local)
         shown.results[id(result)] = result, Origin("metric")
         derived = tf.cond(other > 0, lambda: tf.exp(result), lambda: result) + other
@@ -109,10 +109,10 @@ def test_numbers_of_workers_are_means_over_rows():
     trainer.install()
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     logs = {"loss": tf.constant(3.0), "nested": {"number": 2, "text": "a", "nothing": None}, "vector": [1.0, 2.0]}
-    found = step_logs.of_all_workers(strategy, logs, 4, Found(), pytest.fail)
+    found = step_logs.of_all_workers(strategy, logs, 4, StepTrace(), pytest.fail)
     assert found == {"loss": 3.0, "nested": {"number": 2.0, "text": "a", "nothing": None}, "vector": [1.0, 2.0]}
     with np.errstate(invalid="ignore"):
-        empty = step_logs.of_all_workers(strategy, {"loss": np.nan}, 0, Found(), pytest.fail)
+        empty = step_logs.of_all_workers(strategy, {"loss": np.nan}, 0, StepTrace(), pytest.fail)
     assert np.isnan(empty["loss"])  # of nobody's rows there is no mean
 
 

@@ -167,12 +167,12 @@ def test_the_live_table():
 
     from rich.console import Console
 
-    from raytf.tune.table import Table
+    from raytf.tune.table import SweepTable
 
     def trial(name, status, result, **config):
         return SimpleNamespace(trial_id=name, status=status, last_result=result, config=config)
 
-    table = Table("loss", "min", 4, show=False)
+    table = SweepTable("loss", "min", 4, show=False)
     trials = [
         trial("aaaaa", "TERMINATED", {"loss": 0.5, "training_iteration": 3, "per_replica_batch": 16}, batch_size=32),
         trial("bbbbb", "RUNNING", {"loss": 0.25, "training_iteration": 1}, batch_size=64),
@@ -199,13 +199,13 @@ def test_a_sweep_whose_trials_all_diverged_names_none_as_the_best():
     from ray.tune import ResultGrid
     from rich.console import Console
 
-    from raytf.tune.table import Table
+    from raytf.tune.table import SweepTable
 
     class Grid(list):
         errors, experiment_path = [], "runs/one"
         get_best_result = ResultGrid.get_best_result
 
-    table = Table("loss", "min", 2, show=False)
+    table = SweepTable("loss", "min", 2, show=False)
     for values, said in (([float("nan")] * 2, "no trial is the best: loss is NaN in all of them"), ([], "")):
         table._console = Console(width=120, file=io.StringIO())
         table.conclude(Grid(SimpleNamespace(metrics={"loss": value}) for value in values))

@@ -10,10 +10,10 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from raytf.storage import checkpoint_files
-from raytf.storage.checkpoint_files import State
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.step_folders import name_of
 from raytf.tune import sweep_end, trial_steps
-from raytf.tune.sweep_end import Asking, SweepEnd
+from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.worker.ending import MovedError
 from raytf.worker.session import TRIAL
 
@@ -50,7 +50,9 @@ def keep(folder, step, reports):
     path.mkdir(parents=True)
     for part in (checkpoint_files.MODEL, checkpoint_files.SEEDS):
         (path / part).write_bytes(b"x" * 100)
-    (path / checkpoint_files.STATE).write_text(State(1, step, 7, False, [{"epoch": 1}], epoch_step=2).to_json())
+    (path / checkpoint_files.STATE).write_text(
+        CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2).to_json()
+    )
     (path / TRIAL).write_text(json.dumps({"reports": reports}))
     checkpoint_files.write_manifest(str(path))
     return path
@@ -98,7 +100,7 @@ class Entries(dict):
 
 def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_timeouts):
     end, said, ends = SweepEnd(Entries()), [], []
-    asking = Asking(end, lambda: ends.append(True), said.append)
+    asking = SweepStop(end, lambda: ends.append(True), said.append)
     running = lambda: ["one", "two", "three"]
     end.begun("one")
     end.begun("two")
@@ -127,7 +129,7 @@ def test_to_tune_a_drained_node_is_no_failure():
 
 def test_what_is_not_kept_is_named(set_timeouts):
     end = SweepEnd(Entries(over=True))
-    asking = Asking(end, lambda: None, lambda text: None)
+    asking = SweepStop(end, lambda: None, lambda text: None)
     set_timeouts(run_end=0.0)
     end.ended("one", 7, kept=False)
     end.begun("two")
