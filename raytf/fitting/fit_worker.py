@@ -252,7 +252,10 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
             if session.rank < HOLD_LAST:
                 history = self.model.history
                 own = {number: np.array(value) for number, value in everything.values().items()}  # a step changes them
-                built = {name: (by, list(map(np.array, of))) for name, (by, of) in _built(model, everything).items()}
+                built = {
+                    name: (kind, by, list(map(np.array, of)))
+                    for name, (kind, by, of) in _built(model, everything).items()
+                }
                 _last.update(values=own, built=built)
                 _last["history"] = (dict(history.history), list(history.epoch))
             session.report({}, None)
@@ -388,8 +391,8 @@ def _nothing(metrics: dict, moment) -> None:
     """What is reported of an epoch, but to the driver."""
 
 
-def _built(model, everything) -> dict[str, tuple[list[int], list]]:
-    """The optimizers that were built here: (numbers of what each trains, the values of its variables), by name."""
+def _built(model, everything) -> dict[str, tuple[str, list[int], list]]:
+    """The optimizers that were built here: (class, numbers of what each trains, its variables' values), by name."""
     from raytf.fitting import transport
 
     found = {}
@@ -397,7 +400,7 @@ def _built(model, everything) -> dict[str, tuple[list[int], list]]:
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
             trained = [everything.numbers.get(id(v)) for v in keras_objects.trained_by(optimizer)]
-            found[name] = trained, [transport.value_of(v) for v in optimizer.variables]
+            found[name] = type(optimizer).__name__, trained, [transport.value_of(v) for v in optimizer.variables]
     return found
 
 

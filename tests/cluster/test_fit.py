@@ -130,6 +130,25 @@ def assert_same_history(history, other):
         np.testing.assert_allclose(history.history[name], values, rtol=0, atol=1e-9)
 
 
+def test_a_callback_may_compile_the_model_anew():
+    import keras
+
+    class FineTune(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.compile(keras.optimizers.SGD(0.1), {"p": "mae", "q": "sparse_categorical_crossentropy"})
+                self.model.make_train_function(force=True)
+
+    alone, model = make(), make()
+    arguments = ARGUMENTS | {"epochs": 2, "callbacks": [FineTune()]}
+    history = alone.fit(X, Y, **arguments)
+    with pytest.warns(UserWarning, match="The state of optimizer stays on the workers: a callback has compiled"):
+        found = raytf.fit(model, X, Y, num_workers=2, **arguments | {"callbacks": [FineTune()]})
+    for mine, its in zip(model.weights, alone.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=1e-9)
+    assert_same_history(found, history)
+
+
 def test_two_calls_with_two_workers_are_what_keras_does(alone, trained):
     model, calls, callback, (first, second) = trained
     assert_same(model, alone[0])
