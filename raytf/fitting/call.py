@@ -293,10 +293,13 @@ class Call:
                         proving.look()
                     yield reports
                     if reports[0].get("ended"):
+                        if any(report.get("changed") for report in reports):
+                            group.model = None  # another one like it is to be sent: theirs is not as it came
                         break
             group.worker_group.stop()
             well = True
             if group.worker_group.ended is not None:
+                group.model = None
                 self._raise_stopped(group.worker_group.ended)
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None

@@ -139,7 +139,7 @@ def _model(sending: Sending, distribution):
     from raytf.fitting import transport
     from raytf.worker.input_wait import measure_input_wait
 
-    if _kept.get("key") == sending.key:
+    if sending.data is None and _kept.get("key") == sending.key:
         transport.apply_settings(sending.settings)  # Keras keeps some for each thread
         _kept["sent"].assign(sending.values)
         return _kept["model"], _kept["sent"]
@@ -153,7 +153,7 @@ def _model(sending: Sending, distribution):
     with distribution.scope():
         (model,), sent = transport.read(sending.data, sending.values)
     waited = _measuring.enter_context(measure_input_wait())
-    _kept.update(key=sending.key, model=model, sent=sent, waited=waited)
+    _kept.update(key=sending.key, model=model, sent=sent, waited=waited, plain=_plain_attributes(model))
     return model, sent
 
 
@@ -203,6 +203,7 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
     told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
     told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
     told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
+    told["changed"] = bool(told["built"]) or _plain_attributes(model) != _kept["plain"]
     if session.rank == 0:
         told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
     session.report(told, None)
@@ -290,6 +291,22 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         return ended
     kept.complete(history)
     return history
+
+
+# What Keras and raytf change in a training.
+_OF_A_TRAINING = ("built", "run_eagerly", "steps_per_execution", "stop_training", "stop_evaluating", "stop_predicting")
+
+
+def _plain_attributes(model) -> dict[tuple[int, str], Any]:
+    """Numbers and words that layers hold beside their variables: a training that changes them leaves another model."""
+    return {
+        (i, name): value
+        for i, layer in enumerate(keras_objects.layers_of(model))
+        for name, value in vars(layer).items()
+        if isinstance(value, (bool, int, float, str))
+        and (name == "_trainable" or not name.startswith("_"))
+        and name not in _OF_A_TRAINING
+    }
 
 
 def last_epoch() -> dict:
