@@ -295,10 +295,13 @@ class Call:
                         proving.look()
                     yield reports
                     if reports[0].get("ended"):
+                        if any(report.get("changed") for report in reports):
+                            group.model = None  # another one like it is to be sent: theirs is not as it came
                         break
             group.worker_group.stop()
             well = True
             if group.worker_group.ended is not None:
+                group.model = None
                 self._raise_stopped(group.worker_group.ended)
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None
@@ -394,15 +397,23 @@ class Call:
         """Puts a report of the chief into the objects of this process."""
         self.objects.assign(told["values"])
         mine = model_optimizers.of(self._model)
-        for name, (trained, values) in told["built"].items():
+        for name, (kind, trained, values) in told["built"].items():
             optimizer = mine.get(name)
             if optimizer is None or None in trained:
                 warnings.warn(
                     f"The state of {name} stays on the workers: it trains what is not the model's", stacklevel=5
                 )
                 continue
-            if not optimizer.built:
+            alike = type(optimizer).__name__ == kind
+            if alike and not optimizer.built:
                 optimizer.build([self.objects.objects[i] for i in trained])
+            if not alike or [tuple(v.shape) for v in optimizer.variables] != [np.shape(v) for v in values]:
+                warnings.warn(  # a callback has compiled the model anew
+                    f"The state of {name} stays on the workers: a callback has compiled the model with another "
+                    f"{kind}. Compile it likewise here before it is trained further",
+                    stacklevel=5,
+                )
+                continue
             for variable, value in zip(optimizer.variables, values, strict=True):
                 variable.assign(np.array(value))
         if "callbacks" in told:

@@ -139,7 +139,7 @@ def _model(sending: Sending, distribution):
     from raytf.fitting import transport
     from raytf.worker.input_wait import measure_input_wait
 
-    if _kept.get("key") == sending.key:
+    if sending.data is None and _kept.get("key") == sending.key:
         transport.apply_settings(sending.settings)  # Keras keeps some for each thread
         _kept["sent"].assign(sending.values)
         return _kept["model"], _kept["sent"]
@@ -153,7 +153,7 @@ def _model(sending: Sending, distribution):
     with distribution.scope():
         (model,), sent = transport.read(sending.data, sending.values)
     waited = _measuring.enter_context(measure_input_wait())
-    _kept.update(key=sending.key, model=model, sent=sent, waited=waited)
+    _kept.update(key=sending.key, model=model, sent=sent, waited=waited, plain=_plain_attributes(model))
     return model, sent
 
 
@@ -203,6 +203,7 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
     told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
     told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
     told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
+    told["changed"] = bool(told["built"]) or _plain_attributes(model) != _kept["plain"]
     if session.rank == 0:
         told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
     session.report(told, None)
@@ -252,7 +253,10 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
             if session.rank < HOLD_LAST:
                 history = self.model.history
                 own = {number: np.array(value) for number, value in everything.values().items()}  # a step changes them
-                built = {name: (by, list(map(np.array, of))) for name, (by, of) in _built(model, everything).items()}
+                built = {
+                    name: (kind, by, list(map(np.array, of)))
+                    for name, (kind, by, of) in _built(model, everything).items()
+                }
                 _last.update(values=own, built=built)
                 _last["history"] = (dict(history.history), list(history.epoch))
             session.report({}, None)
@@ -287,6 +291,22 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         return ended
     kept.complete(history)
     return history
+
+
+# What Keras and raytf change in a training.
+_OF_A_TRAINING = ("built", "run_eagerly", "steps_per_execution", "stop_training", "stop_evaluating", "stop_predicting")
+
+
+def _plain_attributes(model) -> dict[tuple[int, str], Any]:
+    """Numbers and words that layers hold beside their variables: a training that changes them leaves another model."""
+    return {
+        (i, name): value
+        for i, layer in enumerate(keras_objects.layers_of(model))
+        for name, value in vars(layer).items()
+        if isinstance(value, (bool, int, float, str))
+        and (name == "_trainable" or not name.startswith("_"))
+        and name not in _OF_A_TRAINING
+    }
 
 
 def last_epoch() -> dict:
@@ -390,8 +410,8 @@ def _nothing(metrics: dict, moment) -> None:
     """What is reported of an epoch, but to the driver."""
 
 
-def _built(model, everything) -> dict[str, tuple[list[int], list]]:
-    """The optimizers that were built here: (numbers of what each trains, the values of its variables), by name."""
+def _built(model, everything) -> dict[str, tuple[str, list[int], list]]:
+    """The optimizers that were built here: (class, numbers of what each trains, its variables' values), by name."""
     from raytf.fitting import transport
 
     found = {}
@@ -399,7 +419,7 @@ def _built(model, everything) -> dict[str, tuple[list[int], list]]:
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
             trained = [everything.numbers.get(id(v)) for v in keras_objects.trained_by(optimizer)]
-            found[name] = trained, [transport.value_of(v) for v in optimizer.variables]
+            found[name] = type(optimizer).__name__, trained, [transport.value_of(v) for v in optimizer.variables]
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import warnings
 from collections.abc import Callable
 
 import keras
@@ -199,6 +200,8 @@ def prepared(model, callbacks):
         listed = list(given.callbacks)
     else:
         listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    if communicator.is_chief(model.distribute_strategy):
+        _warn_of_test_batches(listed)
     # a callback of one worker alone is enough: what is exchanged after a batch needs all
     looking = any(looks_at_batches(c) for c in listed)
     unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
@@ -223,6 +226,22 @@ def prepared(model, callbacks):
     finally:
         double_writes.note(False)
         ends.close()
+
+
+def _warn_of_test_batches(callbacks: list) -> None:
+    """Says which callbacks are told of what a validation step gave here, which is no value of all rows."""
+
+    def takes(callback) -> bool:
+        hook, local = callback.on_test_batch_end, getattr(callback, "raytf_local_batches", False)
+        own = "on_test_batch_end" in vars(callback) or not hook.__module__.startswith(("keras.", "raytf."))
+        return own and not local
+
+    if told := sorted({type(c).__name__ for c in callbacks if takes(c)}):
+        warnings.warn(
+            f"The logs of on_test_batch_end are those of a worker's own rows ({', '.join(told)}): use on_test_end or "
+            "on_epoch_end, whose logs are those of all rows",
+            stacklevel=2,
+        )
 
 
 def _may_write(callback) -> bool:

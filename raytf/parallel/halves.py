@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ _MOST_NUMBERS = 1 << 21
 _SMALL, _UNKNOWN_SIZE = 4, 4
 # In the place of a number of rows: whatever has a dimension has rows.
 ANY = -1
+# Numbers by which labels say that they are missing, beside those in a function's own code.
+_MISSING = (-1.0, -100.0, -999.0, -9999.0, 255.0)
+_MOST_MISSING, _LARGEST, _DEEPEST = 11, 1e9, 3
 # Ways in which values of halves make the value of the whole.
 SAME, MEAN, SUM = "same", "mean", "sum"
 
@@ -51,7 +55,22 @@ class Outcome:
         return self.why is not None
 
 
-def outcome(function: Callable, given: Any, rows: int | None = ANY, draws: bool = True) -> Outcome:
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """Labels of which a function may leave some out: a mean over the others is none over rows.
+
+    Args:
+        labels: a nest of tensors, of those that a function is given.
+        code: what the user wrote, in which the numbers may stand that such labels have.
+    """
+
+    labels: Any
+    code: Sequence[Any] = ()
+
+
+def outcome(
+    function: Callable, given: Any, rows: int | None = ANY, draws: bool = True, missing: Missing | None = None
+) -> Outcome:
     """Tries a function on a batch and on its halves, with rows that are made up.
 
     Args:
@@ -59,6 +78,7 @@ def outcome(function: Callable, given: Any, rows: int | None = ANY, draws: bool 
         given: a nest of tensors, symbolic or not, and of what else it takes.
         rows: see `has_rows`.
         draws: whether it may draw random numbers, so that two calls in a row may differ.
+        missing: labels of which some may be missing.
     """
     found: list[Outcome] = []
     error: Exception | None = None
@@ -68,6 +88,8 @@ def outcome(function: Callable, given: Any, rows: int | None = ANY, draws: bool 
                 found.append(_tried(function, given, rows, kind, draws))
             except Exception as raised:
                 error = raised
+        if missing is not None and any(one.rows or MEAN in one.ways for one in found):
+            found += _tried_with_missing(function, given, rows, draws, missing)
     if any(one.unknown for one in found) or not found:
         return Outcome(why=f"{type(error).__name__}: {error}" if not found else "")
     telling = [one for one in found if one.ways != frozenset((SAME, MEAN, SUM)) or one.rows] or found
@@ -84,6 +106,7 @@ def known(
     *,
     place: int = 0,
     draws: bool = True,
+    missing: Missing | None = None,
 ) -> Outcome:
     """`outcome`, tried once for each function and shapes of a model; see there.
 
@@ -91,11 +114,12 @@ def known(
         step: of the replica that is traced or runs.
         owner: what the function belongs to.
         place: of the function among those that belong to it.
+        missing: see `outcome`.
     """
     key = (id(owner), place, *(_signature(leaf, rows) for leaf in tree.flatten(given)))
     trials = {} if step.notes is None else step.notes.trials
     if key not in trials:
-        trials[key] = owner, outcome(function, given, rows, draws)
+        trials[key] = owner, outcome(function, given, rows, draws, missing)
     return trials[key][1]
 
 
@@ -106,9 +130,64 @@ def _signature(leaf: Any, rows: int | None) -> Any:
     return str(leaf.dtype), ("rows", *shape[1:]) if has_rows(leaf, rows) else shape
 
 
-def _tried(function: Callable, given: Any, rows: int | None, kind: int, draws: bool) -> Outcome:
+def _tried_with_missing(
+    function: Callable, given: Any, rows: int | None, draws: bool, missing: Missing
+) -> list[Outcome]:
+    """Outcomes with labels that are missing; none of numbers that the function does not take."""
+    found: list[Outcome] = []
+    numbers = _numbers_in(missing.code)
+    left = [numbers, [float("nan")]]
+    while left:
+        gone = _Gone({id(leaf) for leaf in tree.flatten(missing.labels)}, left.pop(0))
+        try:
+            found.append(_tried(function, given, rows, 0, draws, gone))
+        except Exception:  # such as of a class that there is not, where another is what is left out
+            left += [[number] for number in gone.numbers] if len(gone.numbers) > 1 else []
+    return found
+
+
+def _numbers_in(code: Sequence[Any]) -> list[float]:
+    """Whole numbers of functions' code, of what they refer to, and of objects' attributes; and the usual ones."""
+    found: dict[float, None] = {}
+
+    def look(value, depth: int) -> None:
+        if isinstance(value, (bool, complex)) or depth > _DEEPEST:
+            return
+        if isinstance(value, (int, float, np.integer, np.floating)):
+            if value == round(value) if abs(value) < _LARGEST else False:
+                found.setdefault(float(value))
+        elif isinstance(value, types.CodeType):
+            for constant in value.co_consts:
+                look(constant, depth)
+        elif isinstance(value, types.MethodType):
+            look(value.__func__, depth)
+        elif isinstance(value, types.FunctionType) and not value.__module__.startswith(("keras.", "tensorflow.")):
+            look(value.__code__, depth)
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            named = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+            for one in (*cells, *named, *(value.__defaults__ or ())):
+                look(one, depth + 1)
+
+    for one in code:
+        look(one, 0)
+        for attribute in getattr(one, "__dict__", {}).values():
+            look(attribute, 1)
+    return [*dict.fromkeys((*found, *_MISSING))][:_MOST_MISSING]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gone:
+    """The ids of labels, and the numbers that some of their rows have."""
+
+    labels: set[int]
+    numbers: Sequence[float]
+
+
+def _tried(
+    function: Callable, given: Any, rows: int | None, kind: int, draws: bool, gone: _Gone | None = None
+) -> Outcome:
     count, small = _sizes(given, rows)
-    whole = _made_up(given, rows, count, kind, small)
+    whole = _made_up(given, rows, count, kind, small, gone)
     cut = lambda leaf, made, start, stop: made[start:stop] if has_rows(leaf, rows) else leaf
     part = lambda start, stop: tree.map_structure(lambda *pair: cut(*pair, start, stop), given, whole)
     half = count // 2
@@ -191,12 +270,15 @@ def _inner(leaf: Any) -> list[int]:
     return [size or _UNKNOWN_SIZE for size in leaf.shape[1:]]
 
 
-def _made_up(given: Any, rows: int | None, count: int, kind: int, small: dict[int, int]) -> Any:
+def _made_up(
+    given: Any, rows: int | None, count: int, kind: int, small: dict[int, int], gone: _Gone | None = None
+) -> Any:
     """The nest with `count` rows in the place of those of each tensor; what has none is left as it is.
 
     Args:
         kind: of numbers, 0 to 2.
         small: see `_sizes`.
+        gone: of labels some rows of the second half, but the last one, have these numbers.
     """
     random = np.random.default_rng(kind)
     first = next((leaf for leaf in tree.flatten(given) if has_rows(leaf, rows)), None)
@@ -213,6 +295,23 @@ def _made_up(given: Any, rows: int | None, count: int, kind: int, small: dict[in
             numbers = numbers > 0.5  # a class that every loss knows
         elif kind == 1:
             numbers = random.normal(size=shape) * (1 + second) + second
-        return tf.cast(tf.constant(numbers, tf.bool if numbers.dtype == bool else tf.float64), dtype)
+        made_up = tf.cast(tf.constant(numbers, tf.bool if numbers.dtype == bool else tf.float64), dtype)
+        if gone is None or id(leaf) not in gone.labels or dtype in (tf.bool, tf.string):
+            return made_up
+        return _with_gone(made_up, count, gone.numbers)
 
     return tree.map_structure(made, given)
+
+
+def _with_gone(made_up: tf.Tensor, count: int, numbers: Sequence[float]) -> tf.Tensor:
+    """Labels of which the rows of the second half, but the last one, have other numbers, as far as their type has."""
+    values, kind = made_up.numpy(), made_up.dtype
+    fit = [n for n in numbers if kind.is_floating or kind.min <= n <= kind.max]
+    rows = range(count // 2, count - 1)
+    if len(fit) > len(rows):  # few rows, which are large: in each place another number
+        places = values[rows.start : rows.stop]
+        values[rows.start : rows.stop] = np.resize(np.array(fit), places.shape).astype(places.dtype)
+        return tf.constant(values, kind)
+    for row, number in zip(rows, fit, strict=False):
+        values[row] = number
+    return tf.constant(values, kind)

@@ -83,7 +83,8 @@ def _is_by_row(step: step_module.Step, loss, y_true, y_pred) -> bool:
     def call(given):
         return loss.call(*tree.map_structure(as_tensor, given))
 
-    found = halves.known(step, loss, call, (y_true, y_pred))
+    missing = halves.Missing(y_true, [loss, loss.call, function])
+    found = halves.known(step, loss, call, (y_true, y_pred), missing=missing)
     return _taken_as_by_row(found, f"The loss {loss.name!r}")
 
 
@@ -113,7 +114,8 @@ class _UserLoss:
         if step is None or not _has_rows(y_pred):
             return self.loss(*given)
         function = lambda its: self.loss(*its)
-        found = halves.known(step, self.loss, function, given)
+        missing = halves.Missing(y_true, [self.loss, type(self.loss).__call__])
+        found = halves.known(step, self.loss, function, given, missing=missing)
         if not found.unknown and not found.rows:
             return whole_batch.computed(step, function, given)
         value = self.loss(*given)
@@ -156,7 +158,8 @@ def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
         return original(*args, **kwargs)
     call = lambda its: original(*its[0], **its[1])
     given, rows = (args, kwargs), step.known_rows
-    found = halves.known(step, model, call, given, rows)
+    labels = inspect.signature(original).bind(*args, **kwargs).arguments.get("y")
+    found = halves.known(step, model, call, given, rows, missing=halves.Missing(labels, [original]))
     if halves.MEAN not in found.ways and not found.rows and not found.unknown:
         return whole_batch.computed(step, call, _needed(original, call, given, rows), rows)
     if found.why:

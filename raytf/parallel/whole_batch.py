@@ -112,6 +112,7 @@ def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
     @tf.custom_gradient
     def joined(own):
         def back(upstream):
+            upstream = tf.convert_to_tensor(upstream)  # slices, where rows were picked out
             mine = upstream[offset : offset + rows] * tf.cast(scale, upstream.dtype)
             return tf.pad(mine, [[0, tf.shape(own)[0] - rows]] + [[0, 0]] * (own.shape.rank - 1))
 

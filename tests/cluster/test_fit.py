@@ -130,6 +130,57 @@ def assert_same_history(history, other):
         np.testing.assert_allclose(history.history[name], values, rtol=0, atol=1e-9)
 
 
+def test_a_callback_may_compile_the_model_anew_and_the_next_one_that_is_alike_begins_as_it_came():
+    import keras
+
+    class FineTune(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.compile(keras.optimizers.SGD(0.1), {"p": "mae", "q": "sparse_categorical_crossentropy"})
+                self.model.make_train_function(force=True)
+
+    def named_alike():
+        keras.utils.clear_session()
+        return make()
+
+    alone = named_alike()
+    history = alone.fit(X, Y, epochs=2, callbacks=[FineTune()], **ARGUMENTS)
+    for model in (named_alike(), named_alike()):
+        with pytest.warns(UserWarning, match="The state of optimizer stays on the workers: a callback has compiled"):
+            found = raytf.fit(model, X, Y, epochs=2, callbacks=[FineTune()], num_workers=2, verify=False, **ARGUMENTS)
+        for mine, its in zip(model.weights, alone.weights, strict=True):
+            np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=1e-9)
+        assert_same_history(found, history)
+
+
+def test_what_a_training_changes_of_a_models_attributes_does_not_stay_for_the_next_one_that_is_alike():
+    import keras
+
+    class Weighted(keras.Model):
+        def compute_loss(self, *args, **kwargs):
+            return self.share * super().compute_loss(*args, **kwargs)
+
+    class Doubles(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.share *= 2
+            self.model.make_train_function(force=True)
+
+    def weighted():
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        model = Weighted(inputs, keras.layers.Dense(1)(inputs))
+        model.share = 1.0
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    alone, rows = weighted(), (X["a"], Y["p"])
+    history = alone.fit(*rows, epochs=2, callbacks=[Doubles()], **ARGUMENTS)
+    for model in (weighted(), weighted()):
+        found = raytf.fit(model, *rows, epochs=2, callbacks=[Doubles()], num_workers=2, verify=False, **ARGUMENTS)
+        assert_same_history(found, history)
+
+
 def test_two_calls_with_two_workers_are_what_keras_does(alone, trained):
     model, calls, callback, (first, second) = trained
     assert_same(model, alone[0])

@@ -54,6 +54,12 @@ def of_a_part(y_true, y_pred):
     return tf.boolean_mask(ops.mean(ops.square(y_true - y_pred), axis=-1), y_true[:, 0] > 0.5)
 
 
+def picked_out(y_true, y_pred):
+    """A mean over rows of a kind, of which gradients are slices."""
+    places = tf.where(y_true[:, 0] > 0.5)
+    return tf.reduce_mean(tf.square(tf.gather_nd(y_true, places) - tf.gather_nd(y_pred, places)))
+
+
 class OwnCall(keras.losses.Loss):
     def __call__(self, y_true, y_pred, sample_weight=None):
         centered = y_pred - ops.mean(y_pred, axis=0, keepdims=True)
@@ -78,6 +84,7 @@ COMPARING = {
     "dice": lambda: keras.losses.Dice(axis=0),
     "tversky": lambda: keras.losses.Tversky(alpha=0.3, axis=0),
     "of_a_part": lambda: of_a_part,
+    "picked_out": lambda: picked_out,
     "own_call": OwnCall,
     "unreduced": lambda: Triplet(reduction=None),
     "summed": lambda: Triplet(reduction="sum"),
@@ -358,6 +365,32 @@ class AsKeras(Own):
     @property
     def metrics(self):
         return [self.tracker]
+
+
+MISSING = -77.0
+
+
+class OfKnownLabels(keras.Model):
+    """A mean over the labels that are there, of which no worker's rows have as many."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        known = ops.cast(ops.not_equal(y, MISSING), y_pred.dtype)
+        return ops.sum(known * ops.square(y - y_pred)) / ops.sum(known)
+
+
+@scenario
+def compute_loss_of_labels_that_are_there(p):
+    x, y = floats(6, rows=UNEVEN), floats(2, seed=8, rows=UNEVEN)
+    y[UNEVEN // 3 :: 3] = MISSING
+    y[UNEVEN // 2 :: 5, 0] = MISSING
+
+    def build():
+        inputs = keras.Input((6,))
+        model = OfKnownLabels(inputs, layers.Dense(2)(inputs))
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    return p.fit(build, (x, y))[1]
 
 
 @scenario

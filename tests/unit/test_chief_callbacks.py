@@ -12,7 +12,7 @@ import pytest
 
 import raytf
 from raytf.parallel import chief_callbacks, double_writes
-from raytf.parallel.callbacks import _redirected, held_by_chief, looks_at_batches
+from raytf.parallel.callbacks import _redirected, _warn_of_test_batches, held_by_chief, looks_at_batches
 
 
 @pytest.fixture
@@ -116,6 +116,20 @@ def test_what_the_user_says_is_the_chiefs(monkeypatch, tmp_path):
     for wrong, message in ((3, "received: 3"), (lambda: None, "a function that gave None"), ([kept], "takes a Keras")):
         with pytest.raises(raytf.ConfigError, match=message):
             raytf.on_chief(wrong)
+
+
+def test_logs_of_validation_batches_are_said_to_be_a_workers_own():
+    class Progress(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            pass
+
+    keras_own = [keras.callbacks.ProgbarLogger(), keras.callbacks.EarlyStopping(), keras.callbacks.LambdaCallback()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_test_batches(keras_own)
+    given = keras.callbacks.LambdaCallback(on_test_batch_end=print)
+    with pytest.warns(UserWarning, match=r"own rows \(LambdaCallback, Progress\)"):
+        _warn_of_test_batches([*keras_own, Progress(), given])
 
 
 def test_a_file_that_several_workers_write_is_warned_of_once(tmp_path):

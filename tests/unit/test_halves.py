@@ -69,6 +69,47 @@ def test_any_mean_over_rows_is_one_and_any_sum_a_sum(shape, power, weight, dtype
     assert "sum" in tried(lambda y, p: tf.reduce_sum(each(y, p)), *shape, dtypes=dtypes).ways
 
 
+MARK = -77.0
+LEAVING_OUT = {
+    "a usual number": lambda y, p, m=-100: _mean_over(ops.not_equal(y, m), y, p),
+    "a number of its module": lambda y, p: _mean_over(ops.not_equal(y, MARK), y, p),
+    "what is no number": lambda y, p: _mean_over(ops.isfinite(y), y, p),
+}
+
+
+def _mean_over(known, y, p):
+    known = ops.cast(known, p.dtype)
+    each = ops.square(ops.where(known > 0, y, 0.0) - p)
+    return ops.sum(known * each) / ops.sum(known)
+
+
+@pytest.mark.parametrize("name", LEAVING_OUT)
+def test_a_mean_over_labels_that_are_there_is_none_over_rows(name):
+    function = LEAVING_OUT[name]
+    specs = tf.TensorSpec((None, 2), tf.float32), tf.TensorSpec((None, 2), tf.float32)
+    call = lambda its: function(*its)
+    assert "mean" in halves.outcome(call, specs).ways
+    assert not halves.outcome(call, specs, missing=halves.Missing(specs[0], [function])).ways
+
+
+def test_classes_may_be_missing_that_a_loss_does_not_know():
+    def masked(its):
+        y, p = its
+        each = keras.losses.sparse_categorical_crossentropy(tf.where(y == 254, tf.zeros_like(y), y), p)
+        return tf.reduce_sum(tf.where(y == 254, 0.0, each)) / tf.reduce_sum(tf.cast(y != 254, tf.float32))
+
+    specs = tf.TensorSpec((None,), tf.uint8), tf.TensorSpec((None, 3), tf.float32)
+    assert not halves.outcome(masked, specs, missing=halves.Missing(specs[0], [masked])).ways
+
+
+@pytest.mark.parametrize("name", [*MEANS, *PER_ROW])
+def test_what_leaves_nothing_out_is_what_it_was(name):
+    function = (MEANS | PER_ROW)[name]
+    specs = tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 3), tf.float32)
+    call = lambda its: function(*its)
+    assert halves.outcome(call, specs, missing=halves.Missing(specs[0], [function])) == halves.outcome(call, specs)
+
+
 def test_classes_are_rows_of_what_a_loss_knows():
     specs = (tf.TensorSpec((None,), tf.int64), tf.TensorSpec((None, 7), tf.float32))
     found = halves.outcome(lambda its: keras.losses.sparse_categorical_crossentropy(*its), specs)
