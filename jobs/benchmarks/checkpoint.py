@@ -64,7 +64,7 @@ def _raytf(folder: str, held: bool):
                 self.keep(batch + 1)
 
         def keep(self, step):
-            state = checkpoint_files.State(0, step, 0, False, [])
+            state = checkpoint_files.CheckpointState(0, step, 0, False, [])
             parts = checkpoint.parts(self.model, state)
             self.writer.write(f"step_{step:012d}", {"model.keras": self.file.content(), **parts}, held and step > 0)
 

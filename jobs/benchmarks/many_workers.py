@@ -67,7 +67,7 @@ def looks(count: int, times: int) -> list[float]:
     import ray
 
     from raytf import activity
-    from raytf.runtime.guard import Place
+    from raytf.runtime.guard import ProcessLocation
     from raytf.runtime.hang_watch import HangWatch
 
     began, first = time.monotonic(), activity.Activity().told()
@@ -81,7 +81,7 @@ def looks(count: int, times: int) -> list[float]:
         return ray.put(told | {"processor": 0.09 * steps, "numbers": {activity.SUM: steps}})
 
     node = ray.get_runtime_context().get_node_id()
-    places = {rank: Place(node, f"10.0.{rank % HOSTS}.1", 1, None) for rank in range(count)}
+    places = {rank: ProcessLocation(node, f"10.0.{rank % HOSTS}.1", 1, None) for rank in range(count)}
     watch = HangWatch(execute, places, 10.0, 60.0, say=print)
     watch.close()  # its thread; looks are made here
     watch._closed.clear()

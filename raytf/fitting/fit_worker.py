@@ -128,9 +128,20 @@ def run(session, config: dict[str, Any]) -> int | None:
         os.chdir(work.model.folder)
     distribution = context.get_strategy()
     model, sent = _model(work.model, distribution)
+    _trace_anew(model, work)
     keras.utils.set_random_seed(work.seed % 2**32)
     do = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[work.do]
     return do(session, work, model, sent, distribution)
+
+
+def _trace_anew(model, work: Work) -> None:
+    """Drops the graphs of a model that stays where rows have other shapes: of two shapes they would know no rank."""
+    specs = {name: (of.structure, of.batch.features, of.batch.labels) for name, of in work.rows.items()}
+    before = _kept["specs"].get(work.do)
+    _kept["specs"][work.do] = repr(specs)
+    if before is not None and before != repr(specs):
+        model.train_function = model.test_function = None
+        _kept.pop("predict", None)
 
 
 def _model(sending: Sending, distribution):
@@ -153,7 +164,7 @@ def _model(sending: Sending, distribution):
     with distribution.scope():
         (model,), sent = transport.read(sending.data, sending.values)
     waited = _measuring.enter_context(measure_input_wait())
-    _kept.update(key=sending.key, model=model, sent=sent, waited=waited, plain=_plain_attributes(model))
+    _kept.update(key=sending.key, model=model, sent=sent, waited=waited, plain=_plain_attributes(model), specs={})
     return model, sent
 
 

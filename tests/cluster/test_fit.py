@@ -436,3 +436,34 @@ def test_tables_with_columns_and_many_workers(alone, tmp_path, capsys):
         np.testing.assert_allclose(model.get_weights()[0], keras_model.get_weights()[0], atol=1e-7)
     with pytest.raises(ConfigError, match="room for 4"):
         raytf.fit(build(), frame, batch_size=BATCH, num_workers=5, **named)
+
+
+def test_labels_of_another_rank_for_a_model_like_the_one_that_stays():
+    """A graph of both would know no rank; a fresh model is like the last one where names and seeds begin anew."""
+    import keras
+    import tensorflow as tf
+
+    class SeesRanks(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = (1 + 0.1 * len(y.shape)) * self.compute_loss(x, y, self(x, training=True))
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return {"loss": loss}
+
+    x, y = np.random.default_rng(0).random((30, 5)), np.random.default_rng(1).random((30, 1))
+    for labels in (y[:, 0], y):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((5,))
+        model = SeesRanks(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("adam", "mse")
+        plain = keras.models.clone_model(model)
+        plain.compile("adam", "mse")
+        plain.set_weights(model.get_weights())
+        options = {"batch_size": 7, "shuffle": False, "verbose": 0}
+        raytf.fit(model, x, labels, num_workers=2, verify=False, **options)
+        plain.fit(x, labels, **options)
+        for mine, its in zip(model.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, its, atol=1e-6)
