@@ -132,6 +132,12 @@ def check_columns(name: str, path: str, roles: Mapping[str, Any]) -> None:
                 check_names(parse(columns, role), names, role)
 
 
+_NO_PARQUET = (
+    "Check the path; write other files as Parquet first, such as pandas.read_csv(...).to_parquet(...), "
+    "or read them with ray.data in a raytf.KerasTrainer"
+)
+
+
 def check_parquet(name: str, path: str) -> list[str] | None:
     """Returns the names of the columns of Parquet files of this machine; None where only Ray Data can tell.
 
@@ -144,7 +150,7 @@ def check_parquet(name: str, path: str) -> list[str] | None:
         raise ConfigError(f"The {name} data must be a folder or file that exists", repr(path), "Check the path")
     first = path if os.path.isfile(path) else next(_parquet_files(path), None)
     if first is None:
-        raise ConfigError(f"The {name} data must hold Parquet files", repr(path), "Check the path")
+        raise ConfigError(f"The {name} data must hold Parquet files", repr(path), _NO_PARQUET)
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -152,7 +158,7 @@ def check_parquet(name: str, path: str) -> list[str] | None:
         names = pq.read_schema(first).names
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
-            f"The {name} data must hold Parquet files", f"{first!r} ({str(error).splitlines()[0]})", "Check the path"
+            f"The {name} data must hold Parquet files", f"{first!r} ({str(error).splitlines()[0]})", _NO_PARQUET
         ) from error
     # Ray Data makes a column of each folder that is called "name=value"
     folders = os.path.relpath(first, path).split(os.sep)[:-1] if os.path.isdir(path) else []

@@ -178,10 +178,11 @@ class Call:
             raise
         except Exception as error:
             labels.refuse_unknown(error)
+            bare = do != "predict" and not isinstance(spec, tuple)
             raise ConfigError(
                 "The model must fit the data",
-                f"{_shown(spec)} ({_why(error)})",
-                "Correct the model or the data",
+                f"{_shown(spec)}{' without y' if bare else ''} ({_why(error)})",
+                "Correct the model or the data" + ("; a loss compares with y, or labels= of a table" if bare else ""),
             ) from error
 
     def _check_labels(self, spec) -> None:

@@ -155,7 +155,7 @@ def _lets_in(address: str, where: str) -> bool:
                 f"{where}: {first_line(error.details()) or error.code().name}",
                 "Check the address, HOST:PORT of `ray start --head` (port 6379 unless it was told another), and that "
                 "the head runs; RAY_ADDRESS=local starts a Ray of one's own",
-            ) from error
+            ) from None  # it says what gRPC says, whose traceback tells a user nothing
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,6 +52,19 @@ def check_build(build_model) -> None:
             "Pass a function that builds and compiles it, or train it with raytf.fit",
         )
     check_pickles(build_model, "build_model")
+    try:
+        # What a decorator takes itself is asked, and not what it wraps, to which it may give more.
+        signature = inspect.signature(build_model, follow_wrapped=False)
+    except ValueError:  # of what is written in C
+        return
+    try:
+        signature.bind({})
+    except TypeError as error:
+        raise ConfigError(
+            "build_model must take one argument, the config",
+            f"{getattr(build_model, '__name__', build_model)}{signature} ({error})",
+            "Define it as build_model(config), and bind what else it takes with functools.partial",
+        ) from None
 
 
 # By the module and name of a type, what makes a dataset of its objects.

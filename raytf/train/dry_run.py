@@ -375,10 +375,13 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
         shown = ", ".join(
             f"{role} {_shape(spec)}" for role, spec in zip(("features", "labels", "weights"), parts, strict=False)
         )
+        fix = "Choose other columns, or change the model"
+        if batch.labels is None and len(parts) == 1:
+            shown, fix = f"{shown} and no labels", f"{fix}; labels= names the column that a loss compares with"
         raise ConfigError(
             "The columns must fit the model's inputs and its loss",
             f"{shown}, for which Keras says: {_first_line(error)}",
-            "Choose other columns, or change the model",
+            fix,
         ) from error
     _check_labels(model, first, batch, dataset.element_spec)
     return model

@@ -89,7 +89,7 @@ class Proof:
         )
 
 
-NOT_IN_TIME = Proof(failed="the training has ended first")
+NOT_IN_TIME = Proof(failed="the training has ended first; verify='error' waits for it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ class EpochChecks(keras.callbacks.Callback):
                 then = "The training stops, as nan='stop' says. " if self._nan == "stop" else ""
                 warnings.warn(
                     f"{variable.path} has weights that are no finite numbers at the end of epoch {self._epoch + 1}, "
-                    f"though the loss is finite. {then}Look for rows that are none either.",
+                    f"though the loss is finite. {then}Look for rows that are NaN or infinite.",
                     stacklevel=2,
                 )
             return

@@ -195,7 +195,7 @@ def test_every_option_is_run():
         ("json:dumps --data data --features a --set units", "--set takes NAME=VALUE"),
         ("mymodels:build_model --data nowhere --features a", "must be a folder or file that exists"),
         ("mymodels:build_model --data . --features a,x", "features must name columns .* received: 'x'"),
-        ("mymodels:build_model --data empty --features a", "must hold Parquet files"),
+        ("mymodels:build_model --data empty --features a", "must hold Parquet files; .*to_parquet"),
         (
             "mymodels:build_model --data space.yaml --features a",
             "must hold Parquet files; received: 'space.yaml' .Parq",

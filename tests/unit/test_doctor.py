@@ -16,6 +16,8 @@ from click.testing import CliRunner
 from raytf import cli
 from raytf.doctor import examination, probe
 from raytf.doctor.findings import Finding, Measurements, examine, hinders_training
+from raytf.errors import ConfigError
+from raytf.runtime import connection
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 VERSIONS = {"python": "3.11.9", "ray": "2.60.0", "tensorflow": "2.21.0", "keras": "3.15.1", "raytf": "0.1.0"}
@@ -233,6 +235,12 @@ def test_no_cluster_exits_with_2():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "needs a Ray cluster that answers" in " ".join(done.stderr.split()), done.stderr
     assert not done.stdout
+
+
+def test_a_cluster_that_does_not_answer_is_told_without_the_traceback_of_grpc():
+    with pytest.raises(ConfigError, match=r"needs a Ray cluster that answers.*RAY_ADDRESS=local") as refused:
+        connection._lets_in("127.0.0.1:1", "127.0.0.1:1")
+    assert refused.value.__suppress_context__
 
 
 @pytest.mark.parametrize("healthy", [True, False])

@@ -107,3 +107,9 @@ def test_refused(name):
     with pytest.raises(ConfigError) as error:
         raytf.fit(build(), **{"x": X, "y": Y} | arguments)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("call", [raytf.fit, raytf.evaluate])
+def test_what_lacks_y_is_told_so(call):
+    with pytest.raises(ConfigError, match=r"x \(None, 3\) \w+ without y \(.*a loss compares with y"):
+        call(model(), X, num_workers=2)

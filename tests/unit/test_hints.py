@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import re
@@ -186,6 +187,24 @@ def test_a_model_is_no_function_that_builds_one():
     with pytest.raises(ConfigError, match=r"a model, 'mine'\. .*raytf\.fit"):
         arguments.check_build(keras.Sequential(name="mine"))
     arguments.check_build(build)
+
+
+@pytest.mark.parametrize("wrong", [lambda: None, lambda config, rows: None, lambda *, config: None])
+def test_a_function_that_does_not_take_the_config_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"take one argument, the config; received: .*\. Define it as build_model\("):
+        arguments.check_build(wrong)
+
+
+def test_a_function_that_takes_the_config_is_taken():
+    def wants_more(config, units):
+        return build(config)
+
+    @functools.wraps(wants_more)
+    def wrapper(config):
+        return wants_more(config, 8)
+
+    for right in (lambda c, units=8: None, lambda *all: None, functools.partial(wants_more, units=8), wrapper, dict):
+        arguments.check_build(right)
 
 
 @pytest.mark.parametrize(

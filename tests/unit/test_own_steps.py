@@ -100,6 +100,18 @@ def test_the_error_is_that_of_the_step():
     assert "unpack" in str(refused.value)
 
 
+def test_columns_without_labels_are_named_as_such():
+    def plain(config):
+        import keras
+
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ConfigError, match=r"and no labels, for which.*labels= names the column"):
+        dry_run.check(plain, {}, BLOCK, BatchSpec.parsed("a"))
+
+
 def test_a_fit_of_its_own_is_not_tried_on_what_it_prepares():
     model = dry_run.check(task, {}, BLOCK, BatchSpec.parsed("text", "y"))
     assert model.optimizer.built and model.built
