@@ -28,6 +28,7 @@ from ray import cloudpickle
 from raytf import timeouts
 from raytf.collectives import ring
 from raytf.compat import autograph
+from raytf.console import output
 from raytf.data import stored
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, PeerLostError, in_a_line
@@ -291,7 +292,7 @@ class Following:
 
 
 def tell(proof: Proof, word: str) -> None:
-    """Warns of what a proof has found.
+    """Warns of what a proof has found; says in a line that nothing is known.
 
     Args:
         proof: the outcome of a comparison.
@@ -302,7 +303,9 @@ def tell(proof: Proof, word: str) -> None:
     """
     if word == "error" and (proof.differences or proof.failed is not None):
         raise proof.error()
-    if text := proof.text():
+    if proof.failed is not None:  # nothing is wrong with the model: no warning
+        output.say(proof.text())
+    elif text := proof.text():
         warnings.warn(text, stacklevel=3)
     if proof.skipped is not None:
         logger.debug("verify: nothing was compared: %s", proof.skipped)
