@@ -233,8 +233,25 @@ class _Loaded:
             features = self._own_features(table.column_names)
         spec = BatchSpec(features)
         spec.check(table.column_names)
-        outputs = named(self._step(_tensors(table, spec)))
+        rows = _tensors(table, spec)
+        self._check_shapes(rows)
+        outputs = named(self._step(rows))
         return {name: np.asarray(output) for name, output in outputs.items()}
+
+    def _check_shapes(self, rows) -> None:
+        """Raises ConfigError for rows that a layer would take all the same, and make something else of."""
+        inputs = getattr(self._model, "inputs", None) or []
+        if isinstance(rows, dict):
+            pairs = [(rows[one.name], one) for one in inputs if one.name in rows]
+        else:
+            pairs = [(rows, inputs[0])] if len(inputs) == 1 and hasattr(rows, "shape") else []
+        for given, wanted in pairs:
+            if not _fits(given.shape, wanted.shape):
+                raise ConfigError(
+                    "Rows must have the shape of the model's input",
+                    f"{tuple(given.shape[1:])} for {wanted.name!r}, which takes {tuple(wanted.shape[1:])}",
+                    "Pass as features=... the columns with which the model was trained",
+                )
 
     def _own_features(self, names: Sequence[str]):
         """Returns the columns that the run was trained with, or those named as the model's inputs."""
@@ -263,6 +280,20 @@ class _Loaded:
 
         model = self._model
         return len(model.inputs) > 1 or (not isinstance(model, keras.Sequential) and isinstance(model.input, dict))
+
+
+def _fits(given, wanted) -> bool:
+    """Returns whether Keras takes rows of a shape for those of another: it adds or drops a last dimension of 1."""
+    if given.rank is None:
+        return True
+    given, wanted = list(given)[1:], list(wanted)[1:]
+    if abs(len(given) - len(wanted)) == 1:
+        longer = given if len(given) > len(wanted) else wanted
+        if longer.pop() != 1:
+            return False
+    return len(given) == len(wanted) and all(
+        None in pair or pair[0] == pair[1] for pair in zip(given, wanted, strict=True)
+    )
 
 
 def _tensors(table: pa.Table, spec: BatchSpec):

@@ -222,3 +222,21 @@ def test_it_pickles_by_path(tmp_path):
     pickle.dump(raytf.Predictor(folder), file)
     assert len(file.getvalue()) < 10_000, "no weight goes with it"
     assert pickle.loads(file.getvalue())(BATCH)["p"].shape == (ROWS, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "features", "fits"),
+    [((24, 1), ["b", "c"], False), ((3,), ["b", "c"], False), ((None, 1), "a", True), ((1,), "b", True)],
+)
+def test_rows_of_another_shape_are_refused(shape, features, fits):
+    """A recurrent layer, or one that averages, would make something of them."""
+    import keras
+
+    inputs = keras.Input(shape, name="series")
+    x = keras.layers.GlobalAveragePooling1D()(inputs) if len(shape) > 1 else inputs
+    predict = raytf.Predictor(keras.Model(inputs, keras.layers.Dense(1)(x)), features=features)
+    if fits:
+        assert predict(BATCH)["predictions"].shape == (ROWS, 1)
+    else:
+        with pytest.raises(ConfigError, match=r"the model's input; received: \(2,\) for 'series', which takes"):
+            predict(BATCH)
