@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from ray.exceptions import AuthenticationError
 from raytf import timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_core import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel, is_token_auth_enabled
+from raytf.console import output
 from raytf.errors import ConfigError, first_line
 
 _HERE = "this machine"
@@ -53,6 +55,9 @@ def connect(
     if ray.is_initialized():
         return
     where, found = _named(address), located(address)
+    if found is not None and where == _HERE and _has_ended(found):
+        output.say(f"the last Ray of this machine, {found}, has ended; another one is started")
+        address, found = "local", None
     try:
         if found is None:
             wanted, cores = math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), os.cpu_count() or 1
@@ -108,6 +113,18 @@ def located(address: str | None = None) -> str | None:
 
 def _named(address: str | None) -> str:
     return address or os.environ.get("RAY_ADDRESS") or _HERE
+
+
+def _has_ended(address: str) -> bool:
+    """Returns whether nobody listens at a "host:port" any more; one that is slow has not ended."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeouts.get().head_answer):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 def _knock(address: str, where: str) -> None:

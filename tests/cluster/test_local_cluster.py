@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -192,3 +193,27 @@ def test_on_premises_yaml_is_what_ray_accepts():
     assert config["head_setup_commands"] == config["worker_setup_commands"]
     sources = [source for source in config["file_mounts"].values() if not source.startswith("~")]
     assert sources and all((REPOSITORY / source).exists() for source in sources)
+
+
+CONNECTS = """
+import ray
+from raytf.runtime import connection
+
+connection.connect([{"CPU": 1}], log_to_driver=False, include_dashboard=False)
+print(ray.cluster_resources()["CPU"] >= 1)
+"""
+
+
+def test_a_cluster_that_has_ended_is_not_waited_for():
+    """Ray notes its last cluster of a machine in a file, and a cluster that was killed leaves that."""
+    with tempfile.TemporaryDirectory(prefix="raytf-tests-", ignore_cleanup_errors=True) as folder:
+        os.mkdir(os.path.join(folder, "ray"))
+        with open(os.path.join(folder, "ray", "ray_current_cluster"), "w") as note:
+            note.write("127.0.0.1:1")
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment |= {"RAY_TMPDIR": folder, "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            [sys.executable, "-c", CONNECTS], env=environment, capture_output=True, text=True, timeout=300
+        )
+    assert done.stdout == "True\n", done.stderr[-3000:]
+    assert re.search(r"raytf: the last Ray of this machine, \S+:1, has ended; another one is started", done.stderr)
