@@ -136,7 +136,7 @@ class SweepTable(tune.Callback):
 
     def _table(self):
         from rich.console import Group
-        from rich.table import SweepTable as RichTable
+        from rich.table import Table as RichTable
         from rich.text import Text
 
         best = self.best()
