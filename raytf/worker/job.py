@@ -98,5 +98,5 @@ class TrainJob:
 
 
 def ended(state, task: TrainJob) -> bool:
-    """Whether a run that goes on from a `checkpoint.State` (None: from nothing) has nothing left to do."""
+    """Whether a run that goes on from a `checkpoint.CheckpointState` (None: from nothing) has nothing left to do."""
     return state is not None and (state.stopped or state.epoch >= task.config["epochs"])
