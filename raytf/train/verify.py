@@ -7,6 +7,7 @@ here imports TensorFlow: the process that asks may become a worker.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import logging
 import os
@@ -315,6 +316,8 @@ def tell(proof: Proof, word: str) -> None:
 
 # ------------------------------------------------------------------------------------------ the runs
 
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
+
 
 class _ComparisonLostError(Exception):
     """The process for which this is done has gone."""
@@ -430,12 +433,18 @@ def local_addresses(count: int) -> Iterator[list[str]]:
 
 
 def start_run(work: Callable[[], dict]) -> ForkedTraining:
-    """Starts a fork of this process that calls `work`, and leaves what that returns, or raises, in a memory."""
-    memory = os.memfd_create("outcome")
+    """Starts a fork of this process that calls `work`, and leaves what that returns, or raises, in a memory.
+
+    It ends with this process: Ray kills the children of a worker that it ends, and not theirs.
+    """
+    memory, parent = os.memfd_create("outcome"), os.getpid()
     pid = os.fork()
     if pid:
         return ForkedTraining(pid, memory)
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before that
+            os._exit(1)
         try:
             said = work()
         except BaseException as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from raytf.errors import ConfigError
@@ -147,3 +150,22 @@ def test_few_rows_come_from_all_over_a_block_and_divide_unevenly():
     places, first = few(1000)
     assert (places[0], places[-1], len(places), first) == (0, 999, 12, 7)
     assert len(few(100, width=1 << 17)[0]) == 6 and few(100, width=1 << 17)[1] == 3
+
+
+def test_what_trains_ends_with_the_process_that_asked_for_it():
+    """Ray kills the children of a worker that it ends, and not theirs."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        run = verify.start_run(lambda: signal.pause())
+        os.write(writer, str(run.pid).encode())
+        signal.pause()
+        os._exit(0)
+    run = psutil.Process(int(os.read(reader, 20)))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        run.wait(30)
+    assert not run.is_running() or run.status() == psutil.STATUS_ZOMBIE
+    os.close(reader)
+    os.close(writer)
