@@ -19,6 +19,11 @@ _SMALL = "(loss|mae|mse|rmse|msle|mape|error|crossentropy|hinge|divergence|perpl
 _LARGE = "(acc|accuracy|auc|precision|recall|f1|f1_score|fbeta_score|iou|io_u|r2|r2_score|dice|ndcg|bleu)"
 
 
+def is_callback(value: Any) -> bool:
+    """Returns whether `value` is a callback of Keras, and neither its class nor a function that makes one."""
+    return hasattr(value, "on_epoch_end") and not isinstance(value, type)
+
+
 def check_whole(name: str, value: Any, least: int) -> None:
     """Raises ConfigError unless `value` is an integer of at least `least`; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:

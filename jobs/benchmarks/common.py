@@ -115,16 +115,22 @@ def measure(script: str, *arguments: str, environment: Mapping[str, str] | None 
     return run_together([[sys.executable, script, *arguments]], [dict(environment or {})], timeout)[0]
 
 
+def free_addresses(count: int) -> list[str]:
+    """So many "host:port" of this machine at which nobody listens."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+    for s in sockets:
+        s.close()
+    return addresses
+
+
 def measure_group(
     script: str, *arguments: str, workers: int, environment: Mapping[str, str] | None = None, together: bool = True
 ) -> list:
     """`measure` in `workers` processes, which know each other by a hand-set TF_CONFIG if `together`; all answers."""
     from raytf.runtime.topology import tf_config
 
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
-    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    for s in sockets:
-        s.close()
+    addresses = free_addresses(workers)
     environments = [dict(environment or {}) for _ in range(workers)]
     if workers > 1 and together:
         for rank, own in enumerate(environments):

@@ -17,15 +17,15 @@ The exit code is 1 if any process ends in another way than with 0, or has not wi
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
 
 import common
+
+from raytf.runtime.topology import tf_config
 
 KINDS = {"fit": 1, "left": 1, "pair": 2}
 LIMIT = 300.0
@@ -108,13 +108,13 @@ def _ends(kind: str, wanted: int, at_once: int) -> tuple[list[int] | None, float
     with tempfile.TemporaryFile() as said:
         while len(codes) < wanted or running:
             while len(codes) + len(running) < wanted and len(running) < at_once:
-                ports = [_free() for _ in range(KINDS[kind])]
+                addresses = common.free_addresses(KINDS[kind])
                 for rank in range(KINDS[kind]):
                     pid = os.fork()
                     if not pid:
                         os.dup2(said.fileno(), 2)
                         signal.alarm(int(LIMIT))
-                        _work(kind, ports, rank)
+                        _work(kind, addresses, rank)
                         return None, 0.0
                     running[pid] = time.monotonic()
             pid, status = os.wait()
@@ -126,17 +126,10 @@ def _ends(kind: str, wanted: int, at_once: int) -> tuple[list[int] | None, float
     return codes, sorted(took)[len(took) // 2]
 
 
-def _work(kind: str, ports: list[int], rank: int) -> None:
-    if len(ports) > 1:
-        cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+def _work(kind: str, addresses: list[str], rank: int) -> None:
+    if len(addresses) > 1:
+        os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     {"fit": fit, "left": left, "pair": pair}[kind]()
-
-
-def _free() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 if __name__ == "__main__":

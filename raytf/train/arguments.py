@@ -106,7 +106,7 @@ def callbacks_function(given) -> Callable | None:
     """
     if given is None:
         return None
-    if hasattr(given, "on_epoch_end") and not isinstance(given, type):
+    if validation.is_callback(given):
         given = [given]
     if not isinstance(given, (list, tuple)):
         check_pickles(given, "callbacks", "config, or a list of callbacks")

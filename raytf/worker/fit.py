@@ -20,6 +20,7 @@ from raytf.identity import same_run
 from raytf.parallel import model_optimizers
 from raytf.parallel.callbacks import settable_rate
 from raytf.runtime.topology import Shard
+from raytf.validation import is_callback
 from raytf.worker import (
     callbacks,
     checkpoint,
@@ -306,9 +307,8 @@ def users_callbacks(task: TrainJob, session) -> list:
         ConfigError: the function of callbacks returns something else.
     """
     made = task.callbacks(dict(task.config)) if task.callbacks else []
-    is_one = lambda given: hasattr(given, "on_epoch_end") and not isinstance(given, type)
-    users = [made] if is_one(made) else list(made) if isinstance(made, Iterable) else [made]
-    if not all(map(is_one, users)):
+    users = [made] if is_callback(made) else list(made) if isinstance(made, Iterable) else [made]
+    if not all(map(is_callback, users)):
         raise ConfigError(
             "callbacks(config) must return a list of Keras callbacks",
             repr(made),
