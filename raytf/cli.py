@@ -154,7 +154,7 @@ _CHECKPOINT_EVERY = option(
     "--name",
     to="run",
     callback=checked(validation.check_run_name),
-    help="Name of the run; one that exists goes on as --resume says.  [default: a new one]",
+    help="Name of the run; one that exists resumes as --resume says.  [default: a new one]",
 )
 @option(
     "--resume",
@@ -163,7 +163,7 @@ _CHECKPOINT_EVERY = option(
     callback=lambda ctx, option, word: {"true": True, "false": False}.get(word, word),
     default="auto",
     show_default=True,
-    help="Where the run exists: auto goes on if it is the same run, true with what has changed, false starts anew.",
+    help="Where the run exists: auto resumes the same run, true also a changed one, false starts from scratch.",
 )
 @_CHECKPOINT_EVERY
 @option(
@@ -277,7 +277,7 @@ def _check_num_samples(number: int) -> None:
     help="In which the learning rate rises from 0.",
 )
 @option("--name", to="run", callback=checked(validation.check_run_name), help="Name of the sweep.")
-@option("--resume", to="sweep", metavar="PATH", help="Go on with the sweep of this folder, which was interrupted.")
+@option("--resume", to="sweep", metavar="PATH", help="Resume the sweep of this folder, which was interrupted.")
 @click.pass_context
 def sweep(ctx, model, domains, space, **_):
     """Train the model of FUNCTION with many configs, and compare them.
@@ -342,7 +342,7 @@ def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
 @click.option("--evaluator", is_flag=True, help="One more process, with the role evaluator.")
 @click.option("--cpus-per-worker", default=1.0, show_default=True, help="CPUs of each process; may be below 1.")
 @click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker; servers get none.")
-@click.option("--max-restarts", default=0, show_default=True, help="How often failed processes are started anew.")
+@click.option("--max-restarts", default=0, show_default=True, help="How often failed processes are restarted.")
 @click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where processes listen.")
 @click.option(
     "--frozen-after",
@@ -364,7 +364,7 @@ def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
 )
 @click.option("--address", help="Of the Ray cluster.  [default: RAY_ADDRESS, the job's, or a Ray on this machine]")
 @click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the processes; without a value ours.")
-@click.option("--legacy-keras", is_flag=True, help="Keras 2 in the place of Keras 3; needs tf_keras.")
+@click.option("--legacy-keras", is_flag=True, help="Keras 2 instead of Keras 3; needs tf_keras.")
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.option("--quiet", "-q", is_flag=True, help="Show what the chief prints only.")
 def run(script, arguments, address, env, ports, **options):
@@ -399,7 +399,7 @@ def _tell_of_options_behind(arguments) -> None:
     named = {name for option in run.params for name in (*option.opts, *option.secondary_opts)}
     ours = {name for name in named if name.startswith("--")}
     if behind := sorted(ours & {word.partition("=")[0] for word in arguments}):
-        text = f"raytf: {', '.join(behind)} behind the script: given to it. Options of raytf stand before the script"
+        text = f"raytf: {', '.join(behind)} after the script: given to it. Put options of raytf before the script"
         click.echo(text, err=True)
 
 

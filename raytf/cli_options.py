@@ -38,7 +38,7 @@ def split_function(name: str) -> tuple[str, str]:
         raise ConfigError(
             "MODULE must be a module that can be imported from the current folder",
             f"{module!r} ({reason})",
-            "Run the command where the module lies, and name it without .py",
+            "Run the command in the module's folder, and name it without .py",
         )
     return module, function
 
@@ -55,7 +55,7 @@ def load_function(module: str, function: str):
         raise ConfigError(
             "MODULE must be a module that can be imported from the current folder",
             f"{module!r} ({error})",
-            "Run the command where the module lies, and name it without .py",
+            "Run the command in the module's folder, and name it without .py",
         ) from error
     if not callable(getattr(found, function, None)):
         raise ConfigError("FUNCTION must be a function of MODULE", f"{module}:{function}", "Check its name")

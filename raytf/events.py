@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import enum
 import json
+import logging
 import os
 import posixpath
-import sys
 import threading
 import time
 import warnings
@@ -22,9 +22,11 @@ from typing import Any
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.errors import ConfigError, first_line
 from raytf.storage import stored_json
+
+logger = logs.get_logger(__name__)
 
 # In a run's folder, beside the figures of its workers.
 FOLDER = "figures/events"
@@ -105,7 +107,7 @@ def _who(event: RunEvent) -> str:
 
 
 def _failed(event: RunEvent) -> str:
-    what = "it could not be replaced in place" if event.ranks else "they could not be connected anew"
+    what = "it could not be replaced in place" if event.ranks else "they could not be reconnected"
     return f"{what}: {event.why}{event.more}"
 
 
@@ -116,58 +118,68 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.WORKER_LOST: lambda it: f"{_who(it)} was lost: {it.why}{it.more}",
     Kind.WORKER_FAILED: lambda it: f"{_who(it)} failed: {it.why}",
     Kind.WORKER_REPLACED: lambda it: (
-        f"{_who(it)} was lost and is replaced in place, after {it.seconds:.1f} s; the others kept their processes"
+        f"{_who(it)} was lost and is replaced in place after {it.seconds:.1f} s; the others kept their processes"
     ),
     Kind.WORKERS_DISCONNECTED: lambda it: (
-        "the workers have lost each other, and the processes of all live: they are connected anew"
+        "the workers have lost each other, and all processes live: they are reconnected"
     ),
     Kind.WORKERS_RECONNECTED: lambda it: (
-        f"the workers are connected again, after {it.seconds:.1f} s; all kept their processes"
+        f"the workers are connected again after {it.seconds:.1f} s; all kept their processes"
     ),
     Kind.RECOVERY_INTERRUPTED: lambda it: (
-        f"{it.why}, while {f'{_who(it)} was replaced' if it.ranks else 'they were connected anew'}; that begins anew"
+        f"{it.why}, while {f'{_who(it)} was replaced' if it.ranks else 'they were reconnected'}; recovery starts again"
     ),
     Kind.RECOVERY_FAILED: _failed,
     Kind.TRIAL_RESTARTED: lambda it: (
-        f"{it.why}.{it.more} All workers of the trial start anew from its last checkpoint, unless it has failed more "
+        f"{it.why}.{it.more} All workers of the trial restart from its last checkpoint, unless it has failed more "
         "often than FailureConfig allows"
     ),
-    Kind.RESIZED: lambda it: (
-        f"there is room for {it.workers} workers, and the run has {it.before}: it goes on with {it.workers} after this "
-        "step"
-    ),
+    Kind.RESIZED: lambda it: f"scaling from {it.before} to {it.workers} workers after the current step",
     Kind.RESIZE_DELAYED: lambda it: (
         f"there is room for {it.workers} workers, and processes for them are not ready: {it.why}"
     ),
     Kind.NODE_DRAINED: lambda it: f"node {it.node[:8]} is drained",
     Kind.ENDED_AFTER_STEP: lambda it: it.why,
-    Kind.NOT_TOLD: lambda it: f"{it.more}, and the workers could not be told: {it.why}",
+    Kind.NOT_TOLD: lambda it: f"{it.more}, and the workers could not be reached: {it.why}",
     Kind.STOP_REQUESTED: lambda it: f"{it.why}: {it.more}",
     Kind.STOPPED: lambda it: f"{it.why}: {it.more}",
-    Kind.STANDBY_STARTED: lambda it: f"a spare process starts on node {it.node[:8]}",
-    Kind.STANDBY_LOST: lambda it: f"a spare process on node {it.node[:8]} is of no use: {it.why}",
+    Kind.STANDBY_STARTED: lambda it: f"a standby worker starts on node {it.node[:8]}",
+    Kind.STANDBY_LOST: lambda it: f"the standby worker on node {it.node[:8]} cannot be used: {it.why}",
     Kind.STANDBY_LIMITED: lambda it: (
-        f"spare processes import TensorFlow alone, as a step ahead failed in one: {it.why}"
+        f"standby workers only import TensorFlow, as the warm-up step failed in one: {it.why}"
     ),
     Kind.STANDBY_GIVEN_UP: lambda it: (
-        f"no spare process can be kept on node {it.node[:8]}; one that takes the place of a lost worker there is to "
-        f"start then: {it.why}"
+        f"no standby worker can be kept on node {it.node[:8]}; a replacement there starts when it is needed: {it.why}"
     ),
-    Kind.WORKER_HUNG: lambda it: f"{_who(it)} is waited for: {it.why}\n{it.more}".rstrip(),
-    Kind.WORKER_WENT_ON: lambda it: f"{_who(it)} goes on",
+    Kind.WORKER_HUNG: lambda it: f"the other workers wait for {_who(it)}: {it.why}\n{it.more}".rstrip(),
+    Kind.WORKER_WENT_ON: lambda it: f"{_who(it)} continues",
     Kind.STRAGGLER: lambda it: f"{_who(it)} on {it.node} is {it.why}",
     Kind.WORKERS_RENEWED: lambda it: f"{it.why}: new workers {it.more}",
 }
 # Recorded, and not said: a run has many of them, or another line says what comes of it.
 _SILENT = {Kind.WORKERS_STARTED, Kind.WORKER_FAILED, Kind.NODE_DRAINED, Kind.STANDBY_STARTED, Kind.STANDBY_LOST}
+_LEVELS = dict.fromkeys(
+    (
+        Kind.WORKER_LOST,
+        Kind.WORKERS_DISCONNECTED,
+        Kind.RECOVERY_INTERRUPTED,
+        Kind.RECOVERY_FAILED,
+        Kind.TRIAL_RESTARTED,
+        Kind.NOT_TOLD,
+        Kind.STANDBY_GIVEN_UP,
+        Kind.WORKER_HUNG,
+        Kind.STRAGGLER,
+    ),
+    logging.WARNING,
+)
 # Of this process: who takes its events.
 _takers: list[Callable[[RunEvent], object]] = []
 
 
 def emit(event: RunEvent) -> None:
-    """Records an event, and says it."""
+    """Records an event, and logs it."""
     if event.kind not in _SILENT:
-        print(f"raytf: {event}", file=sys.stderr, flush=True)  # as `output.say`, which brings Ray
+        logger.log(_LEVELS.get(event.kind, logging.INFO), str(event))
     for take in list(_takers):
         take(event)
 

@@ -449,7 +449,7 @@ class FaultPlan:
             def on_train_end(self, logs=None):
                 self._full.end()
                 if planted.taken():
-                    text = "No checkpoint was handed to raytf's writer behind a FailWrite, which did nothing"
+                    text = "No checkpoint was handed to raytf's writer after a FailWrite, which did nothing"
                     warnings.warn(f"{text}: plant it earlier, or have checkpoints", stacklevel=2)
 
         plan, folder = self, os.fspath(folder)

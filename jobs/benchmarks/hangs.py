@@ -216,7 +216,7 @@ def _judged(fault: Planted, folder: pathlib.Path, ended: list, lines: list) -> d
     expected = re.escape(others) if fault.kind != "input" else f"worker {1 - fault.rank} waits for it since step"
     right = rank == fault.rank and re.search(CAUSES[fault.kind], text) and re.search(expected, text)
     right = bool(right) and STACKS.get(fault.kind, "") in stack
-    said = [at - began for at, line in lines if at > began and "is waited for" in line]
+    said = [at - began for at, line in lines if at > began and "the other workers wait for" in line]
     return {
         "kind": fault.kind,
         "right": right,

@@ -350,7 +350,7 @@ def check_without(wire_dtype: str | None) -> None:
     """
     if wire_dtype is not None:
         raise ConfigError(
-            "gradient_dtype needs raytf's ring, and that a token which whoever starts the processes gives to all",
+            "gradient_dtype needs raytf's ring, and the ring needs a token that all processes are started with",
             f"gradient_dtype={wire_dtype!r} without a token",
             "Start the workers with a trainer of raytf or `raytf run`, or call raytf.keep_token in each",
         )

@@ -174,7 +174,7 @@ class Detached:
 
     def gather(self, array: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
         """Nobody is there who would have other parts."""
-        raise NotImplementedError("parts of others cannot be had before a worker has taken its place")
+        raise NotImplementedError("other workers' parts cannot be read before the replacement has joined")
 
     def pass_on(self, number: int, content: bytes) -> None:
         """Nobody is there."""
@@ -433,9 +433,8 @@ class Healer:
                 if not all(made.again() for made in self._made):
                     self._refuse("what followed the last step, made again, came to something else")
                     warnings.warn(
-                        "A process in a lost worker's place made again what followed the last step, and came to "
-                        "something else, as a callback that draws or measures may: all workers start anew from the "
-                        "last checkpoint",
+                        "A replacement worker has repeated what followed the last step, and has got another result, "
+                        "as with a callback that draws or measures: all workers restart from the last checkpoint",
                         stacklevel=2,
                     )
                     raise error
@@ -553,7 +552,7 @@ class Healer:
         if self._waiting is None or self._keep is None:
             raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
         if not self._executes and (self._told or (self._since is not None and not self.at_end)):
-            raise RaytfError("callbacks may have been told of what followed the step, and hold what follows from it")
+            raise RaytfError("callbacks may have been called after the step, and may have changed their state")
         return self._keep(owned, behind)
 
     def pace(self) -> Pace:
@@ -600,5 +599,5 @@ def leave(generation: int) -> None:
 
 def take(place: ReplacementState) -> None:
     """Says that the training which is to begin in this process takes a lost worker's place."""
-    here.disarm("its place is not taken yet")
+    here.disarm("the replacement has not joined yet")
     here.place = place

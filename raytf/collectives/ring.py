@@ -530,8 +530,8 @@ class Ring:
                 f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
                 f"{self._sums}, {_NAMES[what]} of {size} bytes (optimizer call {place} of its step), received: worker "
                 f"{(self.rank - 1) % self.size} at exchange {number}, {_named(its)} of {length} bytes (call {other}). "
-                "Build the same model on all workers, let each make the same steps, and where an optimizer stands in a "
-                "condition, decide it by what all workers know alike, such as a count of steps."
+                "Build the same model on all workers, let each make the same steps, and where a condition "
+                "decides whether an optimizer runs, base it on what all workers know alike, such as a count of steps."
             )
 
     def _send(self, message: bytes) -> None:
@@ -1055,7 +1055,9 @@ class Listener:
                     meeting.cancel()
                     raise
         except asyncio.CancelledError as error:
-            raise PeerLostError(rank, "no connection to its neighbours: it was told that there will be none") from error
+            raise PeerLostError(
+                rank, "no connection to its neighbours: the driver has cancelled the recovery"
+            ) from error
         except OSError as error:
             raise PeerLostError(rank, f"no connection to its neighbours ({type(error).__name__}: {error})") from error
         finally:

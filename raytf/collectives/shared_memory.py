@@ -93,7 +93,7 @@ class Neighbours:
         """
         if place + count > self._bytes:
             raise RaytfError(
-                f"What a worker shows another lies in its shared memory of {self._bytes} bytes, received: {count} "
+                f"What a worker shares with another is in its shared memory of {self._bytes} bytes, received: {count} "
                 f"bytes at {place}. Start all workers with one version of raytf."
             )
         return np.frombuffer(self._memory, np.uint8, count, place)

@@ -54,5 +54,5 @@ def check_installed(received: str, where: str = "") -> None:
         raise ConfigError(
             "Keras 2 is the package tf_keras",
             f"{received}, and no tf_keras{where}",
-            "Install it (pip install tf_keras, of TensorFlow's version), or go on with Keras 3",
+            "Install it (pip install tf_keras, of TensorFlow's version), or use Keras 3",
         )

@@ -50,5 +50,5 @@ def warning() -> str:
     """The line that says that versions are used which are not tested."""
     return (
         f"raytf: {versions.shown(versions.untested())} is not tested with raytf ({versions.tested()} are); it was "
-        "checked here, and training goes on"
+        "checked here, and training continues"
     )

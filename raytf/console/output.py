@@ -40,11 +40,6 @@ _LAST_INTERVAL, _LAST_OF_FAILED_INTERVAL = 5.0, 1.5
 # ------------------------------------------------------------------------------------------ in a run's processes
 
 
-def say(text: str) -> None:
-    """A sentence for whoever waits, from the driver or a process of the cluster."""
-    print(f"raytf: {text}", file=sys.stderr, flush=True)
-
-
 # Of this process, the last one.
 _names: list[str] = []
 

@@ -385,7 +385,7 @@ def filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
         whole, *inside = missing
         counts = [f"{whole} null(s)"] * bool(whole) + [f"{sum(inside)} null(s) inside the rows"] * any(inside)
         raise ConfigError(
-            "A column that a model is fed with must hold no nulls, unless it says what stands for them",
+            "A column that a model is fed with must hold no nulls, unless it says what replaces them",
             f"{' and '.join(counts)} of {column.name!r}, {array.type}",
             f"Use raytf.Column({column.name!r}, fill=...), or drop them with Ray Data",
         )

@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.compat import ray_data
-from raytf.console import output
 from raytf.data import partitions
 from raytf.data import stored as stored_module
 from raytf.data.partitions import AT_ONCE, Partitions
@@ -26,6 +25,8 @@ from raytf.data.sampling import Sampler
 from raytf.data.stored import StoredDataset
 from raytf.errors import StreamError
 from raytf.runtime import resources
+
+logger = logs.get_logger(__name__)
 
 _WAIT_INTERVAL = 1.0
 # A request is answered within this, if only with "not yet": so that who asks knows that the server lives.
@@ -269,7 +270,7 @@ class EpochRead:
         if quiet > _REPORT_INTERVAL:
             self._came = time.monotonic()
             held = resources.held()
-            output.say(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading goes on; {held}")
+            logger.warning(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading continues; {held}")
 
     def let_go(self, start: int) -> None:
         with self._changed:
@@ -340,7 +341,7 @@ def watched(name: str):
         began, pause = time.monotonic(), _REPORT_INTERVAL
         while not ended.wait(pause):
             seconds = time.monotonic() - began
-            output.say(f"{name!r} is not read after {seconds:.0f} s, reading goes on; {resources.held()}")
+            logger.warning(f"{name!r} is not read after {seconds:.0f} s, reading continues; {resources.held()}")
             pause *= 2
 
     thread = threading.Thread(target=watch, daemon=True, name="raytf_watch")

@@ -85,7 +85,7 @@ def hinders_training(findings: list[Finding]) -> bool:
 
 def _silent(found: Measurements) -> Iterator[Finding]:
     for what, nodes in _by(found.silent).items():
-        fix = "Look at Ray's logs there (raylet.out), and whether the host hangs; start the node anew"
+        fix = "Look at Ray's logs there (raylet.out), and whether the host hangs; restart the node"
         yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=what, fix=fix)
 
 
@@ -143,7 +143,7 @@ def _space(found: Measurements) -> Iterator[Finding]:
                 problem="/dev/shm is too small for Ray's objects",
                 nodes=(node,),
                 measured=f"{facts['shm'][0] / _MIB:.0f} MiB free of {facts['shm'][1] / _MIB:.0f}",
-                fix="Give the container --shm-size=4g, or free what lies there",
+                fix="Give the container --shm-size=4g, or remove files there",
             )
         for path, space in facts["disks"].items():
             if space is not None and (space[0] < MIN_DISK or 1 - space[0] / space[1] > MAX_DISK_SHARE):
@@ -166,7 +166,7 @@ def _names(found: Measurements) -> Iterator[Finding]:
             problem, measured = "the host's own name is a loopback address", f"{host} is {', '.join(looped)}"
         else:
             continue
-        fix = f"Write `{node.split('#')[0]} {host}` into /etc/hosts there, in the place of a line with 127.0.1.1"
+        fix = f"Write `{node.split('#')[0]} {host}` into /etc/hosts there, instead of a line with 127.0.1.1"
         yield Finding(check="name", problem=problem, nodes=(node,), measured=measured, fix=fix)
 
 

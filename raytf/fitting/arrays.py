@@ -113,13 +113,13 @@ def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> 
     if y is not None:
         raise ConfigError(
             "Where rows have columns, labels= names those of the labels",
-            "y= beside them",
+            "y= besides",
             "Use labels=, and leave y out",
         )
     if class_weight is not None:
         raise ConfigError(
             "class_weight is for arrays",
-            "class_weight= beside columns",
+            "class_weight= and columns",
             "Put a column of weights: sample_weight='column'",
         )
     if features is None:

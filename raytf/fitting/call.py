@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras import tree
 from ray.train import RunConfig, ScalingConfig
 
-from raytf import events, timeouts
+from raytf import events, logs, timeouts
 from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
 from raytf.console import phases as phases_module
@@ -43,6 +43,8 @@ from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import ending, fit, labels
+
+logger = logs.get_logger(__name__)
 
 _FIRST_ROWS = 1000
 # Whose labels are looked at.
@@ -98,7 +100,7 @@ class Call:
     def __exit__(self, kind, error, traceback) -> None:
         self.close()
         if kind is KeyboardInterrupt:  # a script whose process has imported Ray would end with 1
-            print(f"raytf: SIGINT: {_AT_ONCE}", file=sys.stderr, flush=True)
+            logger.warning(f"SIGINT: {_AT_ONCE}")
             raise StoppedCallError(signal.SIGINT, _AT_ONCE) from None
         if kind is StoppedError and error.number == signal.SIGINT:
             raise StoppedCallError(error.number, error.where, error.step) from None
@@ -341,7 +343,7 @@ class Call:
             kept = f"step {last}" if last else "none"
             text = f"it was to end, and did after step {step}, which is not kept; the last that is: {kept}"
             raise TrainingError(None, text)
-        where = f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} goes on"
+        where = f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} resumes"
         raise StoppedError(self._ending.number, where, step)
 
     def _last_epoch(self) -> dict | None:

@@ -345,7 +345,7 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
         validation.check_whole("num_workers", num_workers, 1)
         if scaling_config is not None and scaling_config.num_workers != num_workers:
             raise ConfigError(
-                "num_workers is said once",
+                "num_workers is given once",
                 f"num_workers={num_workers} and a ScalingConfig with {scaling_config.num_workers}",
                 "Leave one out",
             )
@@ -367,7 +367,7 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
             raise ConfigError(
                 "raytf.fit brings what was learnt back into the model, and stores no run to load models from",
                 f"RunConfig({name}={given!r})",
-                "Use raytf.fit(name=..., storage=...) to go on after a failure, keras.callbacks.ModelCheckpoint for "
+                "Use raytf.fit(name=..., storage=...) to resume after a failure, keras.callbacks.ModelCheckpoint for "
                 "files, or raytf.KerasTrainer for runs",
             )
     return scaling_config, run_config

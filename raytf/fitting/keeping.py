@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from ray.train import Checkpoint, RunConfig
 
-from raytf import validation
+from raytf import logs, validation
 from raytf.errors import ConfigError
 from raytf.fitting.arrays import Data
 from raytf.identity import contents, fingerprint, meaning, same_run
@@ -27,6 +27,8 @@ from raytf.storage.run_lock import RunLock
 from raytf.worker import checkpoint_every as checkpoint_every_module
 from raytf.worker.checkpoint_every import Every
 from raytf.worker.session import Within, fetched
+
+logger = logs.get_logger(__name__)
 
 _FOLDER = "fit"
 # Of larger tables a sample of the rows is compared.
@@ -63,7 +65,7 @@ class Keeping:
             given = {"storage": storage is not None, "checkpoint_every": not every.auto, "resume": resume != "auto"}
             if any(given.values()):
                 raise ConfigError(
-                    "raytf.fit keeps checkpoints, and goes on from them, under a name",
+                    "raytf.fit keeps checkpoints, and resumes from them, under a name",
                     f"no name, and {', '.join(key for key, its in given.items() if its)}",
                     'Pass name="...", too',
                 )
@@ -103,7 +105,7 @@ class Keeping:
         steps = step_folders.listed(self.run.filesystem, self.folder)
         if not steps and self.resume is True:
             raise ConfigError(
-                "With resume=True a training goes on from a checkpoint",
+                "With resume=True a training resumes from a checkpoint",
                 f"none in {self.folder}",
                 'Correct name and storage, or use resume="auto"',
             )
@@ -115,7 +117,7 @@ class Keeping:
         state = checkpoint_files.state_of(files[STATE], posixpath.basename(saved.path))
         same_run.check(state.identity, now, self.resume, self.run.name)
         where = checkpoint_files.standing(state.epoch, state.epoch_step)
-        print(f"{self.run.name}: goes on after step {state.step} ({where})")
+        logger.info(f"{self.run.name}: resumes after step {state.step} ({where})")
         return files, state
 
     def last(self) -> int:

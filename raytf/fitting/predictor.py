@@ -104,7 +104,7 @@ class Predictor:
         predictions = _loaded(self._source).predict(as_table(block), self._features)
         if twice := sorted(kept.keys() & predictions.keys()):
             raise ConfigError(
-                "Predictions are columns beside those that are kept",
+                "Predictions are columns in addition to those that are kept",
                 f"{', '.join(map(repr, twice))} in both",
                 "Rename it in the dataset, or name other columns in keep=[...]",
             )

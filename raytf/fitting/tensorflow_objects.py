@@ -29,7 +29,7 @@ def reduced(value):
     if isinstance(value, tf.distribute.Strategy):
         return tf.distribute.get_strategy, ()
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-        raise pickle.PicklingError(f"a symbolic tensor ({value.name}) that some function has left behind")
+        raise pickle.PicklingError(f"a symbolic tensor ({value.name}) that a function has left open")
     return NotImplemented
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 
@@ -17,7 +16,7 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.placement_group import placement_group_table
 
-from raytf import events, timeouts
+from raytf import events, logs, timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_configs import label_selectors
 from raytf.console.progress import Entries
@@ -31,7 +30,7 @@ from raytf.runtime.reservation import Reservation
 from raytf.runtime.resources import per_worker
 from raytf.train.worker_group import WorkerGroup, WorkerGroupLostError
 
-logger = logging.getLogger(__name__)
+logger = logs.get_logger(__name__)
 
 _IDLE_INTERVAL = 600.0
 # Between two looks at whether somebody waits for room.
@@ -157,7 +156,7 @@ class _Shelf:
                 if late or not ray.is_initialized() or wanted():
                     self.clear()
             except Exception as error:  # the cluster has gone, and the group with it
-                logger.info("idle workers: %s", error)
+                logger.debug("idle workers: %s", error)
                 self.clear()
 
 

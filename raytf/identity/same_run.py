@@ -60,7 +60,7 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
     elif was.get("version") != VERSION:
         warnings.warn(
             f"{name}: its checkpoints do not say of which model, optimizer, columns and data they are, so that it "
-            "cannot be compared with the run that is asked for; it goes on",
+            "cannot be compared with the run that is asked for; it resumes",
             stacklevel=3,
         )
         return
@@ -68,19 +68,20 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
     refused = [difference for difference in found if difference.refused]
     if refused:
         raise ConfigError(
-            "A run goes on with the model and the optimizer that its checkpoints are of",
+            "A run resumes with the model and the optimizer of its checkpoints",
             f"{name!r} with {shown(refused)}",
-            "Use resume=False to start anew, or choose another name",
+            "Use resume=False to start from scratch, or choose another name",
         )
     if not found:
         return
     if resume == "auto":
         raise ConfigError(
-            'With resume="auto" a run goes on if it is the same run',
+            'With resume="auto" a run resumes if it is the same run',
             f"{name!r} with {shown(found)}",
-            "Use resume=True (--resume true) to go on with what is new, resume=False to start anew, or another name",
+            "Use resume=True (--resume true) to resume with what is new, resume=False to start from scratch, or "
+            "another name",
         )
-    warnings.warn(f"{name}: goes on with {shown(found)}", stacklevel=3)
+    warnings.warn(f"{name}: resumes with {shown(found)}", stacklevel=3)
 
 
 def shown(found: list[Difference]) -> str:

@@ -345,7 +345,7 @@ class ScriptCluster:
         ended = [str(task) for task, end in exits.items() if not end.code]
         if exits[first].is_consequence() and ended:
             _say(
-                f"{', '.join(ended)} ended while others went on; every worker must make the same number of steps. "
+                f"{', '.join(ended)} ended while others continued; every worker must make the same number of steps. "
                 f"{first} then failed: {exits[first].reason()}"
             )
         else:

@@ -19,9 +19,11 @@ import time
 
 import tensorflow as tf
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import OwnedIterator, dataset_of, take_resource
+
+logger = logs.get_logger(__name__)
 
 # At the end of Python: after so long it says what it waits for, and no longer than TensorFlow's minute and some more.
 _QUIET_INTERVAL = 5.0
@@ -57,9 +59,11 @@ class _Ends:
             waited = time.monotonic() - began
             if waited > _QUIET_INTERVAL and not told:
                 told = True
-                _say("this process ends when TensorFlow has freed its iterators over tf.data, which may take a minute")
+                logger.warning(
+                    "this process ends when TensorFlow has freed its iterators over tf.data, which may take a minute"
+                )
             if waited > timeouts.get().iterator_end:
-                _say(
+                logger.warning(
                     f"TensorFlow has not freed {len(self._held)} iterators over tf.data; the process ends all the same"
                 )
                 return
@@ -69,10 +73,6 @@ class _Ends:
         """In a fork, which has none of the threads: what they hold is never freed."""
         self._of_parents.append(self._held)
         self._held = {}
-
-
-def _say(text: str) -> None:
-    print(f"raytf: {text}", file=sys.stderr, flush=True)
 
 
 _ends = _Ends()

@@ -164,7 +164,7 @@ def build_as_saved(folder: str, model) -> None:
         trained = saved["weights"]
         if here != saved["class"] or not all(type(i) is int and 0 <= i < len(weights) for i in trained):
             raise ConfigError(
-                "A run that goes on needs the optimizers that it had, for the same weights",
+                "A run that resumes needs the optimizers that it had, for the same weights",
                 f"{name}: {here} after {saved['class']} for {len(trained)} weights; the model has {len(weights)}",
                 "Build the same model, each part of it before the first step, or give the run another name",
             )

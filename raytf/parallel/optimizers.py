@@ -97,7 +97,7 @@ def merge_call(original, self, fn, args, kwargs):
         return plain_merge_call(self, fn, args, kwargs)
     if nested:
         raise ConfigError(
-            "With several devices in one process an optimizer, and what else joins them, stands in the step itself",
+            "With several devices in one process an optimizer must be called in the step itself",
             f"one inside a tf.cond, tf.while_loop or tf.function of the step, with {local_replicas(self.strategy)} "
             "devices in each worker",
             "Start one worker for each device, or take it out",

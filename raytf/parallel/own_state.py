@@ -124,7 +124,7 @@ def check_alike(model) -> None:
     if len(set(found.tolist())) > 1:
         raise RaytfError(
             "A worker can be replaced in place where a step changes weights by its summed gradients alone, received: "
-            "other weights on some workers behind the step in which one was replaced. A train_step that changes them "
+            "other weights on some workers after the step in which one was replaced. A train_step that changes them "
             "before its optimizer does, such as a moving copy of weights, a callback whose compiled function does, and "
             "one that changes them by what a checkpoint does not keep of it need TensorflowConfig(heal=False)."
         )

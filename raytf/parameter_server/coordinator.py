@@ -26,9 +26,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from raytf import logs
 from raytf.compat.keras import pythonify_logs
 from raytf.compat.tensorflow import traced_apart
-from raytf.console import output
 from raytf.data.feed import SUPERBATCH, Feed
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
@@ -40,6 +40,8 @@ from raytf.worker.ending import StopTraining
 from raytf.worker.fit import build_from_data, report_callback, restored, resumed, users_callbacks, within_epochs
 from raytf.worker.job import ended
 from raytf.worker.within_epoch import StepCheckpointCallback
+
+logger = logs.get_logger(__name__)
 
 # Steps that a worker is given at once: few enough that all workers end an epoch at about the same time.
 _SPANS_A_WORKER, _LONGEST_SPAN = 8, 32
@@ -281,7 +283,7 @@ def train(task, session) -> dict[str, int] | None:
             return {"step": told.step}
         except ServerLostError as error:
             why = f"{error}. {_restored_from(position, kept[0] if kept else None)}"
-            output.say(why)
+            logger.error(why)
             raise ServerLostError(why) from error
     return None
 

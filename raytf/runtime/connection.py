@@ -15,11 +15,12 @@ import grpc
 import ray
 from ray.exceptions import AuthenticationError
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_core import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel, is_token_auth_enabled
-from raytf.console import output
 from raytf.errors import ConfigError, first_line
+
+logger = logs.get_logger(__name__)
 
 _HERE = "this machine"
 _NO_TOKEN = (
@@ -56,13 +57,13 @@ def connect(
         return
     where, found = _named(address), located(address)
     if found is not None and where == _HERE and _has_ended(found):
-        output.say(f"the last Ray of this machine, {found}, has ended; another one is started")
+        logger.warning(f"the last Ray of this machine, {found}, has ended; another one is started")
         address, found = "local", None
     try:
         if found is None:
             wanted, cores = math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), os.cpu_count() or 1
             if wanted > cores:
-                print(f"{len(bundles)} processes share the {cores} core(s) of this machine")
+                logger.info(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
         else:
             _knock(found, where if where != _HERE else f"{found}, the last Ray of this machine")
@@ -170,7 +171,7 @@ def _lets_in(address: str, where: str) -> bool:
             raise ConfigError(
                 "raytf needs a Ray cluster that answers",
                 f"{where}: {first_line(error.details()) or error.code().name}",
-                "Check the address, HOST:PORT of `ray start --head` (port 6379 unless it was told another), and that "
+                "Check the address, HOST:PORT of `ray start --head` (port 6379 unless another was chosen), and that "
                 "the head runs; RAY_ADDRESS=local starts a Ray of one's own",
             ) from None  # it says what gRPC says, whose traceback tells a user nothing
     return True

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +17,15 @@ from typing import Any
 
 import ray
 
-from raytf import activity, events, liveness, timeouts
+from raytf import activity, events, liveness, logs, timeouts
 from raytf.events import Kind, RunEvent
 from raytf.runtime import stacks, watchdog
 from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hangs import Hang, Judge, Turns
 from raytf.runtime.stragglers import Stragglers
+
+logger = logs.get_logger(__name__)
 
 _LOOK_INTERVAL = 0.5
 # A question that is not answered for so long is one to which no answer comes soon.
@@ -113,7 +114,7 @@ class HangWatch:
             try:
                 self._look()
             except Exception:  # what failed once may not fail again, and without this thread nobody looks
-                logging.getLogger(__name__).exception("raytf could not look at what workers do")
+                logger.exception("raytf could not look at what workers do")
 
     def _look(self) -> None:
         self._ask()

@@ -9,10 +9,13 @@ from collections.abc import Collection
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raytf import logs
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_core import gcs_pb2
 from raytf.errors import ResourceError
 from raytf.runtime import ports
+
+logger = logs.get_logger(__name__)
 
 
 def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
@@ -178,7 +181,7 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
     each = dict(ray_configs.resources_per_worker(scaling_config))
     if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
         return scaling_config
-    print(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
+    logger.info(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
     each["CPU"] = math.floor(each["CPU"] * cores / wanted * 1000) / 1000
     return dataclasses.replace(scaling_config, resources_per_worker=each)
 

@@ -127,7 +127,7 @@ class TensorflowConfig:
             raise ConfigError(
                 "gradient_dtype and sync_every are for Keras 3",
                 f"gradient_dtype={self.gradient_dtype!r}, sync_every={self.sync_every} with legacy_keras=True",
-                "Leave them out, or go on with Keras 3",
+                "Leave them out, or use Keras 3",
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError("timeout_s must be more than 0 seconds, or None", self.timeout_s, "Raise it")
@@ -143,7 +143,7 @@ class TensorflowConfig:
             raise ConfigError("spares must be a number of processes, at least 0", repr(self.spares), "Use such a one")
         if self.spares and (not self.heal or self.communication != "auto" or self.sync_every > 1):
             raise ConfigError(
-                "spares take the places of workers that are healed",
+                "spares replace lost workers in place, which needs heal=True",
                 f"spares={self.spares} with heal={self.heal}, communication={self.communication!r}, "
                 f"sync_every={self.sync_every}",
                 'Leave spares out, or use heal=True, communication="auto" and sync_every=1',

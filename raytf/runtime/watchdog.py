@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -14,9 +13,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL, Look, StopWatch, look, looks
 from raytf.runtime.guard import ProcessLocation
+
+logger = logs.get_logger(__name__)
 
 # Who was heard within so many seconds stands not still.
 _HEARD_INTERVAL = 3.0
@@ -92,7 +93,7 @@ class Watchdog:
             try:
                 self._look()
             except Exception:  # what failed once may not fail again, and without this thread nobody looks
-                logging.getLogger(__name__).exception("raytf's watchdog could not look at processes")
+                logger.exception("raytf's watchdog could not look at processes")
 
     def _look(self) -> None:
         for node, keys in self._due().items():

@@ -494,7 +494,7 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
             warnings.warn(taken_instead(refused, posixpath.basename(candidate.path)), stacklevel=3)
         return candidate, found
     raise DamagedCheckpointError(
-        "A run goes on from a checkpoint of which every part is what was written",
+        "A run resumes from a checkpoint of which every part is what was written",
         "; ".join(refused),
         "Start a run with another name",
     )
@@ -502,7 +502,7 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
 
 def taken_instead(refused: Iterable[str], name: str) -> str:
     """Says which checkpoint is taken, and what is wrong with those that would have come first."""
-    return f"Damaged: {'; '.join(refused)}. In its place {name} is taken"
+    return f"Damaged: {'; '.join(refused)}. Instead {name} is taken"
 
 
 def merged(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:

@@ -22,6 +22,7 @@ import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 from ray.train import Checkpoint, CheckpointConfig
 
+from raytf import logs
 from raytf.compat.ray_train import (
     CHECKPOINT_MANAGER_SNAPSHOT_FILENAME,
     CheckpointManagerState,
@@ -32,6 +33,8 @@ from raytf.errors import ConfigError, in_a_line
 from raytf.storage import checkpoint_files, step_folders, stored_json
 from raytf.storage.checkpoint_files import AT_ENDS, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_lock import LOCK
+
+logger = logs.get_logger(__name__)
 
 # Ray Train names every RunConfig that has no name by the second in which it is made.
 _RAYS_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
@@ -155,14 +158,14 @@ class RunFolder:
         elif refused:
             raise self._none_whole(f"none is whole: {'; '.join(damaged)}")
         elif damaged:
-            print(f"{self.name}: none of its checkpoints is whole ({'; '.join(damaged)}); starts anew")
+            logger.warning(f"{self.name}: none of its checkpoints is whole ({'; '.join(damaged)}); starts from scratch")
         return taken
 
     def _none_whole(self, why: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
-            "A run goes on from checkpoints of raytf.KerasTrainer",
+            "A run resumes from checkpoints of raytf.KerasTrainer",
             f"{self.path!r}, where {why}",
-            "Use resume=False to start anew, or choose another RunConfig(name=...)",
+            "Use resume=False to start from scratch, or choose another RunConfig(name=...)",
         )
 
     def _first_whole(
@@ -247,10 +250,10 @@ class RunFolder:
             raise ConfigError(
                 "Ray's list of a run's checkpoints must be a file that can be written",
                 f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {in_a_line(error)}",
-                "Move what is there away, or use resume=False to start anew",
+                "Move what is there away, or use resume=False to start from scratch",
             ) from error
         file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {wrong}," if wrong else "")
-        print(f"{self.name}: {file} now lists its {len(found)} whole checkpoint(s)")
+        logger.warning(f"{self.name}: {file} now lists its {len(found)} whole checkpoint(s)")
 
     def check_list(self) -> None:
         """Raises ConfigError where Ray's list of the checkpoints is there and cannot be used, or has been lost."""
@@ -260,7 +263,7 @@ class RunFolder:
             if error.missing and sum(map(bool, map(_RAYS_CHECKPOINT.match, self._stored()))) < 2:
                 return  # a run may end within its first checkpoint
             raise ConfigError(
-                "A run goes on from the checkpoints that Ray Train lists in its folder",
+                "A run resumes from the checkpoints that Ray Train lists in its folder",
                 f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which {error}",
                 "Bring the file back from a copy, or choose another RunConfig(name=...)",
             ) from error

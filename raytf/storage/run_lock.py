@@ -20,9 +20,11 @@ from collections.abc import Callable
 
 import pyarrow.fs
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.errors import ConfigError, TrainingError, in_a_line
 from raytf.storage.lock_file import MountedFile, StoredFile, look
+
+logger = logs.get_logger(__name__)
 
 LOCK = "run.lock"
 _BEAT_INTERVAL = 10.0
@@ -140,7 +142,7 @@ class RunLock:
                 self._file.delete()
                 self._remove_folder()
         except Exception as error:  # what was trained is not lost for it; the next driver sees that this one is gone
-            print(f"{self._folder}: its lock could not be given back: {in_a_line(error)}")
+            logger.warning(f"{self._folder}: its lock could not be given back: {in_a_line(error)}")
         finally:
             self._file.close()
 
@@ -164,7 +166,7 @@ class RunLock:
         if not self._file.replace(mine, seen):
             raise self._refused(look(self._file)[1], 0.0)
         why = "is gone" if age is None else f"gave no sign of life for {age:.0f} s"
-        print(f"{self._folder}: the lock of {_shown(owner)}, which {why}, is taken over")
+        logger.info(f"{self._folder}: the lock of {_shown(owner)}, which {why}, is taken over")
 
     def _age(self, owner: dict, seen: str | None) -> float:
         """Seconds without a heartbeat, by the storage's own clock; by this one where files there have no times."""
@@ -172,7 +174,7 @@ class RunLock:
         if age is not None:
             return age
         seconds = timeouts.get().lock_silent
-        print(f"{self._folder}: waits {seconds:g} s to see whether {_shown(owner)} is alive")
+        logger.info(f"{self._folder}: waits {seconds:g} s to see whether {_shown(owner)} is alive")
         began = self._clock()
         while (waited := self._clock() - began) <= seconds:
             time.sleep(min(1.0, seconds / 10))
@@ -202,7 +204,7 @@ class RunLock:
             except Exception as error:  # the storage may answer again; until then others see an old heartbeat
                 if failed is None:
                     failed = in_a_line(error)
-                    print(f"{self._folder}: the heartbeat of its lock cannot be written: {failed}")
+                    logger.warning(f"{self._folder}: the heartbeat of its lock cannot be written: {failed}")
 
     def _lose(self) -> None:
         with contextlib.suppress(Exception):  # it only says who

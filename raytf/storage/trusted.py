@@ -27,7 +27,7 @@ def check_own(folder: str, what: str) -> None:
     """
     if "://" in folder:
         warnings.warn(
-            f"{what} is read as pickles from {folder!r}: whoever can write there can run code in this process",
+            f"{what} is read as pickles from {folder!r}: anyone who can write there can run code in this process",
             stacklevel=3,
         )
         return
@@ -52,7 +52,7 @@ def _check(path: str, what: str, seen: os.stat_result, allowed: int = 0) -> None
     raise ConfigError(
         f"{what} is kept as pickles, and read only where nobody else can write",
         f"{path!r}, to which {who} can write",
-        "Take their access away (chmod -R go-w, chown -R), if you trust what is there; or start anew",
+        "Take their access away (chmod -R go-w, chown -R), if you trust what is there; or start from scratch",
     )
 
 

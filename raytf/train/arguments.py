@@ -319,11 +319,11 @@ def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_co
     elif strategy not in ("auto", "multi_worker_mirrored"):
         received, fix = f"strategy={strategy!r}", 'Leave spares out, or use strategy="auto"'
     elif each.get("GPU") or each.get("TPU") or scaling_config.use_tpu:
-        received, fix = "workers with GPUs or TPUs, which all start anew", "Leave spares out"
+        received, fix = "workers with GPUs or TPUs, which all restart", "Leave spares out"
     else:
         return
     raise ConfigError(
-        "spares take the place of a lost worker, where it can be replaced in place",
+        "spares replace a lost worker, where it can be replaced in place",
         f"spares={config.spares} with {received}",
         fix,
     )

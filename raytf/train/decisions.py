@@ -255,7 +255,7 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
     if state.phase is Phase.LEAVING and not state.asks_again:
         return _anew(state, "the trial was to end after that step")
     if said:
-        return _anew(state, f"{names(ranks)} was lost between two steps, behind a report of {names(said)}")
+        return _anew(state, f"{names(ranks)} was lost between two steps, after a report of {names(said)}")
     now = 0 if ranks else 1
     action = Action(do=Do.RECOVER, state=state, ranks=ranks, failures=now)
     return _then(action, phase=Phase.RECOVERING, lost=ranks, also=frozenset(), failures_left=state.failures_left - now)

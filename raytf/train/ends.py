@@ -26,7 +26,7 @@ from raytf.storage.run_folder import RunFolder
 from raytf.worker import ending
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AT_ONCE = "ended at once; a run goes on from the last checkpoint that it kept"
+_AT_ONCE = "ended at once; a run resumes from the last checkpoint that it kept"
 # Who ends a group of processes, as `timeout` does, may send a signal to it and to each.
 _SAME_INTERVAL = 1.0
 # After this it is asked again: a worker group that replaces another knows nothing of it.
@@ -210,7 +210,7 @@ class Ending:
         raise StoppedError(
             self.number,
             f"{why}the run {folder.name!r} has ended after step {step} ({where}), which is kept; started again with "
-            f"this name it goes on at the next",
+            f"this name it resumes at the next",
             step,
         )
 

@@ -2,7 +2,7 @@
 
 A thread of Ray Train's controller does it, as it takes seconds, while the controller polls the others; the leader of a
 trial's workers waits for it. What the workers do meanwhile says `raytf.collectives.healing`. Where it cannot be done,
-all workers start anew from the last checkpoint, as without it; which of the two happens is said, and why.
+all workers restart from the last checkpoint, as without it; which of the two happens is said, and why.
 Where only a process is missing, as no node has room for it, the others keep a checkpoint of the step that they stand
 behind first, so that no step before it is made again.
 """
@@ -38,7 +38,7 @@ _LOOK_INTERVAL = 0.1
 _ROOM_INTERVAL = 0.5
 
 # What follows the loss of a worker then.
-TAKES_ITS_PLACE = ". Another process is to take its place in the step that the others are in"
+TAKES_ITS_PLACE = ". A replacement worker is started; the other workers wait in their step"
 
 
 class NotHealedError(RaytfError, RuntimeError):
@@ -208,7 +208,7 @@ class Healing:
         try:
             refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
             seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
-            (self.kept,) = answers.collect(refs, seconds, "a checkpoint of the step that all stand behind")
+            (self.kept,) = answers.collect(refs, seconds, "a checkpoint of the last step that all have made")
         except (RaytfError, ray.exceptions.RayError) as error:  # they start anew from the last one
             self.not_kept = _said(error)
 
@@ -252,12 +252,12 @@ class Healing:
             self._check_others()
             if self._asked.has_room is not None and time.monotonic() >= look:
                 if not self._asked.has_room(self.lost):
-                    raise NotHealedError("no node has room for a process in its place")
+                    raise NotHealedError("no node has room for a replacement worker")
                 look = time.monotonic() + _ROOM_INTERVAL
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
-            raise NotHealedError(f"no process has started in its place within {timeouts.get().replacement_start:g} s")
+            raise NotHealedError(f"no replacement worker has started within {timeouts.get().replacement_start:g} s")
         self._take_places(place, owned, waiting)
         seconds = self._pace.deadline(timeouts.get().replacement_place, copies=1, first_steps=1)
         waiting |= self._all_wait(self._made, seconds, "make the step")

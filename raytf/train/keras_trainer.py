@@ -16,7 +16,7 @@ import ray.train
 from ray import cloudpickle
 from ray.train import DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
-from raytf import timeouts, validation
+from raytf import logs, timeouts, validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress, quiet
@@ -43,6 +43,8 @@ from raytf.train.prepare import Prepared, place
 from raytf.train.startup import EarlyStartTrainer, Startup
 from raytf.worker import checkpoint
 from raytf.worker.job import TrainJob, ended
+
+logger = logs.get_logger(__name__)
 
 DEFAULTS = {"batch_size": 32, "epochs": 1}
 
@@ -322,9 +324,9 @@ class KerasTrainer:
             if has_ended:
                 return self._ended(folder, last)
             if last.epoch_step:
-                print(f"{folder.name}: {_goes_on(last, self._order(last, found))}")
+                logger.info(f"{folder.name}: {_goes_on(last, self._order(last, found))}")
         if self.resume is False and (aside := folder.put_aside()):
-            print(f"{folder.name}: starts anew; what was there is now the run {aside!r}")
+            logger.info(f"{folder.name}: starts from scratch; the previous run is archived as {aside!r}")
         with verify.Following(tried.running, launch):
             return self._train(launch, found, told)
 
@@ -341,7 +343,7 @@ class KerasTrainer:
         last = folder.last(lambda last: ended(last, self))
         if last is None and self.resume is True:
             raise ConfigError(
-                "With resume=True a run goes on from a checkpoint",
+                "With resume=True a run resumes from a checkpoint",
                 f"no checkpoint in {folder.path!r}",
                 'Correct the name and storage_path of the RunConfig, or use resume="auto"',
             )
@@ -382,7 +384,7 @@ class KerasTrainer:
     def _ended(self, folder: RunFolder, last: run_folder.LastCheckpoint) -> ray.train.Result:
         """The result of a run that has nothing left to do."""
         why = "was stopped by a callback" if last.stopped else "has trained"
-        print(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
+        logger.info(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
         with quiet.result_is_read():
             result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
         rows = [metrics for _, metrics in result.best_checkpoints]
@@ -560,8 +562,8 @@ def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
     """What becomes of an epoch that a run has begun, for its user: its steps may have had other rows."""
     if differs := sampling.differences(last.order, order):
         begun = f"epoch {last.epoch + 1}, of which {last.epoch_step} step(s) were made"
-        return f"begins {begun}, anew, as they would have other rows now ({differs})"
-    return f"goes on after {checkpoint_files.standing(last.epoch, last.epoch_step)}"
+        return f"begins {begun}, again, as they would have other rows now ({differs})"
+    return f"resumes after {checkpoint_files.standing(last.epoch, last.epoch_step)}"
 
 
 def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:

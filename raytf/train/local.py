@@ -129,7 +129,7 @@ class _Utils(LocalTrainFnUtils):
         self.settle()  # reports are in order
         if validation:
             raise ConfigError(
-                "With num_workers=0 nothing validates checkpoints beside the training",
+                "With num_workers=0 no process validates checkpoints during the training",
                 "report(validation=...)",
                 "Validate in the train loop, or use ScalingConfig(num_workers=1)",
             )

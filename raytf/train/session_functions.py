@@ -127,7 +127,7 @@ class TrialTrainFnUtils(TrainFnUtils):
     def get_all_reported_checkpoints(self, *args, **kwargs):
         raise _refused(
             "ray.train.get_all_reported_checkpoints()",
-            "Use ray.train.get_checkpoint() for the one to go on from, and Result.best_checkpoints after the sweep",
+            "Use ray.train.get_checkpoint() for the one to resume from, and Result.best_checkpoints after the sweep",
         )
 
     def get_dataset_shard(self, dataset_info):

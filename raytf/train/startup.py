@@ -802,7 +802,7 @@ class _WorkerGroup(WorkerGroup):
         if action.do is Do.RECOVER:
             self._heal(frozenset())
         else:
-            give_up(workers, f"the workers have lost each other, and {action.why or 'all start anew'}")
+            give_up(workers, f"the workers have lost each other, and {action.why or 'all workers restart'}")
 
     @property
     def heals(self) -> bool:
@@ -903,7 +903,7 @@ class _WorkerGroup(WorkerGroup):
         for rank in self._gone:  # until its node is known to have gone, who asks it would wait
             ray.kill(self.get_workers()[rank].actor)
         healing.give_up()
-        more = f". All workers start anew from {healing.place}" if action.do is Do.RESTART else ""
+        more = f". All workers restart from {healing.place}" if action.do is Do.RESTART else ""
         why = action.why or healing.why
         events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=healing.kept, why=why, more=more))
 

@@ -82,7 +82,7 @@ class TensorflowTrainer(EarlyStartTrainer):
             tensorflow_config = TensorflowConfig()
         if tensorflow_config.spares:
             raise ConfigError(
-                "spares take the place of a lost worker of a KerasTrainer; those of a TensorflowTrainer all start anew",
+                "spares replace a lost worker of a KerasTrainer; those of a TensorflowTrainer all restart",
                 f"spares={tensorflow_config.spares}",
                 "Leave spares out",
             )

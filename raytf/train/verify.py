@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import logging
 import os
 import pickle
 import select
@@ -26,16 +25,15 @@ import pyarrow as pa
 import ray
 from ray import cloudpickle
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.collectives import ring
 from raytf.compat import autograph
-from raytf.console import output
 from raytf.data import stored
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, PeerLostError, in_a_line
 from raytf.runtime.answers import NoAnswerError, collect
 
-logger = logging.getLogger(__name__)
+logger = logs.get_logger(__name__)
 
 WORDS = ("warn", "error", False)
 # Rows of both steps together, and of the first one: neither divides evenly between two workers.
@@ -305,7 +303,7 @@ def tell(proof: Proof, word: str) -> None:
     if word == "error" and (proof.differences or proof.failed is not None):
         raise proof.error()
     if proof.failed is not None:  # nothing is wrong with the model: no warning
-        output.say(proof.text())
+        logger.info(proof.text())
     elif text := proof.text():
         warnings.warn(text, stacklevel=3)
     if proof.skipped is not None:
@@ -602,7 +600,7 @@ def _why_weights(traits: Mapping[str, Any]) -> str:
     if "compute_loss" in methods:
         return (
             f"compute_loss ({methods['compute_loss']}) divides by the rows, or looks at the rows, of its own worker. "
-            "Pass a keras.losses.Loss to compile() in its place, which is computed over all rows"
+            "Pass a keras.losses.Loss to compile() instead, which is computed over all rows"
         )
     if traits["losses"]:
         return (

@@ -69,7 +69,7 @@ class SweepOptions:
         if differ:
             told = ", ".join(f"{key} {mine[key]!r}, which was {content[key]!r}" for key in differ)
             raise ConfigError(
-                "A sweep of a name that exists goes on as it was", f"{name!r} with {told}", "Choose another name"
+                "A sweep of a name that exists resumes as it was", f"{name!r} with {told}", "Choose another name"
             )
 
     def resumed(self, content: Mapping[str, Any]) -> SweepOptions:

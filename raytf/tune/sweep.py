@@ -34,7 +34,7 @@ from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import timeouts, validation
+from raytf import logs, timeouts, validation
 from raytf.compat import loggers
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.phases import READING, TRYING, phases, starting
@@ -63,6 +63,8 @@ from raytf.tune.trial import SweepSpec, Trial, UnknownMetricError
 from raytf.worker import checkpoint
 from raytf.worker.ending import MovedError
 from raytf.worker.job import TrainJob
+
+logger = logs.get_logger(__name__)
 
 _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
 _NO_SIGINT = "TUNE_DISABLE_SIGINT_HANDLER"
@@ -112,7 +114,7 @@ def sweep(
             `batch_size`.
         base_batch_size: see there.
         warmup_steps: in which the learning rate rises from 0.
-        resume: path of a sweep that was interrupted: trials that ended are kept, the others go on from their
+        resume: path of a sweep that was interrupted: trials that ended are kept, the others resume from their
             checkpoints. `trainer` must be the same, and `param_space` is not needed. Without it a sweep goes on, too,
             if the RunConfig has the name of one that exists and was called with these arguments. Tune keeps a sweep's
             state as pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
@@ -190,7 +192,7 @@ def sweep(
         shown.close()
         if named is not None:
             _check_same(options.identity, identity, named)
-            print(f"{named}: the sweep of this name goes on")
+            logger.info(f"{named}: the sweep of this name resumes")
         table = SweepTable(options.metric, options.mode, trials, progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(
@@ -270,7 +272,7 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> No
         differ = ", ".join(f"another {key}" for key in now if was and texts[0].get(key) != texts[1][key])
     if differ:
         raise ConfigError(
-            "A sweep of a name that exists goes on as it was",
+            "A sweep of a name that exists resumes as it was",
             f"{name!r} with {differ}",
             f"Choose another name, or say resume={name!r}",
         )
@@ -282,7 +284,7 @@ def _stands(grid, after_step: bool) -> str:
     done = sum(bool((result.metrics or {}).get(DONE)) or result.error is not None for result in grid)
     return (
         f"the sweep has ended with {done} of {len(grid)} begun trials complete; with the same name, or "
-        f"resume={grid.experiment_path!r}, the others go on {where}"
+        f"resume={grid.experiment_path!r}, the others resume {where}"
     )
 
 
@@ -295,21 +297,21 @@ def _quiet_tune():
     """
     ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0"), _NO_SIGINT: "1"}
     before = {name: os.environ.get(name) for name in ours}
-    logger = logging.getLogger("ray.tune.tune")  # it says where the results are, as raytf does
-    level = logger.level
+    tune_logger = logging.getLogger("ray.tune.tune")  # it says where the results are, as raytf does
+    level = tune_logger.level
     os.environ.update(ours)
-    logger.setLevel(max(level, logging.WARNING))
+    tune_logger.setLevel(max(level, logging.WARNING))
     controller = logging.getLogger(loggers.TUNE_CONTROLLER)
     controller.addFilter(_is_told)
     own = signal.getsignal(signal.SIGUSR1)
     try:
-        yield _TunesLoop(own, logger)
+        yield _TunesLoop(own, tune_logger)
     finally:
-        logger.removeFilter(_is_news)
+        tune_logger.removeFilter(_is_news)
         controller.removeFilter(_is_told)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, signal.SIG_DFL if own is None else own)
-        logger.setLevel(level)
+        tune_logger.setLevel(level)
         for name, value in before.items():
             del os.environ[name]
             if value is not None:

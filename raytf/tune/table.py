@@ -14,11 +14,14 @@ from ray import tune
 from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
+from raytf import logs
 from raytf.console import phases
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
 from raytf.tune.sweep_end import SweepStop
 from raytf.tune.trial import UnknownMetricError
+
+logger = logs.get_logger(__name__)
 
 # Names that follow from a trial's config, in the order in which they are shown.
 _DERIVED = {"per_replica_batch": "a replica", "steps_per_epoch": "steps an epoch", "scaled_learning_rate": "rate"}
@@ -102,8 +105,8 @@ class SweepTable(tune.Callback):
             need = resources.format_resources(resources.total(bundles))
             free = ray.available_resources()
             has = resources.format_resources({name: free.get(name, 0) for name in resources.total(bundles)})
-            text = f"raytf sweep: {len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free"
-            print(f"{text} on the cluster: other work may hold the rest", file=sys.stderr, flush=True)
+            text = f"{len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free"
+            logger.info(f"{text} on the cluster: other work may hold the rest")
 
     def on_trial_start(self, iteration, trials, trial, **info):
         self._began.setdefault(trial.trial_id, time.monotonic())

@@ -70,7 +70,7 @@ def newest(filesystem, folder: str, after: int) -> tuple[dict[str, bytes], int] 
         return checkpoint_files.first_whole(candidates, _read)[1]
     except DamagedCheckpointError as error:
         warnings.warn(
-            f"Damaged: {error.received}. The trial goes on from step {after}, that of Tune's checkpoint", stacklevel=2
+            f"Damaged: {error.received}. The trial resumes from step {after}, that of Tune's checkpoint", stacklevel=2
         )
         return None
 

@@ -112,7 +112,7 @@ class CallbackStates:
 
 def _tell(new: list[str], gone: list[str], chief: bool) -> None:
     if chief and new:
-        warnings.warn(f"Callbacks that the checkpoint does not know start anew: {', '.join(new)}", stacklevel=2)
+        warnings.warn(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
     if chief and gone:
         warnings.warn(f"Callbacks of the checkpoint that the run has no longer: {', '.join(gone)}", stacklevel=2)
 
@@ -140,7 +140,7 @@ def _state(callback, built: dict, begun: dict, arrays: list) -> dict:
             raise ConfigError(
                 "get_state() of a callback must give plain values: numbers, texts, arrays, lists and dicts of these",
                 f"{name}: {error}",
-                "Give such values, and make the rest anew in set_state",
+                "Give such values, and recompute the rest in set_state",
             ) from error
     arguments = _arguments(callback)
     now, attributes = _digests(callback), {}

@@ -81,7 +81,7 @@ class ReportCallback(keras.callbacks.Callback):
     """Reports metrics and a checkpoint to Ray at the end of every epoch; put it last.
 
     Every worker must have it, as `ray.train.report` waits for all. The chief (rank 0) alone writes a checkpoint: the
-    complete training state, from which the run goes on after a failure.
+    complete training state, from which the run resumes after a failure.
 
     Args:
         checkpoint: write a checkpoint with each report; without one Ray keeps no metrics in the Result.

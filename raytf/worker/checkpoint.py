@@ -270,7 +270,7 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            "A run of the same name goes on from its last checkpoint, so build_model must still build the same model",
+            "A run of the same name resumes from its last checkpoint, so build_model must still build the same model",
             first_line(error),
             "Give the run another RunConfig(name=...) or storage_path",
         ) from error
@@ -305,7 +305,7 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
         if chief:
             warnings.warn(
                 "The checkpoint is of format 1, of which model, optimizer, seeds and history are read: callbacks "
-                "start anew, and a learning_rate that was changed in config is not seen",
+                "start from scratch, and a learning_rate that was changed in config is not seen",
                 stacklevel=2,
             )
         return
@@ -777,7 +777,7 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
         _call(model, _one_row(found["inputs"]))
     elif not model.built:
         raise ConfigError(
-            "A model without build.json beside its file must be built by build_model",
+            "A model without build.json next to its file must be built by build_model",
             "one without weights",
             "Call it on a row, or its build(), in build_model",
         )

@@ -220,13 +220,13 @@ class Position(tf.train.experimental.PythonState):
         differs = differences(state["order"], self._feed.order)
         if state["step"] and differs:
             raise ConfigError(
-                "A loop goes on within an epoch with the rows that its steps had",
+                "A loop resumes within an epoch with the rows that its steps had",
                 f"step {state['step']} of an epoch with {differs}",
-                "Call get_dataset as before, or begin the epoch anew: set_state({**state, 'step': 0})",
+                "Call get_dataset as before, or start the epoch again: set_state({**state, 'step': 0})",
             )
         if state["step"] > self.steps:
             raise ConfigError(
-                f"A loop goes on within an epoch of {self.steps} steps",
+                f"A loop resumes within an epoch of {self.steps} steps",
                 f"step {state['step']}",
                 "Pass what get_state gave, and call get_dataset as before",
             )

@@ -18,7 +18,7 @@ from raytf.errors import RaytfError
 
 STOP, DRAIN, RESIZE = "stop", "drain", "resize"
 # Why workers end after a step to go on elsewhere, or with others.
-_MOVES = {DRAIN: "a node of the run is drained", RESIZE: "the run is to go on with another number of workers"}
+_MOVES = {DRAIN: "a node of the run is drained", RESIZE: "the number of workers changes"}
 
 
 class StopTraining(BaseException):
@@ -43,7 +43,7 @@ class MovedError(RayActorError):
     """
 
     def __init__(self, step: int, why: str = DRAIN):
-        text = f"{_MOVES[why]}; all workers have ended after step {step}, from which the run goes on"
+        text = f"{_MOVES[why]}; all workers have ended after step {step}, from which the run resumes"
         super().__init__(error_msg=text, preempted=True)
         self.step, self.why = step, why
 
@@ -127,7 +127,7 @@ class Gate:
             seconds = timeouts.get().stop_step
             if not self._changed.wait_for(told, seconds):
                 raise NotToldError(
-                    f"This worker was asked to end, and not told after which step within {seconds:g} s: "
+                    f"This worker was asked to stop, and the driver has not sent the last step within {seconds:g} s: "
                     "another one gave no answer"
                 )
             self._begun += 1

@@ -150,7 +150,7 @@ class EpochChecks(keras.callbacks.Callback):
             then = "The training stops, as nan='stop' says"
         else:
             then = (
-                "The training goes on; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
+                "The training continues; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
                 "rows may help"
             )
         when = f"since step {first + 1} of" if self._since else "in"

@@ -214,7 +214,7 @@ def resumed(
             begin = sampling.regrouped(state.order, order, state.epoch_step)
         if differs and begin is None:
             warnings.warn(
-                f"Epoch {state.epoch + 1} begins anew, with weights that have seen {state.epoch_step} of its steps: "
+                f"Epoch {state.epoch + 1} starts again, with weights that have seen {state.epoch_step} of its steps: "
                 f"these would have other rows now ({differs})",
                 stacklevel=2,
             )

@@ -64,7 +64,7 @@ def load_weights(file: str, build_model: Callable, config: Mapping | None):
 def refuse(file: str) -> None:
     """Raises ConfigError for a file of Keras 2 that nobody has said to be one."""
     raise ConfigError(
-        "A model's file is one of Keras 3, unless legacy_keras=True says otherwise: whoever wrote it does not choose",
+        "A model's file is read as one of Keras 3 unless legacy_keras=True, whatever the file says",
         f"{file!r}, which says that Keras 2 has written it",
         "Pass load_model(..., legacy_keras=True) if you expect that, or build_model= for the weights alone",
     )

@@ -81,7 +81,7 @@ def survivable(
             made.
     """
     healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
-    refused = _refused(model, holder) if heals else "the run is not to be healed"
+    refused = _refused(model, holder) if heals else "TensorflowConfig(heal=False)"
     if refused is not None:
         healer.place = None
         healer.disarm(refused)
@@ -106,7 +106,7 @@ def survivable(
 
     def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
         if early := own_state.written_early(model):
-            raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or behind updates")
+            raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
         variables = own_state.variables_of(model)
         values = metrics.together(model, variables, [own_state.values_of(model, its) for its in owned], behind)
         known = {id(v): value for v, value in zip(variables, values, strict=True)}
@@ -136,7 +136,7 @@ def survivable(
     def image() -> ReplacementState:
         check_chief()
         if position.skipped:
-            raise RaytfError("the others have made no step since they went on with another batch")
+            raise RaytfError("the other workers have made no step since they resumed with another batch")
         files = checkpoint.files(model, parts_of(nothing, {}))
         within, stand = healer.within + healer.begun, standing()
         if healer.at_end:
@@ -156,7 +156,7 @@ def survivable(
         except RaytfError as error:
             why = str(error)
         except Exception as error:  # of a callback's `get_state`, which only the chief's checkpoint needs otherwise
-            why = f"what a process in its place would need could not be noted: {in_a_line(error)}"
+            why = f"what a replacement needs could not be recorded: {in_a_line(error)}"
 
         def refused() -> ReplacementState:
             raise RaytfError(why)
@@ -312,7 +312,7 @@ class RecoveryCallback(keras.callbacks.Callback):
                 callback.on_train_batch_end(self._position.epoch_step - 1, logs)
             except AttributeError as error:
                 raise RaytfError(
-                    "A callback in a lost worker's place must be able to be told of a batch's end, but not of its "
+                    "A callback of a replacement worker must accept the end of a batch of which it has not seen the "
                     f"begin, received: {type(callback).__name__} with {in_a_line(error)}. What it keeps between them "
                     "must be a number, a text, an array, a list or dict of these, or what get_state() gives."
                 ) from error

@@ -87,7 +87,7 @@ class Pending:
         except NotKeptError as error:
             self._error = error
             warnings.warn(
-                f"The checkpoint at the end of epoch {self._epoch} is not kept so far, and the training goes on: "
+                f"The checkpoint at the end of epoch {self._epoch} is not kept so far, and the training continues: "
                 f"{error.why}",
                 stacklevel=2,
             )

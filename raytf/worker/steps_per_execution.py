@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import statistics
 import time
@@ -13,11 +12,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from raytf import logs
 from raytf.collectives import communicator
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import epoch_iterator
 
-logger = logging.getLogger(__name__)
+logger = logs.get_logger(__name__)
 
 # Executions that are measured, and those before them that still warm up.
 _LOOKED_AT, _WARM_UP = 24, 8
@@ -140,7 +140,7 @@ class ExecutionCallback(keras.callbacks.Callback):
             self._looking = False
             return
         self._single = self.model.train_function, between + within
-        logger.info(
+        logger.debug(
             "steps_per_execution: %d, as Python took %.0f %% of a step", number, 100 * between / (between + within)
         )
         self._use(number)
@@ -151,7 +151,7 @@ class ExecutionCallback(keras.callbacks.Callback):
         function, single = self._single
         slower = self._chiefs(int(statistics.median(self._within[1:]) > single))
         if slower:
-            logger.info("steps_per_execution: 1 again, as more did not help")
+            logger.debug("steps_per_execution: 1 again, as more did not help")
             self._use(1)
             self.model.train_function = function
             if function is None:  # it was made by a worker whose place this one has taken

@@ -57,7 +57,7 @@ class Writers:
         (alike,) = communicator.sum_over_workers(strategy, [np.int64(told[0] == mine[0])])
         if int(alike) < size and not self._differs and self._session.rank == 0:
             warnings.warn(
-                "The model's file is laid out differently by some workers: the chief writes it alone. Have the same "
+                "Some workers write the model's file in another layout: the chief writes it alone. Have the same "
                 "versions of Keras and h5py on all of them",
                 stacklevel=2,
             )

@@ -324,10 +324,10 @@ def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_lin
     before = set(tmp_path.glob("runs/sweep/Trial_*"))
     assert before
     said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 2)
-    assert "A sweep of a name that exists goes on as it was" in said
+    assert "A sweep of a name that exists resumes as it was" in said
     (tmp_path / "slow.py").write_text(SLOW.replace("layers.Dense(1)", "layers.Dense(1, 'tanh')"))
     said = finished(command_line("sweep", *arguments), 2)
-    assert "A sweep of a name that exists goes on as it was" in said and "tanh" in said
+    assert "A sweep of a name that exists resumes as it was" in said and "tanh" in said
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "fast").touch()
     finished(command_line("sweep", *arguments))

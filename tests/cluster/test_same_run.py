@@ -92,7 +92,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir(folder)) == before
 
     # goes on with what is new
-    with pytest.warns(UserWarning, match=r"run: goes on with learning_rate 1e-12, was 0\.01"):
+    with pytest.warns(UserWarning, match=r"run: resumes with learning_rate 1e-12, was 0\.01"):
         on = run(tmp_path, 2, config={"learning_rate": 1e-12}, resume=True, workers=1).fit()
     assert list(on.metrics_dataframe["epoch"]) == [1, 2] and on.path == folder
     for a, b in zip(weights(first), weights(on), strict=True):
@@ -105,7 +105,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     kept = weights(on)
     anew = run(tmp_path, optimizer="sgd", resume=False).fit()
     aside = next(n for n in os.listdir(tmp_path) if n.startswith("run_until_"))
-    assert f"run: starts anew; what was there is now the run '{aside}'" in capsys.readouterr().out
+    assert f"run: starts from scratch; the previous run is archived as '{aside}'" in capsys.readouterr().err
     assert anew.path == folder and anew.metrics["epoch"] == 1 and len(anew.metrics_dataframe) == 1
     assert type(raytf.load_model(folder).optimizer).__name__ == "SGD"
     old = raytf.load_model(str(tmp_path / aside))
@@ -166,7 +166,7 @@ def read_csv(path):
 
 def test_resume_must_find_something(tmp_path):
     for changes in ({"name": "nowhere"}, {"name": None}):
-        with pytest.raises(raytf.ConfigError, match="With resume=True a run goes on from a checkpoint; received: no"):
+        with pytest.raises(raytf.ConfigError, match="With resume=True a run resumes from a checkpoint; received: no"):
             run(tmp_path, resume=True, workers=1, **changes).fit()
     assert os.listdir(tmp_path) == []
     with pytest.raises(raytf.ConfigError, match='resume must be "auto", True or False'):

@@ -129,7 +129,7 @@ def test_what_waits_says_for_what(monkeypatch, capsys):
     monkeypatch.setattr(streamed, "_REPORT_INTERVAL", 0.01)
     with streamed.watched("train"):
         signal.sigtimedwait([], 0.1)
-    assert "'train' is not read after 0 s, reading goes on; " in capsys.readouterr().err
+    assert "'train' is not read after 0 s, reading continues; " in capsys.readouterr().err
 
 
 def test_a_server_that_is_killed_comes_back_to_the_same_rows(stream):

@@ -25,7 +25,7 @@ def test_it_says_so_once_and_again_later(table, capsys):
     for _ in range(3):
         table.on_step_end(0, [waiting(2)])
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("raytf sweep: 1 trial(s) wait to start; one needs 2 CPU, and ")
+    assert len(said) == 1 and said[0].startswith("raytf: 1 trial(s) wait to start; one needs 2 CPU, and ")
     for _ in range(3):
         table.on_step_end(0, [waiting(2), SimpleNamespace(status="RUNNING")])
     assert not capsys.readouterr().err and table.fatal is None

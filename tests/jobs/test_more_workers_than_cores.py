@@ -56,5 +56,5 @@ def test_they_share_the_cores(tmp_path, warm_starts):
         )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert lines.count(f"{cores + 1} processes share the {cores} core(s) of this machine") == 1, done.stdout
+    assert done.stderr.count(f"raytf: {cores + 1} processes share the {cores} core(s) of this machine") == 1
     assert any(line.startswith("fit ['epoch', 'loss'") for line in lines) and "sweep 2 []" in lines

@@ -255,7 +255,7 @@ def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capf
     at_first = named.replace(
         "in Mine.on_train_batch_end", r"(in Mine.on_train_batch_end|between two steps,)"
     )  # told late
-    assert re.search(rf"raytf run: worker 1 is waited for: {at_first} step 7", err)
+    assert re.search(rf"raytf run: the other workers wait for worker 1: {at_first} step 7", err)
     assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
 
 

@@ -274,7 +274,7 @@ def reordered(place: Place, name: str):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = train(place, case, begins=left(place, name, place.world))
-    told = [str(w.message) for w in caught if "begins anew" in str(w.message)]
+    told = [str(w.message) for w in caught if "starts again" in str(w.message)]
     assert len(told) == 1 and "have seen 4 of its steps" in told[0], told
     assert "(batch_size 25, was 20)" in told[0], told
     return {"epochs": out["n:last"][3:], "seen": out["n:last"][1], "steps": out["optimizer0"]}

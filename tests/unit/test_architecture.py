@@ -9,6 +9,7 @@ import raytf
 # A room imports those to its left; what is within one room has no circle.
 ORDER = (
     *(
+        "logs",
         "timeouts",
         "errors",
         "validation",

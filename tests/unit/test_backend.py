@@ -96,9 +96,9 @@ def test_communication_options():
         ({"pin_cpus": 0}, 'pin_cpus must be "auto" or False; received: 0'),
         ({"spares": -1}, "spares must be a number of processes, at least 0; received: -1"),
         ({"spares": True}, "spares must be a number of processes"),
-        ({"spares": 1, "heal": False}, "spares take the places of workers that are healed; .*heal=False"),
-        ({"spares": 1, "communication": "nccl"}, "spares take the places of workers that are healed"),
-        ({"spares": 1, "sync_every": 2}, "spares take the places of workers that are healed"),
+        ({"spares": 1, "heal": False}, "spares replace lost workers in place, which needs heal=True; .*heal=False"),
+        ({"spares": 1, "communication": "nccl"}, "spares replace lost workers in place, which needs heal=True"),
+        ({"spares": 1, "sync_every": 2}, "spares replace lost workers in place, which needs heal=True"),
         ({"intra_op_threads": 0}, "intra_op_threads must be at least 1"),
     ],
 )
@@ -124,7 +124,7 @@ def test_spares_are_refused_where_none_could_take_a_place(scaling, failures, str
 
 
 def test_spares_of_a_tensorflow_trainer_and_of_enough_workers():
-    with pytest.raises(ConfigError, match="those of a TensorflowTrainer all start anew; received: spares=1"):
+    with pytest.raises(ConfigError, match="those of a TensorflowTrainer all restart; received: spares=1"):
         TensorflowTrainer(
             print, scaling_config=ScalingConfig(num_workers=2), tensorflow_config=TensorflowConfig(spares=1)
         )

@@ -182,7 +182,7 @@ def test_a_checkpoint_of_format_1_is_read_and_its_pickles_are_not(tmp_path):
     other, callback = functional({"units": 4}), keras.callbacks.EarlyStopping(patience=2)
     checkpoint.restore(str(tmp_path), other, {"learning_rate": 0.5})
     np.testing.assert_array_equal(model.get_weights()[0], other.get_weights()[0])
-    with pytest.warns(UserWarning, match="callbacks start anew"):
+    with pytest.warns(UserWarning, match="callbacks start from scratch"):
         checkpoint.restore_callbacks(str(tmp_path), CallbackStates([callback]))
     for loaded in (checkpoint.load_model(tmp_path), checkpoint.load_model(tmp_path, build_model=lambda c: other)):
         np.testing.assert_array_equal(loaded(x), model(x))

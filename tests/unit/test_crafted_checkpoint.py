@@ -315,6 +315,6 @@ def test_a_run_whose_list_is_lost_is_loaded_by_its_newest_whole_checkpoint(craft
     for text in (None, "", "[" * 100_000, "{}"):
         if text is not None:
             (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text(text)
-        with pytest.warns(UserWarning, match="Ray's list of the checkpoints|In its place checkpoint_0"):
+        with pytest.warns(UserWarning, match="Ray's list of the checkpoints|Instead checkpoint_0"):
             model = checkpoint.load_model(tmp_path / "run")
         np.testing.assert_array_equal(model.predict(whole[1], verbose=0), whole[2])

@@ -129,7 +129,7 @@ class Run:
             self.do(NotRecovered("more were lost", again=True, also=dead, new_lost=new_lost))
         elif self.source.random() < 0.3:
             self.do(NotRecovered("no room"))
-            # the others may have kept a checkpoint of the step that all stand behind: so much less is made again
+            # the others may have kept a checkpoint of the last step that all have made: so much less is made again
         else:
             self.dead -= lost
             for rank in lost:
@@ -240,7 +240,7 @@ def test_a_thousand_runs(seed):
         ({"failures_left": 0}, Lost(frozenset([1])), Do.FAIL, "FailureConfig allows no more failures"),
         ({"failures_left": math.inf}, Lost(frozenset([0, 1, 2])), Do.RESTART, "no other worker is left"),
         ({"recovers": False}, Lost(frozenset([1])), Do.RESTART, ""),
-        ({}, Lost(frozenset([1]), frozenset([0])), Do.RESTART, "behind a report of worker 0"),
+        ({}, Lost(frozenset([1]), frozenset([0])), Do.RESTART, "after a report of worker 0"),
         ({}, Lost(frozenset([1]), frozenset([1])), Do.RECOVER, ""),
         ({"phase": Phase.LEAVING}, Lost(frozenset([1])), Do.RECOVER, ""),
         ({"phase": Phase.LEAVING, "asks_again": False}, Lost(frozenset([1])), Do.RESTART, "to end after that step"),

@@ -133,7 +133,7 @@ def test_errors_travel_and_bear_their_exit_codes():
     assert (error.code, error.step, str(error)) == (143, 7, "SIGTERM: it stands there")
     assert isinstance(error, SystemExit) and StoppedError(signal.SIGINT, "").code == 130
     drained = pickle.loads(pickle.dumps(MovedError(7)))
-    assert drained.preempted and "after step 7, from which the run goes on" in str(drained)
+    assert drained.preempted and "after step 7, from which the run resumes" in str(drained)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

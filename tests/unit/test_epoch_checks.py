@@ -43,7 +43,7 @@ def test_nan_is_told_with_its_step_and_the_worker_whose_rows_it_has(tmp_path):
     assert "no finite number since step 2 of epoch 1, with the rows of worker 1" in said(first)
     assert not second["warnings"] and first["epochs"] == 2
     (alone,) = of_workers("nan_of_one_row", 1, tmp_path)
-    assert "no finite number since step 2 of epoch 1. The training goes on" in said(alone)
+    assert "no finite number since step 2 of epoch 1. The training continues" in said(alone)
 
 
 @pytest.mark.slow

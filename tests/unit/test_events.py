@@ -33,40 +33,38 @@ LINES = {
     Kind.WORKER_REPLACED: [
         (
             {"ranks": (0, 2), "seconds": 3.44},
-            "worker 0 and worker 2 was lost and is replaced in place, after 3.4 s; the others kept their processes",
+            "worker 0 and worker 2 was lost and is replaced in place after 3.4 s; the others kept their processes",
         )
     ],
-    Kind.WORKERS_DISCONNECTED: [
-        ({}, "the workers have lost each other, and the processes of all live: they are connected anew")
-    ],
+    Kind.WORKERS_DISCONNECTED: [({}, "the workers have lost each other, and all processes live: they are reconnected")],
     Kind.WORKERS_RECONNECTED: [
-        ({"seconds": 0.5}, "the workers are connected again, after 0.5 s; all kept their processes")
+        ({"seconds": 0.5}, "the workers are connected again after 0.5 s; all kept their processes")
     ],
     Kind.RECOVERY_INTERRUPTED: [
         (
             {"ranks": (1,), "why": "worker 2 was lost"},
-            "worker 2 was lost, while worker 1 was replaced; that begins anew",
+            "worker 2 was lost, while worker 1 was replaced; recovery starts again",
         ),
-        ({"why": "worker 2 was lost"}, "worker 2 was lost, while they were connected anew; that begins anew"),
+        ({"why": "worker 2 was lost"}, "worker 2 was lost, while they were reconnected; recovery starts again"),
     ],
     Kind.RECOVERY_FAILED: [
         (
-            {"ranks": (1,), "why": "no room", "more": ". All workers start anew from the last checkpoint"},
-            "it could not be replaced in place: no room. All workers start anew from the last checkpoint",
+            {"ranks": (1,), "why": "no room", "more": ". All workers restart from the last checkpoint"},
+            "it could not be replaced in place: no room. All workers restart from the last checkpoint",
         ),
-        ({"why": "no answer", "step": 7}, "they could not be connected anew: no answer"),
+        ({"why": "no answer", "step": 7}, "they could not be reconnected: no answer"),
     ],
     Kind.TRIAL_RESTARTED: [
         (
             {"why": "worker 1 died", "more": " It could not be replaced in place: no room."},
-            "worker 1 died. It could not be replaced in place: no room. All workers of the trial start anew from its "
+            "worker 1 died. It could not be replaced in place: no room. All workers of the trial restart from its "
             "last checkpoint, unless it has failed more often than FailureConfig allows",
         )
     ],
     Kind.RESIZED: [
         (
             {"workers": 2, "before": 1},
-            "there is room for 2 workers, and the run has 1: it goes on with 2 after this step",
+            "scaling from 1 to 2 workers after the current step",
         )
     ],
     Kind.RESIZE_DELAYED: [
@@ -80,31 +78,32 @@ LINES = {
     Kind.NOT_TOLD: [
         (
             {"more": "a node is drained", "why": "no answer"},
-            "a node is drained, and the workers could not be told: no answer",
+            "a node is drained, and the workers could not be reached: no answer",
         )
     ],
     Kind.STOP_REQUESTED: [({"why": "SIGTERM", "more": "ends after this step"}, "SIGTERM: ends after this step")],
     Kind.STOPPED: [({"why": "SIGINT", "more": "ended at once"}, "SIGINT: ended at once")],
-    Kind.STANDBY_STARTED: [({"node": NODE}, "a spare process starts on node abababab")],
-    Kind.STANDBY_LOST: [({"node": NODE, "why": "it died"}, "a spare process on node abababab is of no use: it died")],
+    Kind.STANDBY_STARTED: [({"node": NODE}, "a standby worker starts on node abababab")],
+    Kind.STANDBY_LOST: [
+        ({"node": NODE, "why": "it died"}, "the standby worker on node abababab cannot be used: it died")
+    ],
     Kind.STANDBY_LIMITED: [
-        ({"why": "KeyError"}, "spare processes import TensorFlow alone, as a step ahead failed in one: KeyError")
+        ({"why": "KeyError"}, "standby workers only import TensorFlow, as the warm-up step failed in one: KeyError")
     ],
     Kind.STANDBY_GIVEN_UP: [
         (
             {"node": NODE, "why": "it died"},
-            "no spare process can be kept on node abababab; one that takes the place of a lost worker there is to "
-            "start then: it died",
+            "no standby worker can be kept on node abababab; a replacement there starts when it is needed: it died",
         )
     ],
     Kind.WORKER_HUNG: [
         (
             {"ranks": (1,), "why": "stands in lock", "more": "a stack"},
-            "worker 1 is waited for: stands in lock\na stack",
+            "the other workers wait for worker 1: stands in lock\na stack",
         ),
-        ({"name": "chief 0", "why": "stands in lock"}, "chief 0 is waited for: stands in lock"),
+        ({"name": "chief 0", "why": "stands in lock"}, "the other workers wait for chief 0: stands in lock"),
     ],
-    Kind.WORKER_WENT_ON: [({"ranks": (1,)}, "worker 1 goes on")],
+    Kind.WORKER_WENT_ON: [({"ranks": (1,)}, "worker 1 continues")],
     Kind.STRAGGLER: [({"ranks": (1,), "node": "host", "why": "slower"}, "worker 1 on host is slower")],
     Kind.WORKERS_RENEWED: [
         ({"why": "it grew", "more": "run the next trial"}, "it grew: new workers run the next trial")
@@ -198,4 +197,4 @@ def test_one_door(monkeypatch, capsys):
     with events.recorded(taken.append):
         events.emit(event)
     events.emit(event)
-    assert taken == [event] * 3 and capsys.readouterr().err == "raytf: worker 1 goes on\n" * 2
+    assert taken == [event] * 3 and capsys.readouterr().err == "raytf: worker 1 continues\n" * 2

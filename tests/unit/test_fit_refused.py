@@ -85,7 +85,7 @@ CASES = {
     "two numbers": (
         model,
         {"num_workers": 2, "scaling_config": ScalingConfig(num_workers=3)},
-        "num_workers is said once",
+        "num_workers is given once",
     ),
     "a stored run": (model, {"run_config": RunConfig(name="run")}, "RunConfig(name='run')"),
     "no epochs": (model, {"epochs": 0}, "epochs must be an integer of at least 1"),

@@ -111,7 +111,7 @@ def test_another_training_of_the_process_counts_its_rings_anew(survivor):
     healer, _, sum_ = survivor
     healer.leave(3)
     until(healer.waiting)
-    healer.command("all start anew")
+    healer.command("all workers restart")
     with pytest.raises(PeerLostError):
         sum_.result(20)
     healer.reset()
@@ -277,7 +277,7 @@ def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(end
         ring.close()
         again = ended.pool.submit(ended.make, "more")
         assert until(ended.healer.waiting).since is None, "the one that is new knows nothing of the epoch before"
-        ended.healer.command("all start anew")
+        ended.healer.command("all workers restart")
         with pytest.raises(PeerLostError):
             again.result(20)
 

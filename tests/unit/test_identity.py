@@ -149,7 +149,7 @@ def test_what_is_refused_and_what_is_said(base):
     was, rate = run_of(base), run_of(told(kinds.functional, rate=0.1))
     with pytest.raises(ConfigError, match=r"if it is the same run; received: 'it' with learning_rate 0\.1, was 0\.01"):
         same_run.check(was, rate, "auto", "it")
-    with pytest.warns(UserWarning, match=r"^it: goes on with learning_rate 0\.1, was 0\.01$"):
+    with pytest.warns(UserWarning, match=r"^it: resumes with learning_rate 0\.1, was 0\.01$"):
         same_run.check(was, rate, True, "it")
     for resume in ("auto", True):
         with pytest.raises(ConfigError, match="with the model and the optimizer .* optimizer SGD, was Adam"):

@@ -39,13 +39,13 @@ def keep(folder, step, state_of):
 def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
     keeping = Keeping.of("digits", tmp_path, "4 steps", "auto")
     assert keeping.newest(told()) == (None, None) and keeping.last() == 0
-    with pytest.raises(ConfigError, match="goes on from a checkpoint"):
+    with pytest.raises(ConfigError, match="resumes from a checkpoint"):
         Keeping.of("digits", tmp_path, "auto", True).newest(told())
     keep(tmp_path / "digits" / "fit", 4, told())
     keep(tmp_path / "digits" / "fit", 6, json.loads(json.dumps(told())))
     files, state = keeping.newest(told())
     assert state.step == keeping.last() == 6 and checkpoint_files.STATE in files
-    assert "digits: goes on after step 6 (step 2 of epoch 2)" in capsys.readouterr().out
+    assert "digits: resumes after step 6 (step 2 of epoch 2)" in capsys.readouterr().err
     for other, message in [
         (told(units=4), "units"),
         (told(x=X + 1), "other contents of datasets"),
@@ -55,7 +55,7 @@ def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
     ]:
         with pytest.raises(ConfigError, match=message):
             keeping.newest(other)
-    with pytest.warns(UserWarning, match="goes on with batch_size 3, was 2"):
+    with pytest.warns(UserWarning, match="resumes with batch_size 3, was 2"):
         assert Keeping.of("digits", tmp_path, "auto", True).newest(told(batch=3))[1].step == 6
     assert Keeping.of("digits", tmp_path, "auto", False).newest(told(batch=3)) == (None, None)
     assert not (tmp_path / "digits" / "fit").exists()

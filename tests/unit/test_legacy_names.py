@@ -14,7 +14,7 @@ OLD = {
     "tf.keras.losses.mean_absolute_error": "tf.keras.losses.mean_absolute_error is Keras 2's",
     "tf.keras.experimental.CosineDecay": "tf.keras.experimental is Keras 2's",
     "tf.keras.layers.experimental.preprocessing": "tf.keras.layers.experimental is Keras 2's",
-    "keras.preprocessing.text.Tokenizer": "import tf_keras in the place of keras",
+    "keras.preprocessing.text.Tokenizer": "import tf_keras instead of keras",
     "__import__('keras.preprocessing.text')": "keras.preprocessing.text is Keras 2's",
     "keras.backend.mean": "keras.backend.mean is Keras 2's",
     "exec('from tensorflow.keras.losses import mean_absolute_error')": "losses.mean_absolute_error is Keras 2's",

@@ -94,7 +94,7 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
         found = folder.last()
     assert found.step == 6 and found.relisted == (("checkpoint_0",), ""), "Ray's list is made anew all the same"
     whole(folder, "checkpoint_1", {"version": 3, "epoch": 2, "step": 8, "stopped": False, "history": [], "seed": 0})
-    with pytest.warns(UserWarning, match="Damaged: step_000000000009 .*In its place checkpoint_1 is taken"):
+    with pytest.warns(UserWarning, match="Damaged: step_000000000009 .*Instead checkpoint_1 is taken"):
         assert folder.last().step == 8, "the end of an epoch is newer than the whole checkpoint of a step"
     aside = folder.put_aside()
     assert folder.last() is None and any(
@@ -105,9 +105,9 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
 def test_what_is_told_of_a_damaged_end_of_an_epoch_is_where_the_run_goes_on(folder, capsys):
     within(folder, 6, 2)
     write(folder, "checkpoint_2026-01-01_00-00-00.000001/state.json", "torn")
-    with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*In its place step_000000000006 is taken"):
+    with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*Instead step_000000000006 is taken"):
         assert folder.last().step == 6
-    assert "starts anew" not in capsys.readouterr().out
+    assert "starts from scratch" not in capsys.readouterr().err
 
 
 def snapshot(names):
@@ -141,8 +141,8 @@ def epoch(folder, **arguments):
 def test_what_becomes_of_an_epoch_that_was_begun_is_said(folder):
     within(folder, 6, 2, seed=3)
     last = folder.last()
-    assert keras_trainer._goes_on(last, {"seed": 3}) == "goes on after step 2 of epoch 3"
-    anew = "begins epoch 3, of which 2 step(s) were made, anew, as they would have other rows now (seed 4, was 3)"
+    assert keras_trainer._goes_on(last, {"seed": 3}) == "resumes after step 2 of epoch 3"
+    anew = "begins epoch 3, of which 2 step(s) were made, again, as they would have other rows now (seed 4, was 3)"
     assert keras_trainer._goes_on(last, {"seed": 4}) == anew
 
 
@@ -292,7 +292,7 @@ def test_a_list_that_cannot_be_used_is_made_again(folder, how, capsys):
         with pytest.raises(ConfigError, match=SNAPSHOT):
             folder.check_list()
     folder.relist(last, CheckpointConfig())
-    assert "now lists its 2 whole checkpoint(s)" in capsys.readouterr().out
+    assert "now lists its 2 whole checkpoint(s)" in capsys.readouterr().err
     folder.check_list()
     found = read(folder, SNAPSHOT)
     assert [entry["checkpoint_dir_name"] for entry in found["checkpoint_results"]] == ["checkpoint_0", "checkpoint_2"]
@@ -347,7 +347,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_list(folder):
 def test_what_ended_within_its_first_checkpoint_starts_anew(folder, capsys):
     write(folder, "checkpoint_0/model.keras", "wei")
     assert folder.last() is None
-    assert "none of its checkpoints is whole" in capsys.readouterr().out
+    assert "none of its checkpoints is whole" in capsys.readouterr().err
     folder.check_list()
     write(folder, SNAPSHOT, "")
     with pytest.raises(ConfigError, match=f"{SNAPSHOT}, which lists them, is empty. Use resume=False"):

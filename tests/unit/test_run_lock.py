@@ -115,7 +115,7 @@ def test_a_killed_driver_is_followed_at_once(tmp_path, capsys):
     with RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")) as lock:
         lock.confirm()
     assert re.search(
-        rf"the lock of process {pid} on \S+ \(since .*\), which is gone, is taken over", capsys.readouterr().out
+        rf"the lock of process {pid} on \S+ \(since .*\), which is gone, is taken over", capsys.readouterr().err
     )
 
 
@@ -141,7 +141,7 @@ def test_a_driver_on_another_machine_is_judged_by_its_heartbeat(place, monkeypat
         os.utime(path, (time.time() - 100, time.time() - 100))
     with RunLock(*place) as lock:
         lock.confirm()
-    assert "gave no sign of life" in capsys.readouterr().out
+    assert "gave no sign of life" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -225,7 +225,7 @@ def test_a_sweep_of_a_name_goes_on_as_it_was_only():
     one.resumed(old)
     one.check_same(old, "runs/one")  # of a raytf that did not remember these
     for other in (options(tune.uniform(1e-4, 0.1)), options(tune.loguniform(1e-4, 1.0)), options(0.1)):
-        with pytest.raises(ConfigError, match="A sweep of a name that exists goes on as it was; received: 'runs/one'"):
+        with pytest.raises(ConfigError, match="A sweep of a name that exists resumes as it was; received: 'runs/one'"):
             other.check_same(remembered, "runs/one")
     with pytest.raises(ConfigError, match="metric 'val_loss', which was 'loss'"):
         options(tune.loguniform(1e-4, 0.1), metric="val_loss").check_same(remembered, "runs/one")

@@ -67,9 +67,9 @@ def test_the_newest_whole_one_behind_tunes_checkpoint(tmp_path):
     assert reports == 2 and files[checkpoint_files.STATE] == (second / checkpoint_files.STATE).read_bytes()
     assert newest(6) is None, "Tune's own holds as much"
     os.truncate(second / checkpoint_files.MODEL, 10)
-    with pytest.warns(UserWarning, match=f"Damaged: {second.name}.* In its place {first.name} is taken"):
+    with pytest.warns(UserWarning, match=f"Damaged: {second.name}.* Instead {first.name} is taken"):
         assert newest(0)[1] == 1
-    with pytest.warns(UserWarning, match=r"Damaged: .* The trial goes on from step 4, that of Tune's checkpoint"):
+    with pytest.warns(UserWarning, match=r"Damaged: .* The trial resumes from step 4, that of Tune's checkpoint"):
         assert newest(4) is None
     (first / TRIAL).write_text(json.dumps({"reports": "1"}))
     (first / checkpoint_files.MANIFEST).unlink()

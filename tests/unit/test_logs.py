@@ -1,0 +1,60 @@
+"""Messages go through `logging`: shown by default, by level, and as the user has set it. No Ray."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from raytf import events, logs
+from raytf.events import Kind, RunEvent
+
+LOST = RunEvent(kind=Kind.WORKER_LOST, ranks=(1,), why="it died")
+CONTINUES = RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,))
+
+
+@pytest.fixture
+def level():
+    """Gives the logger of raytf back as it was."""
+    top = logging.getLogger(logs.NAME)
+    before = top.level
+    yield top
+    top.setLevel(before)
+
+
+def test_messages_are_lines_on_stderr(capsys):
+    events.emit(LOST)
+    out, err = capsys.readouterr()
+    assert err == "raytf: worker 1 was lost: it died\n" and not out
+
+
+def test_a_level_leaves_what_is_lost(level, capsys):
+    level.setLevel(logging.WARNING)
+    events.emit(CONTINUES)
+    events.emit(LOST)
+    assert capsys.readouterr().err == "raytf: worker 1 was lost: it died\n"
+
+
+def test_a_user_takes_them_with_a_handler_of_his_own(level):
+    taken: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = taken.append
+    level.addHandler(handler)
+    try:
+        events.emit(LOST)
+    finally:
+        level.removeHandler(handler)
+    assert [(r.name, r.levelname, r.getMessage()) for r in taken] == [
+        ("raytf.events", "WARNING", "worker 1 was lost: it died")
+    ]
+
+
+def test_what_was_set_before_the_import_stays_and_the_root_logger_shows_nothing_twice():
+    script = (
+        "import logging; logging.basicConfig(); logging.getLogger('raytf').setLevel('ERROR');"
+        "from raytf import logs; log = logs.get_logger('raytf.one'); log.warning('no'); log.error('once')"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stderr == "raytf: once\n"
