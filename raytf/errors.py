@@ -97,16 +97,16 @@ def _of_python(text: str) -> str:
 
 
 class RaytfError(Exception):
-    """Base of every error that raytf raises on purpose."""
+    """Base class of all errors that raytf raises on purpose."""
 
 
 class ConfigError(RaytfError, ValueError):
-    """An argument is wrong, and this is known before any worker starts.
+    """Raised when an argument is wrong, before any worker starts.
 
     Args:
-        rule: what must hold, as a clause without a full stop.
-        received: the value that broke it, as it should be shown.
-        fix: what to do about it, as a clause without a full stop.
+        rule: What must hold, as a clause without a full stop.
+        received: The value that broke the rule, as it should be shown.
+        fix: What to do, as a clause without a full stop.
     """
 
     def __init__(self, rule: str, received: object, fix: str):
@@ -149,12 +149,12 @@ class PeerLostError(RaytfError, ConnectionError):
 
 
 class TrainingError(RaytfError, RuntimeError):
-    """A worker failed; the message is the first cause, with the rank it came from.
+    """Raised when a worker failed. The message is the first cause, with the rank of its worker.
 
     Args:
-        rank: world rank of the worker that failed first, or None where no worker is to blame.
-        cause: one line, type and message of the first cause.
-        details: traceback text of that worker, "" if there is none.
+        rank: World rank of the worker that failed first, or None if no single worker did.
+        cause: Type and message of the first cause, in one line.
+        details: Traceback of that worker, or "" if there is none.
     """
 
     def __init__(self, rank: int | None, cause: str, details: str = ""):
@@ -175,15 +175,17 @@ class StreamError(RaytfError, RuntimeError):
 
 
 class StoppedError(RaytfError, SystemExit):
-    """A run was ended by a signal; says where it goes on. A script that does not catch it ends with its `code`.
+    """Raised when a signal has stopped a run; its message says from which step the run resumes.
+
+    It is a `SystemExit`: a script that does not catch it ends with `code`.
 
     Args:
-        number: of the signal, 2 (SIGINT) or 15 (SIGTERM).
-        where: the run stands, as a clause without a full stop.
-        step: steps that are made in all and kept, or None where this start has made none.
+        number: Number of the signal, 2 (SIGINT) or 15 (SIGTERM).
+        where: State of the run, as a clause without a full stop.
+        step: Steps that are made in all and in a checkpoint, or None if this start has made none.
 
     Attributes:
-        code: 130 after SIGINT, 143 after SIGTERM.
+        code: Exit code: 130 after SIGINT, 143 after SIGTERM.
     """
 
     def __init__(self, number: int, where: str, step: int | None = None):

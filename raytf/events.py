@@ -234,20 +234,21 @@ class Recorder:
 
 
 def run_events(run: Any) -> list[RunEvent]:
-    """Returns what has happened to a run, in the order of time.
+    """Returns the events of a run in the order of time, such as lost and replaced workers, restarts, stops and resizes.
 
     Args:
-        run: the `Result` of a `KerasTrainer` or of a trial, or the path or URI of its folder.
+        run: The `Result` of a `KerasTrainer` or of a trial, or the path or URI of its folder.
 
     Returns:
-        A `RunEvent` for each: lost, replaced and restarted workers, stops, other numbers of workers, stragglers.
+        A list of `RunEvent`; `str(event)` is the line that was logged.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: There is no such folder.
 
     Example:
-        >>> import raytf
-        >>> [str(event) for event in raytf.run_events("runs/example")]
+        >>> import raytf, tempfile
+        >>> [str(event) for event in raytf.run_events(tempfile.mkdtemp())]
+        []
     """
     if hasattr(run, "filesystem"):
         filesystem, path = run.filesystem, run.path

@@ -950,12 +950,19 @@ def new_token() -> bytes:
 
 
 def keep_token(token: bytes, generation: int = 0) -> None:
-    """Gives this process the token of its next rings, in memory alone.
+    """Sets the secret token with which this process joins raytf's ring. It is kept in memory only.
+
+    raytf's trainers and `raytf run` call it. Call it in processes that you start yourself, before the strategy is
+    built.
 
     Args:
-        token: `TOKEN_BYTES` random bytes, which the ring's processes get over a channel that no stranger reads.
-        generation: of the next ring, 0 <= generation < 2**32, the same in all processes; that of each further one is
-            one higher.
+        token: `TOKEN_BYTES` random bytes, the same in all processes of the ring. Send them over a private channel.
+        generation: Number of the next ring, 0 <= generation < 2**32, the same in all processes. Each further ring of
+            the process has the next number.
+
+    Example:
+        >>> import raytf, secrets
+        >>> raytf.keep_token(secrets.token_bytes(32))
     """
     global _token, _generation
     _token, _generation = token, generation

@@ -16,23 +16,28 @@ from raytf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a dataset, and how it becomes a tensor; wherever a trainer takes a column's name.
+    """Describes how a column of a dataset becomes a tensor. Trainers take it wherever they take the name of a column.
 
     Args:
-        name: the column.
-        ragged: lists of different lengths become a `tf.RaggedTensor`.
-        pad: lists of different lengths are filled up, to this length, or with "batch" to the longest of each global
-            batch, so that the result does not depend on the number of workers.
-        pad_value: what they are filled up with.
-        bucket: rows whose lists are of similar length share a batch, to save filling up; with `ragged` or `pad`.
-        fill: stands for nulls; without it a column with nulls is refused.
-        image: (height, width, channels) of PNG, JPEG, GIF or BMP files in bytes; decoded, and resized where
-            they differ, to uint8.
-        shape: shape of a row whose values are raw bytes of a fixed size; needs `dtype`.
-        dtype: numbers are converted to this NumPy dtype; by default none is changed.
+        name: Name of the column.
+        ragged: Whether lists of different lengths become a `tf.RaggedTensor`.
+        pad: Length to which lists are padded, at least 1; or "batch" for the longest list of each global batch, so that
+            the result does not depend on the number of workers.
+        pad_value: Value that lists are padded with.
+        bucket: Whether rows with lists of similar lengths share a batch, which saves padding. Needs `ragged` or `pad`.
+        fill: Value that replaces nulls. Without it columns with nulls are refused.
+        image: Shape `(height, width, channels)` of images, for bytes of PNG, JPEG, GIF or BMP files. They are decoded,
+            and resized where they differ, to uint8.
+        shape: Shape of a row, for raw bytes of a fixed size. Needs `dtype`.
+        dtype: NumPy dtype that numbers are converted to. None keeps the column's.
 
     Raises:
-        ConfigError: options that do not go together.
+        ConfigError: The options do not go together.
+
+    Example:
+        >>> import raytf
+        >>> tokens = raytf.Column("tokens", pad="batch", pad_value=0)
+        >>> photo = raytf.Column("jpeg", image=(224, 224, 3))
     """
 
     name: str

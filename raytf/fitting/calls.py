@@ -68,61 +68,69 @@ def fit(
     verify: Literal["warn", "error", False] = "warn",
     nan: Literal["warn", "stop", "ignore"] = "warn",
 ) -> keras.callbacks.History:
-    """Trains a compiled model on several workers, as `model.fit` would here, and puts what it learnt into it.
+    """Trains a compiled model on several workers, with the result of `model.fit` in this process.
 
-    The model travels to the workers as it is, with classes and functions of a notebook, and its weights, optimizers,
-    seeds and metrics come back into the same object, as the callbacks' attributes do, but for what does not pickle.
-    Other attributes of the model that a `train_step` sets stay on the workers, which stay for the next call. An
-    interrupt ends the workers; the model then has the weights of the last epoch that had ended.
+    The model is sent to the workers with its classes and functions, also those of a notebook. Afterwards weights,
+    optimizers, seeds, metrics and attributes of callbacks are put back into the same objects; what cannot be pickled
+    stays on the workers. Workers are kept for the next call. Ctrl-C ends them, and the model then has the weights of
+    the last complete epoch.
 
-    With a `name` the workers keep checkpoints, and the same call, of the same model and data, goes on at the next step
-    where the last one was interrupted, failed or was killed; a first signal then ends it after the step that it is in.
-    They are removed when the training has come to its end.
+    With a `name` the workers write checkpoints. The same call with the same model and data then resumes at the next
+    step after an interrupt, a failure or a kill. The checkpoints are removed when the training is complete.
 
     Args:
-        model: a compiled `keras.Model`, made outside of any `tf.distribute` strategy.
+        model: A compiled `keras.Model`, built outside of any `tf.distribute` strategy.
         x: NumPy arrays, tensors, pandas or Arrow tables (as matrices), or lists and dicts of these as the model takes
-            them; a finite `tf.data.Dataset` of batches; or rows with columns that `features` and `labels` name: a
-            table, a path of Parquet, a `ray.data.Dataset`.
-        y: labels of arrays, likewise.
-        batch_size: rows of the **global** batch, at least one for each worker; 32 by default.
-        epochs: the epoch to end with, at least 1.
-        verbose: 0 prints nothing; else a line for each epoch, and a live one in a terminal.
-        callbacks: Keras callbacks; they run on every worker, and write files on the chief alone.
-        validation_split: share of the last rows of arrays to validate on, 0 to 1.
-        validation_data: (x, y), (x, y, sample_weight), or rows with the same columns as `x`.
-        shuffle: whether rows come in another order in each epoch, the same for any number of workers.
-        class_weight: weight of each class, for arrays.
-        sample_weight: weights of rows of arrays, or the name of a column.
-        initial_epoch: the first epoch, counted from 0.
-        steps_per_epoch: refused unless it is the number of batches: every row comes once an epoch.
-        validation_steps: batches of the validation, at least 1; all by default.
-        validation_batch_size: rows of a batch of the validation; `batch_size` by default.
-        validation_freq: validate every so many epochs, or after the epochs of a list.
-        features, labels: columns of `x`, as `KerasTrainer` takes them.
-        num_workers: at least 1; 1 by default.
-        scaling_config: `ray.train.ScalingConfig`, in the place of `num_workers`.
-        run_config: `ray.train.RunConfig`, of which `worker_runtime_env` is used.
-        name: of the checkpoints of this training; without one nothing is stored.
-        storage: folder or URI that all hosts see, below which they lie; Ray's own, `~/ray_results`, by default.
-        checkpoint_every: when to keep some within epochs, see `KerasTrainer`; each epoch ends with one.
-        resume: "auto" goes on where there are checkpoints of the same training, True also with what has changed, and
-            False starts anew, and removes them.
-        verify: compares, beside the start, two workers with one process on a few of the rows; see `KerasTrainer`.
-        nan: what to do when the loss is no finite number: "warn", "stop" or "ignore"; see `KerasTrainer`.
+            them, each of shape (rows, ...); a finite `tf.data.Dataset` of batches; or rows whose columns `features` and
+            `labels` name: a table, a path of Parquet files, or a `ray.data.Dataset`.
+        y: Labels, in the forms of `x`, or None where `x` contains them.
+        batch_size: Rows of the **global** batch, an int of at least the number of workers; 32 by default.
+        epochs: Index of the epoch to end with, at least 1.
+        verbose: 0 prints nothing. Else a line per epoch is printed, and a live line in terminals.
+        callbacks: List of Keras callbacks. They run on every worker; only the chief writes files.
+        validation_split: Share of the last rows of arrays that is used for validation, 0 to 1.
+        validation_data: `(x, y)`, `(x, y, sample_weight)`, or rows with the columns of `x`.
+        shuffle: Whether the order of rows changes in each epoch. It is the same on any number of workers.
+        class_weight: Dict of weights by class, for arrays.
+        sample_weight: Array of weights by row, or the name of a column.
+        initial_epoch: Index of the first epoch, from 0.
+        steps_per_epoch: Number of batches of an epoch. Other values are refused: each row is used once an epoch.
+        validation_steps: Number of batches of a validation, at least 1; all by default.
+        validation_batch_size: Rows of a batch of the validation; `batch_size` by default.
+        validation_freq: Number of epochs between validations, or a list of epochs.
+        features: Columns of `x` that are features, as in `KerasTrainer`.
+        labels: Columns of `x` that are labels, as in `KerasTrainer`.
+        num_workers: Number of workers, at least 1; 1 by default.
+        scaling_config: A `ray.train.ScalingConfig`, instead of `num_workers`.
+        run_config: A `ray.train.RunConfig`, of which `worker_runtime_env` is used.
+        name: Name of the training, for its checkpoints. Without one nothing is stored.
+        storage: Folder or URI for the checkpoints, which all hosts can reach; `~/ray_results` by default.
+        checkpoint_every: When to write checkpoints within epochs, as in `KerasTrainer`. Each epoch ends with one.
+        resume: "auto" resumes the same training from its checkpoints. True resumes also with changes. False removes
+            them and starts from scratch.
+        verify: Whether to compare two workers with one process on a few rows, as in `KerasTrainer`.
+        nan: What to do if the loss is NaN or infinite: "warn", "stop" or "ignore", as in `KerasTrainer`.
 
     Returns:
-        A `keras.callbacks.History` with a global value for each metric and epoch.
+        A `keras.callbacks.History` with one global value per metric and epoch.
 
     Raises:
-        ConfigError: an argument, the model or the data is wrong; no worker has started.
-        TrainingError: a worker failed; the model has the weights of the last epoch that had ended, which the first two
-            workers hold: those of before the call, if their processes are gone. One whose process is lost within a step
-            is replaced in place where that can be done, as a `KerasTrainer` does, at most three times in a call; the
-            error says why it was not. Where it is the chief, callbacks come back with what a checkpoint keeps of them:
-            plain values, and what their `get_state()` gives.
-        StoppedError: SIGTERM or SIGINT came (to the main thread); likewise. It is a `SystemExit`, and after SIGINT a
-            `KeyboardInterrupt`, too.
+        ConfigError: An argument, the model or the data is wrong. No worker has started.
+        TrainingError: A worker failed and could not be replaced; workers are replaced at most three times in a call.
+            The model has the weights of the last complete epoch, or those of before the call if the workers that hold
+            them are lost. If the chief was replaced, callbacks have what checkpoints keep of them: plain values, and
+            what `get_state()` returns.
+        StoppedError: SIGTERM or SIGINT came to the main thread. It is a `SystemExit`, and after SIGINT also a
+            `KeyboardInterrupt`.
+
+    Example:
+        >>> import keras, numpy, raytf
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = numpy.random.rand(64, 4)
+        >>> history = raytf.fit(model, x, x.sum(1), epochs=2, num_workers=2, verbose=0)
+        >>> len(history.history["loss"])
+        2
     """
     _check_model(model, "fit")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
@@ -195,20 +203,38 @@ def evaluate(
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
 ) -> Any:
-    """Evaluates a compiled model on several workers, as `model.evaluate` would in this process.
+    """Evaluates a compiled model on several workers, with the result of `model.evaluate` in this process.
 
     Args:
-        model, x, y, batch_size, sample_weight, features, labels, num_workers, scaling_config, run_config: see `fit`.
-        verbose: taken and not needed: nothing is printed.
-        steps: batches to evaluate, at least 1; all by default.
-        callbacks: Keras callbacks, on every worker.
-        return_dict: give a dict by name.
+        model: A compiled `keras.Model`.
+        x: Features, as in `raytf.fit`.
+        y: Labels, as in `raytf.fit`.
+        batch_size: Rows of the **global** batch; 32 by default.
+        verbose: 0 shows nothing; else terminals show what the call waits for.
+        sample_weight: Array of weights by row, or the name of a column.
+        steps: Number of batches, at least 1; all by default.
+        callbacks: List of Keras callbacks, which run on every worker.
+        return_dict: Whether to return a dict by name.
+        features: Columns of `x` that are features, as in `raytf.fit`.
+        labels: Columns of `x` that are labels, as in `raytf.fit`.
+        num_workers: Number of workers, at least 1; 1 by default.
+        scaling_config: A `ray.train.ScalingConfig`, instead of `num_workers`.
+        run_config: A `ray.train.RunConfig`, of which `worker_runtime_env` is used.
 
     Returns:
-        The loss, or a list of loss and metrics, or a dict; of all rows.
+        The loss, a list of loss and metrics, or a dict by name: floats over all rows.
 
     Raises:
-        ConfigError, TrainingError, StoppedError: see `fit`.
+        ConfigError: An argument, the model or the data is wrong. No worker has started.
+        TrainingError: A worker failed.
+        StoppedError: SIGTERM or SIGINT came to the main thread.
+
+    Example:
+        >>> import keras, numpy, raytf
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> sorted(raytf.evaluate(model, numpy.ones((8, 4)), numpy.ones(8), return_dict=True, verbose=0))
+        ['loss']
     """
     _check_model(model, "evaluate")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
@@ -246,21 +272,34 @@ def predict(
     scaling_config: ScalingConfig | None = None,
     run_config: RunConfig | None = None,
 ) -> Any:
-    """Predicts on several workers, as `model.predict` would in this process: one row out for each row in, in order.
+    """Predicts on several workers, with the result of `model.predict` in this process: one row per row of `x`.
 
     Args:
-        model: a `keras.Model`, compiled or not.
-        x, batch_size, features, num_workers, scaling_config, run_config: see `fit`.
-        verbose: taken and not needed: nothing is printed.
-        steps: batches to predict, at least 1; all by default.
-        callbacks: refused: predictions of different workers are made at different times.
+        model: A `keras.Model`, compiled or not.
+        x: Features, as in `raytf.fit`.
+        batch_size: Rows of the **global** batch; 32 by default.
+        verbose: 0 shows nothing; else terminals show what the call waits for.
+        steps: Number of batches, at least 1; all by default.
+        callbacks: Refused, as workers predict different rows at different times.
+        features: Columns of `x` that are features, as in `raytf.fit`.
+        num_workers: Number of workers, at least 1; 1 by default.
+        scaling_config: A `ray.train.ScalingConfig`, instead of `num_workers`.
+        run_config: A `ray.train.RunConfig`, of which `worker_runtime_env` is used.
 
     Returns:
-        NumPy arrays in the structure of the model's outputs; for a path or a `ray.data.Dataset` a `ray.data.Dataset`
-        with a column for each output: its key, or "predictions", or "predictions_0", ...
+        NumPy arrays of shape (rows, ...) in the structure of the model's outputs. For a path or a `ray.data.Dataset` a
+        `ray.data.Dataset` with one column per output: its key, "predictions", or "predictions_0" and so on.
 
     Raises:
-        ConfigError, TrainingError, StoppedError: see `fit`.
+        ConfigError: An argument, the model or the data is wrong. No worker has started.
+        TrainingError: A worker failed.
+        StoppedError: SIGTERM or SIGINT came to the main thread.
+
+    Example:
+        >>> import keras, numpy, raytf
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> raytf.predict(model, numpy.ones((8, 4)), verbose=0).shape
+        (8, 1)
     """
     if not isinstance(model, keras.Model):
         _check_model(model, "predict")

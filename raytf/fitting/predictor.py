@@ -32,32 +32,41 @@ if TYPE_CHECKING:
 
 
 class Predictor:
-    """Predicts batches of rows with the model of a run; loads it once in each process that predicts.
+    """Predicts batches of rows with the model of a run, which each process loads once.
 
-    In actors, each of which loads the model once:
+    Pass the class to `Dataset.map_batches` to predict in actors:
 
         ds.map_batches(raytf.Predictor, fn_constructor_args=(result,), fn_constructor_kwargs={"which": "best"},
                        batch_size=256, compute=ray.data.ActorPoolStrategy(size=4))
 
-    In Ray Data's tasks, whose processes load it once each, and with any model, also one of a notebook:
+    Pass an instance to predict in Ray Data's tasks, also with a model of a notebook:
 
         ds.map_batches(raytf.Predictor(model, features="image"), batch_size=256)
 
     Args:
-        run: a `ray.train.Result`, a `ray.train.Checkpoint`, a path or URI as `raytf.load_model` takes it, or a
-            `keras.Model`, whose weights of the first use count, and which goes into Ray's object store once.
-        features: columns of a batch that the model takes, as `raytf.KerasTrainer` takes them; by default those that
-            the run was trained with, or else those that bear the names of the model's inputs.
-        keep: columns of a batch that are handed on beside the predictions; all by default.
-        which, metric, mode, average, build_model, config, custom_objects: see `raytf.load_model`; not for a model.
+        run: A `ray.train.Result`, a `ray.train.Checkpoint`, a path or a URI, as in `raytf.load_model`; or a
+            `keras.Model`, which is stored once in Ray's object store, with its weights at the first use.
+        features: Columns that the model takes, as in `raytf.KerasTrainer`. By default those of the run's training, or
+            those with the names of the model's inputs.
+        keep: List of columns that are returned in addition to the predictions; all by default.
+        which: See `raytf.load_model`; not for a `keras.Model`, as are the arguments that follow.
+        metric: See `raytf.load_model`.
+        mode: See `raytf.load_model`.
+        average: See `raytf.load_model`.
+        build_model: See `raytf.load_model`.
+        config: See `raytf.load_model`.
+        custom_objects: See `raytf.load_model`.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: An argument is wrong.
 
     Example:
-        >>> predictor = raytf.Predictor("/shared/runs/digits", which="best", keep=["id"])
-        >>> predictor({"id": ids, "image": images})["predictions"].shape
-        (32, 10)
+        >>> import keras, numpy, raytf
+        >>> model = keras.Sequential([keras.Input((4,), name="x"), keras.layers.Dense(1)])
+        >>> predictor = raytf.Predictor(model, keep=["id"])
+        >>> batch = predictor({"id": numpy.arange(8), "x": numpy.ones((8, 4))})
+        >>> sorted(batch), batch["predictions"].shape
+        (['id', 'predictions'], (8, 1))
     """
 
     def __init__(

@@ -22,18 +22,26 @@ class Elsewhere(keras.callbacks.Callback):
 
 
 def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Callback:
-    """Keeps a Keras callback to the chief, the worker of rank 0; on the others it does nothing.
+    """Returns a callback that runs on the chief (rank 0) only; on other workers it does nothing.
 
-    For callbacks that write files, send, or begin a run of a tracker. What it decides (to stop, a learning rate) holds
-    for all workers. It must not call `fit`, `evaluate` or `predict` of a model that several workers train, as these
-    wait for all. Callbacks of `wandb` and `mlflow`, and Keras' own that write or send, are kept to the chief anyhow.
+    Use it for callbacks that write files, send messages, or start a run of an experiment tracker. What the callback
+    decides, to stop or a learning rate, holds for all workers. It must not call `fit`, `evaluate` or `predict` of a
+    model that several workers train, as these wait for all workers. Callbacks of `wandb` and `mlflow`, and those of
+    Keras that write or send, run on the chief only in any case.
 
     Args:
-        given: the callback; or a function without arguments that makes it, which is called on the chief alone: put
-            there what must be done once, such as `wandb.init()`.
+        given: A Keras callback, or a function without arguments that returns one. The function is called on the chief
+            only; put there what must happen once, such as `wandb.init()`.
+
+    Returns:
+        A `keras.callbacks.Callback`.
 
     Raises:
-        ConfigError: neither, or the function made no callback.
+        ConfigError: `given` is neither, or the function returned no callback.
+
+    Example:
+        >>> import keras, raytf
+        >>> callback = raytf.on_chief(lambda: keras.callbacks.CSVLogger("log.csv"))
     """
     made = given
     if not isinstance(given, keras.callbacks.Callback) and callable(given):

@@ -114,7 +114,7 @@ class HangWatch:
             try:
                 self._look()
             except Exception:  # what failed once may not fail again, and without this thread nobody looks
-                logger.exception("raytf could not look at what workers do")
+                logger.exception("hang detection could not poll the workers")
 
     def _look(self) -> None:
         self._ask()

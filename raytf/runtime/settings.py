@@ -22,64 +22,64 @@ FIRST_STEP_TIMEOUT = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class TensorflowConfig:
-    """How the workers' TensorFlow is set up.
+    """Configures TensorFlow, communication and recovery of the workers.
 
     Args:
-        communication: how gradients are summed between workers: "ring" and "nccl" are TensorFlow's own (its ring over
-            gRPC, on any device; NCCL, on GPUs); "auto" takes raytf's ring of sockets where workers compute on one CPU
-            device each, and lets TensorFlow choose elsewhere.
-        gradient_dtype: "bfloat16" or "float16": floating type in which wider gradients travel over raytf's ring, half
-            the bytes at the price of a rounding for each worker, and "float16" with a scale for each 2046 numbers;
-            None sends them as they are.
-        sync_every: steps that each worker makes by itself, on its own rows, before parameters are averaged: less
-            traffic for slow networks, and other results than one process has. 1 sums the gradients of each step.
-        timeout_s: seconds after which a collective that a peer does not join fails; None waits for ever.
-        hang_timeout_s: seconds after which it is said which worker others wait for, what it does instead, and its
-            Python stack; or 30 times what a step takes usually, if that is more. Three times as long, and the run ends;
-            30 times in a callback, an input or a checkpoint, which may just be slow, where the worker still moves, or
-            where it is not waited for in an exchange. A process
-            that is stopped is ended within it, and one that computes never is. At least 2; None says nothing.
-        heal: where FailureConfig allows failures: a worker of a KerasTrainer, or of a trial of its sweep, that is lost
-            within a step, and whose gradients are summed in raytf's ring, is replaced while the others keep their
-            processes and go on in that step. Each worker passes on what it has for itself (metrics, moving statistics,
-            seeds) after each step. Where it cannot be done, and with False, all workers start anew from the last
-            checkpoint.
-        spares: processes that stand ready to take the place of a lost worker of a KerasTrainer, on each host that has
-            workers; one that was used is followed by another. Each has imported TensorFlow, and has made a training
-            step of the model on the first rows, which is thrown away. For that it calls `build_model`, and traces
-            `map` and `train_step`, once more than a training does, as the last of the workers but outside of Ray
-            Train's context; no callback is called, and nothing is reported. Where that fails it is said, and the
-            process has imported TensorFlow alone. It takes memory (0.7 GB resident, and the model) and no CPU of the
-            cluster. 0: a process starts when a worker is lost, which takes longer. It needs `heal`, failures that
-            FailureConfig allows, and workers that are healed: at least two, more than spares, on CPUs, with
-            communication="auto" and without sync_every.
-        first_step_timeout_s: the same until all workers have made a step, as they compile meanwhile.
-        bytes_per_pack: gradients are sent in packs of about this many bytes; 0 takes 4 MiB in raytf's ring, and one
-            pack in TensorFlow's.
-        intra_op_threads: threads within one operation; None takes the CPUs that Ray gave the worker.
-        inter_op_threads: operations that run at the same time; None takes as many, and at least two.
-        pin_cpus: "auto": where a host has enough cores for all workers of the run there, each worker has as many of its
-            own as Ray gave it CPUs, which no other worker has, not of another run either; see `raytf/runtime/cores.py`.
-            Cores of a host that no worker has claimed may be used by each of them, as threads that read or decode rows
-            would else wait beside idle ones. So it acts most where workers take up the host, as Linux may put two that
-            talk on one core while another idles. Processes that write checkpoints are not bound. Nothing happens
-            outside Linux, on hosts with more workers than cores, for workers of less than one CPU, and with parameter
-            servers. False, the default, leaves all to Linux: other programs may be busy on a core, and a worker that
-            keeps to it cannot leave.
-        memory_growth: take GPU memory as it is needed, not all of it at the start.
-        renew_worker_mb: megabytes (10^6 bytes) by which the resident memory of a worker that stays between trials of a
-            sweep, or between calls of `raytf.fit`, may grow after its first trial or call. Where it has grown by more,
-            all workers of its group end and new ones take the next trial or call; a line says so. At least 1; None: no
-            limit. TensorFlow and Keras may keep parts of graphs that were traced (keras issues 20552 and 21090).
-        ports: the first and the last port on which workers listen, for raytf's ring or TensorFlow: at least one a
-            worker of a host. None of them is for anybody else; see `docs/guides/cluster.md`.
-        legacy_keras: for a TensorflowTrainer: Keras 2 (the package tf_keras) as `tf.keras` of the workers, and nothing
-            of what raytf does for Keras 3, as under Ray's own TensorflowTrainer. TF_USE_LEGACY_KERAS=1 in the driver's
-            environment, or in a runtime environment of Ray, asks for it, too.
-        seed: workers that shuffle unseeded tf.data pipelines shuffle them alike; None draws one seed for the run.
+        communication: How gradients are all-reduced. "auto": by raytf's ring of sockets if each worker computes on one
+            CPU device, else as TensorFlow chooses. "ring": by TensorFlow's ring over gRPC, on any device. "nccl": by
+            NCCL, on GPUs.
+        gradient_dtype: "bfloat16" or "float16": floating type of gradients on raytf's ring. It halves the traffic, and
+            rounds once per worker; "float16" has one scale per 2046 numbers. None sends gradients as they are.
+        sync_every: Number of steps between averages of the parameters, at least 1. 1 all-reduces the gradients of each
+            step. With more each worker makes steps on its own rows in between: less traffic for slow networks, and
+            other results than one process has.
+        timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
+        hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
+            stack; at least 2. 30 times the usual step if that is more. The run ends after three times as long; or after
+            30 times as long in a callback, in the input or in a checkpoint, or while the worker still makes progress. A
+            process that is stopped (SIGSTOP) is ended, one that computes is not. None turns hang detection off.
+        heal: Whether a lost worker is replaced in place, where FailureConfig allows failures. For workers of a
+            `KerasTrainer` or of trials of its sweep that use raytf's ring. The other workers keep their processes and
+            wait in their step. After each step every worker sends its own state (metrics, moving statistics, seeds) to
+            another one. If False, or if it is not possible, all workers restart from the last checkpoint.
+        spares: Number of standby workers on each host that has workers, at least 0. A standby worker replaces a lost
+            worker faster: it has imported TensorFlow and has made a warm-up step of the model on the first rows, whose
+            result is discarded. For that it calls `build_model`, and traces `map` and `train_step`, outside of Ray
+            Train's context; no callback is called. If that fails, a line says so, and it has only imported TensorFlow.
+            It takes 0.7 GB of memory plus the model, and no CPU of the cluster. Needs `heal=True`, failures that
+            FailureConfig allows, communication="auto", sync_every=1, and at least two workers, more than `spares`, on
+            CPUs.
+        first_step_timeout_s: As `hang_timeout_s`, until all workers have made their first step, as they compile in it.
+        bytes_per_pack: Size in bytes of the packs in which gradients are sent, at least 0. 0 means 4 MiB on raytf's
+            ring, and one pack for TensorFlow's collectives.
+        intra_op_threads: Number of threads in one operation, at least 1. None takes the worker's CPUs in Ray.
+        inter_op_threads: Number of operations that run in parallel, at least 1. None takes the worker's CPUs, at least
+            2.
+        pin_cpus: Whether each worker runs on cores of its own. False leaves the placement to Linux. "auto" gives each
+            worker as many cores as it has CPUs in Ray, if the host has enough for all workers of the run there. No
+            other worker of any run uses them. Cores that no worker has can be used by all. Processes that write
+            checkpoints are not pinned. It helps where workers fill a host, and hurts where other programs keep a core
+            busy. It has no effect outside of Linux, for workers of less than one CPU, and with parameter servers.
+        memory_growth: Whether GPU memory is allocated as needed, instead of all at the start.
+        renew_worker_mb: Limit in megabytes (10^6 bytes), at least 1, for the growth of a worker that is kept between
+            trials of a sweep or calls of `raytf.fit`. If a worker has grown by more since its first trial or call, new
+            workers run the next one, and a line says so. None: no limit. TensorFlow and Keras can leak traced graphs
+            (Keras issues 20552 and 21090).
+        ports: Tuple of the first and the last port that workers listen on, for raytf's ring and TensorFlow, with at
+            least one port per worker of a host. Reserve them for raytf; see `docs/guides/cluster.md`. None: any free
+            port.
+        legacy_keras: Whether `tf.keras` of the workers is Keras 2 (the package tf_keras), as under Ray's own trainer;
+            for a `TensorflowTrainer`. raytf's support for Keras 3 is then off. TF_USE_LEGACY_KERAS=1 in the driver's
+            environment, or in a runtime environment of Ray, has the same effect.
+        seed: Seed of `tf.data` pipelines that shuffle without a seed, so that all workers shuffle alike. None draws one
+            for each run.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: A value is outside of its range.
+
+    Example:
+        >>> import raytf
+        >>> config = raytf.TensorflowConfig(spares=1, hang_timeout_s=30)
     """
 
     communication: str = "auto"

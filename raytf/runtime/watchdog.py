@@ -93,7 +93,7 @@ class Watchdog:
             try:
                 self._look()
             except Exception:  # what failed once may not fail again, and without this thread nobody looks
-                logger.exception("raytf's watchdog could not look at processes")
+                logger.exception("the process monitor could not poll processes")
 
     def _look(self) -> None:
         for node, keys in self._due().items():

@@ -50,92 +50,105 @@ DEFAULTS = {"batch_size": 32, "epochs": 1}
 
 
 class KerasTrainer:
-    """Trains a Keras 3 model on Ray workers, as `model.fit` would in one process on the same global batches.
+    """Trains a Keras 3 model on Ray workers, with the result of `model.fit` in one process on the same global batches.
 
     Args:
-        build_model: build_model(config) -> compiled `keras.Model`; called on every worker in the strategy's scope.
-        config: values for `build_model` and `callbacks`, and for the trainer itself: `batch_size` (rows of the
-            **global** batch, at least one for each replica, default 32), `epochs` (at least 1, default 1).
-        datasets: {"train": Dataset, "validation": Dataset}, of `ray.data`; "validation" may be left out.
-        features: a column (a name, or a `raytf.Column` that says how it becomes a tensor), a list of columns (stacked
-            into one float32 vector), or a dict of these by input name.
-        labels: likewise, by output name; None for models that need no labels.
-        sample_weights: a column of weights for each row, or a dict of these by output name.
-        map: map(features, labels, sample_weights, seeds) -> the same without seeds; what is None is left out. Runs on
-            batches of training rows after the shuffle, in TensorFlow operations; seeds are int32, (rows, 2), a function
-            of seed, epoch and row, for `tf.random.stateless_...`: a resumed or resized run augments the same.
-        callbacks: callbacks(config) -> list of Keras callbacks, built on every worker; files are written by the chief.
-            Or a list of them, of which each worker trains with copies: those of the caller stay as they are.
+        build_model: Function `build_model(config) -> keras.Model` that returns a compiled model. It is called on every
+            worker, in the scope of the strategy.
+        config: Dict for `build_model` and `callbacks`. The trainer itself reads `batch_size`, the rows of the
+            **global** batch (an int of at least one for each replica, default 32), and `epochs` (an int of at least 1,
+            default 1).
+        datasets: Dict of `ray.data.Dataset`: "train", and optionally "validation".
+        features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
+            or a dict of these by name of the model's input.
+        labels: As `features`, by name of the model's output. None for models that need no labels.
+        sample_weights: Name of a column with one weight per row, or a dict of these by name of the output.
+        map: Function `map(features, labels, sample_weights, seeds)` that returns the same without `seeds`, and without
+            what is None. It runs in TensorFlow operations on batches of training rows, after the shuffle. `seeds` is an
+            int32 tensor of shape (rows, 2) that depends on seed, epoch and row only. Pass it to
+            `tf.random.stateless_*`: a resumed or resized run then augments rows in the same way.
+        callbacks: Function `callbacks(config)` that returns a list of Keras callbacks. It is called on every worker;
+            only the chief writes files. Or a list of callbacks, of which each worker gets copies.
         strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
-            "tpu". With parameter servers each step is made by one worker, on a whole batch, and the others do not wait
-            for it.
-        evaluator: evaluate every checkpoint on the dataset "validation" beside the training, in one more process with
-            a worker's resources, in the place of validation within it: metrics are called `eval_...` and come late, so
-            that callbacks do not see them.
-        num_ps: parameter servers; they come beside the workers, as a coordinator does.
-        variable_partitioner: partitioner(shape, dtype) -> parts along each axis, such as those of
-            `tf.distribute.experimental.partitioners`: spreads large variables over the servers, by rows.
-        scaling_config: `ray.train.ScalingConfig`; one worker by default. With num_workers=0 the training runs in this
-            process.
-        dataset_config: `ray.train.DataConfig`: how Ray Data executes the datasets. Workers always share the rows.
-        validation_config: `ray.train.ValidationConfig`: a function of your own that is called for each checkpoint, as
-            a task beside the training; what it gives comes to the rows of the result's metrics_dataframe whose
-            checkpoints are kept.
-        run_config: `ray.train.RunConfig`. Without a name each `fit` is a run of its own. One driver at a time has the
-            folder of a run: another one is refused.
-        tensorflow_config: `raytf.TensorflowConfig`: collectives, threads, GPU memory.
-        seed: of weights, order of rows, masks and augmentation, 0 to 2**63 - 1.
-        materialize: whether rows are kept in the object store: True; False, read anew in every epoch by one execution
-            of Ray Data that all workers share; or "auto", which streams what the object store cannot hold. Or a dict of
-            these by name of the dataset.
-        shuffle: order of training rows in each epoch: "full", uniformly random; "window", blocks in random order, and
-            rows in random order within windows; "none"; or "auto", windows for what is streamed, else full.
-        window: rows of a window.
-        steps_per_execution: steps that one call of the training function makes. "auto" takes what the model was
-            compiled with where that is more than 1; else it measures the first steps, and raises the number where
-            Python's time between two steps matters and no callback looks at batches.
-        progress: show a progress line at the driver.
-        checkpoint_every: when to keep checkpoints within epochs, beside those at their ends: "100 steps", "30 s",
-            "10 min"; "epoch" for none; or "auto", so often that it takes less than a hundredth of the time, and at most
-            every 30 s. A run goes on at the next step, with the same rows, masks and metrics, on any number of workers.
-            With `sync_every` workers are one model only every few steps, so that "auto" means "epoch" and a time is
-            refused; with parameter servers all steps that have begun are waited for; in sweeps there are none.
-        memory_every: hold a copy of the training in memory after so many steps, too ("10 steps"), on the host of the
-            chief and, where workers are on several hosts, on another one; None for none. It is written only when the
-            run breaks: by a host that is left, so that the loss of one costs at most so many steps. It takes a copy of
-            the state in the memory of each of the two, and two while the next one is made. With parameter servers it is
-            the coordinator that holds one, of what all servers hold: when a server dies, others get it from there. All
-            steps that have begun are waited for, and all variables come to the coordinator.
-        elastic_batch: of an elastic run, `ScalingConfig(num_workers=(fewest, most))`: "keep", the global batch is
-            `batch_size` on any number of workers, so that the weights are those of a fixed number; or "scale":
-            `batch_size` and the learning rate are those of the fewest workers, each worker has as many rows of a step
-            at any time, and the learning rate is multiplied as the batch is (the linear rule of Goyal et al. 2017,
-            arXiv:1706.02677; a warm-up is yours). An epoch then has other numbers of steps, which are counted as they
-            are made. When the number changes, the rate is multiplied, and an epoch that has begun goes on behind the
-            rows that it has taken, with one smaller step where these fill no whole one; with shuffle="window", and
-            buckets by length, it begins anew, and says so, as the order of rows follows the batch. `config` has the
-            batch of the moment as "batch_size". A callback that sets the rate has the last word: let it multiply what
-            it finds. A `LearningRateSchedule`, which counts steps, several optimizers, `sync_every` and TPUs are
-            refused.
-        resume: what to do where the run's folder holds checkpoints: "auto" goes on from the last one if it is of the
-            same run (model, optimizer, loss and metrics with their code and the values that it reads, keys of the
-            config that build_model reads, seed, batch, columns, shuffle, map, data, and of the TensorflowConfig
-            `sync_every` and `gradient_dtype`), and else says what differs; True goes on with what is new, unless it is
-            another model or optimizer, and refuses to start anew; False puts the old run aside and starts anew. More
-            epochs, other callbacks or another number of workers make no other run; one that has ended is not trained
-            again.
-        verify: compares, before the workers train, two of them with one process on a few rows of the data, in two steps
-            and a validation: logs, metrics, weights and other variables. "warn" warns of what differs, and says why and
-            what mends it; a comparison that takes longer than a second goes on beside the first steps. "error" waits
-            for it, at most 200 s, and refuses such a model; False compares nothing. Models of more than 64 MiB,
-            parameter servers, `sync_every` and a single device are not compared. Random numbers are a constant
-            meanwhile, and each BatchNormalization sees the rows of both.
-        nan: what to do when the loss is no finite number: "warn", once, at the end of the epoch, with the step at which
-            it began and the workers whose rows these were; "stop", which warns and stops the training, at the latest
-            after 100 steps; or "ignore".
+            "tpu". With "parameter_server" each step is made by one worker on a whole batch, and workers do not wait for
+            each other.
+        evaluator: If True, one more process evaluates every checkpoint on the dataset "validation" while training
+            continues. It replaces validation in the training. Its metrics are named `eval_*`, arrive late, and are not
+            seen by callbacks.
+        num_ps: Number of parameter servers, at least 0. They are started in addition to the workers, as is a
+            coordinator.
+        variable_partitioner: Function `partitioner(shape, dtype)` that returns the number of parts along each axis,
+            such as those of `tf.distribute.experimental.partitioners`. Splits large variables over the servers by rows.
+        scaling_config: A `ray.train.ScalingConfig`; one worker by default. With `num_workers=0` the training runs in
+            the calling process.
+        dataset_config: A `ray.train.DataConfig` with the execution options of Ray Data. Datasets are always sharded
+            over the workers.
+        validation_config: A `ray.train.ValidationConfig`. Its function runs for each checkpoint, in a task of its own.
+            What it returns is added to the rows of `result.metrics_dataframe` whose checkpoints are kept.
+        run_config: A `ray.train.RunConfig`. Without a name each `fit` is a new run. Only one driver at a time can use
+            the folder of a run.
+        tensorflow_config: A `raytf.TensorflowConfig`: collectives, recovery, threads, GPU memory.
+        seed: Seed of weights, order of rows, dropout masks and augmentation, 0 to 2**63 - 1.
+        materialize: Whether rows are kept in Ray's object store. True keeps them. False reads them again in every
+            epoch, in one execution of Ray Data that all workers share. "auto" streams what does not fit. A dict of
+            these sets it by dataset.
+        shuffle: Order of training rows in each epoch. "full": uniformly random. "window": blocks in random order, rows
+            in random order in windows. "none": as they are. "auto": "window" for streamed datasets, else "full".
+        window: Number of rows of a window, at least 1.
+        steps_per_execution: Steps in one call of the training function, at least 1. "auto" keeps the value that the
+            model was compiled with if it is above 1. Else it measures the first steps, and raises the value where
+            Python's share of a step matters and no callback needs batches.
+        progress: Whether the driver shows a line of progress.
+        checkpoint_every: When to write checkpoints within epochs: "100 steps", "30 s", "10 min", or "epoch" for only at
+            the ends of epochs. "auto" spends at most a hundredth of the time, and writes every 30 s at most. A run
+            resumes at the next step with the same rows, masks and metrics, on any number of workers. With
+            `TensorflowConfig(sync_every=)` "auto" means "epoch", and times are refused. In sweeps "auto" means "epoch".
+        memory_every: When to copy the training's state into memory, such as "10 steps". None makes no copies. One copy
+            is on the chief's host, and one on another host if there is one; each host needs memory for two. The copy is
+            written to storage only when the run breaks. The loss of a host then costs at most that many steps. With
+            parameter servers the coordinator holds the copy, and a replaced server is restored from it.
+        elastic_batch: For elastic runs, `ScalingConfig(num_workers=(fewest, most))`. "keep": the global batch is
+            `batch_size` on any number of workers, and the weights do not depend on that number. "scale": `batch_size`
+            and the learning rate are those of the fewest workers, and both grow in proportion with the number of
+            workers (the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677, without its
+            warm-up). An epoch that has begun continues after the rows that it has used. With shuffle="window" or
+            buckets by length it starts again, with a warning. "scale" refuses a `LearningRateSchedule`, several
+            optimizers, `sync_every` and TPUs.
+        resume: What to do if the run's folder has checkpoints. "auto" resumes the same run, and raises an error that
+            names what differs if it is another one. True resumes with the changes, unless model or optimizer differ,
+            and raises an error if there is no checkpoint. False archives the previous run and starts from scratch. More
+            epochs, other callbacks and another number of workers are not differences. A run that has ended is not
+            trained again.
+        verify: Whether to compare two workers with one process before training, on a few rows, in two steps and a
+            validation: logs, metrics, weights and other variables. "warn" warns of differences, with their cause and
+            the fix; after one second the comparison continues in parallel with the first steps. "error" waits for at
+            most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter servers,
+            `sync_every` and single devices are not compared.
+        nan: What to do if the loss is NaN or infinite. "warn": one warning at the end of the epoch, with the first such
+            step and the workers whose rows caused it. "stop": also stops the training, within 100 steps. "ignore":
+            nothing.
 
     Raises:
-        ConfigError: an argument that can be seen to be wrong before anything runs.
+        ConfigError: An argument is wrong, and this can be seen before anything runs.
+
+    Example:
+        >>> import keras, pandas, ray, raytf
+        >>> def build_model(config):
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(config["learning_rate"]), "mse")
+        ...     return model
+        >>> rows = ray.data.from_pandas(pandas.DataFrame({"x": range(64), "y": range(64)}) / 64)
+        >>> trainer = raytf.KerasTrainer(
+        ...     build_model,
+        ...     config={"learning_rate": 0.1, "batch_size": 16, "epochs": 2},
+        ...     datasets={"train": rows},
+        ...     features="x",
+        ...     labels="y",
+        ...     scaling_config=ray.train.ScalingConfig(num_workers=2),
+        ... )
+        >>> result = trainer.fit()
+        >>> sorted(result.metrics)
+        ['epoch', 'loss']
     """
 
     def __init__(

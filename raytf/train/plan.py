@@ -31,23 +31,28 @@ _MEMORY_FRACTION = 0.8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a `KerasTrainer` will do.
+    """The result of `raytf.plan`: what a `KerasTrainer` will do.
 
     Args:
-        strategy: that runs, and `why`.
-        workers, devices: processes that train, and replicas in each.
-        per_replica_batch: rows of a full step on each replica; one number for each, the largest first.
-        steps_per_epoch: steps.
-        last_batch: rows of an epoch's last step.
-        parameters: numbers that are trained.
-        weight_bytes, optimizer_bytes, gradient_bytes: on each device; with parameter servers it is they that have the
-            optimizer's, and the coordinator.
-        start_bytes: of copies that several workers hold at the start of `fit`, before there are gradients.
-        wire_bytes: that a worker sends in a step, on average.
-        row_bytes: of a row of the data, as it comes to the model.
-        step_seconds: of one replica's part of a step without communication, as measured here on one core; None where
-            it was not.
-        room_bytes: memory of a worker where it is known, or None.
+        strategy: Name of the strategy.
+        why: Reason for it, as a clause.
+        workers: Number of processes that train.
+        devices: Number of replicas in each.
+        num_ps: Number of parameter servers.
+        per_replica_batch: Rows of a full step on each replica: the different numbers, the largest first.
+        steps_per_epoch: Number of steps of an epoch.
+        last_batch: Rows of an epoch's last step.
+        parameters: Number of trainable parameters.
+        weight_bytes: Bytes of weights on each device.
+        optimizer_bytes: Bytes of the optimizer's state on each device; with parameter servers on these and the
+            coordinator.
+        gradient_bytes: Bytes of gradients on each device.
+        start_bytes: Bytes of copies that several workers hold at the start of `fit`, before there are gradients.
+        wire_bytes: Bytes that a worker sends in a step, on average.
+        row_bytes: Bytes of a row of the data, as the model gets it.
+        step_seconds: Seconds of one replica's part of a step without communication, as measured on one core; None if it
+            was not measured.
+        room_bytes: Bytes of memory of a worker, or None if unknown.
     """
 
     strategy: str
@@ -124,17 +129,29 @@ class Plan:
 
 
 def plan(trainer: KerasTrainer) -> Plan:
-    """Says what a `KerasTrainer` will do, without training: builds its model, reads its data's first rows.
+    """Returns what a `KerasTrainer` will do, without training: builds its model and reads the first rows of its data.
 
     Args:
-        trainer: a `raytf.KerasTrainer`.
+        trainer: A `raytf.KerasTrainer`.
 
     Returns:
-        A `Plan`. Its `step_seconds` are measured on one core of this cluster.
+        A `Plan`: workers, batches, memory, traffic and times. Its `step_seconds` are measured on one core of the
+        cluster.
 
     Raises:
-        ConfigError: what `fit` would refuse.
-        ResourceError: the workers do not fit the cluster, or the model a worker's memory.
+        ConfigError: `trainer.fit` would raise it.
+        ResourceError: The workers do not fit into the cluster, or the model does not fit into a worker's memory.
+
+    Example:
+        >>> import keras, pandas, ray, raytf
+        >>> def build_model(config):
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        ...     return model
+        >>> rows = ray.data.from_pandas(pandas.DataFrame({"x": range(64), "y": range(64)}))
+        >>> trainer = raytf.KerasTrainer(build_model, datasets={"train": rows}, features="x", labels="y")
+        >>> raytf.plan(trainer).parameters
+        2
     """
     trainer = copy.copy(trainer)
     with phases_module.phases(trainer.progress, phases_module.starting(), only_in_terminals=True) as phases:

@@ -63,11 +63,11 @@ def summary(last: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def show_result(result: Result, console: Console | None = None) -> None:
-    """Prints the last epoch's values, where checkpoint and logs lie, and how to load the model.
+    """Prints the last epoch's metrics, the paths of checkpoint and logs, and how to load the model.
 
     Args:
-        result: the `ray.train.Result` of a `KerasTrainer`.
-        console: where to print; the terminal by default.
+        result: The `ray.train.Result` of a `KerasTrainer`.
+        console: A `rich.console.Console`; that of stdout by default.
     """
     console = console or Console()
     console.print("result of the last epoch")  # not as a title, which a narrow table would break

@@ -32,20 +32,40 @@ from raytf.train.startup import EarlyStartTrainer
 class TensorflowTrainer(EarlyStartTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
 
-    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or a runtime
-    environment of Ray, `tf.keras` of the workers is Keras 2, as it is under Ray's own.
+    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or in a
+    runtime environment of Ray, `tf.keras` of the workers is Keras 2, as under Ray's own trainer.
 
     Args:
-        train_loop_per_worker: a function of no argument or of `train_loop_config`. In it `raytf.get_strategy()` gives
-            the strategy, or it builds `tf.distribute.MultiWorkerMirroredStrategy()` itself.
-        train_loop_config: what the function is called with.
-        tensorflow_config: `raytf.TensorflowConfig`; Ray's own, which has no options, is taken for the default.
-        scaling_config, dataset_config, run_config, datasets, validation_config: as in Ray Train; without a name each
-            `fit` is a run of its own, and one driver at a time has the folder of a run.
-        metadata, resume_from_checkpoint: refused by Ray Train 2.60.
-        strategy: what `raytf.get_strategy()` builds, see `KerasTrainer`. With "parameter_server" the loop runs once, on
-            the coordinator.
-        num_ps: parameter servers.
+        train_loop_per_worker: Function without arguments, or of `train_loop_config`. Call `raytf.get_strategy()` in it,
+            or build `tf.distribute.MultiWorkerMirroredStrategy()`.
+        train_loop_config: Dict that the function is called with.
+        tensorflow_config: A `raytf.TensorflowConfig`. Ray's own, which has no options, means the default.
+        scaling_config: A `ray.train.ScalingConfig`; one worker by default.
+        dataset_config: A `ray.train.DataConfig`.
+        run_config: A `ray.train.RunConfig`. Without a name each `fit` is a new run. Only one driver at a time can use
+            the folder of a run.
+        datasets: Dict of `ray.data.Dataset` by name, for `raytf.get_dataset` and `ray.train.get_dataset_shard`.
+        validation_config: A `ray.train.ValidationConfig`.
+        metadata: Refused by Ray Train 2.60.
+        resume_from_checkpoint: Refused by Ray Train 2.60.
+        strategy: Strategy that `raytf.get_strategy()` builds, as in `KerasTrainer`. With "parameter_server" the loop
+            runs once, on the coordinator.
+        num_ps: Number of parameter servers, at least 0.
+
+    Raises:
+        ConfigError: An argument is wrong, and this can be seen before anything runs.
+
+    Example:
+        >>> import ray, raytf
+        >>> def train_loop():
+        ...     import keras, numpy, raytf
+        ...     with raytf.get_strategy().scope():
+        ...         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...         model.compile("sgd", "mse")
+        ...     model.fit(numpy.ones((64, 4)), numpy.ones(64), batch_size=16, callbacks=[raytf.ReportCallback()])
+        >>> trainer = raytf.TensorflowTrainer(train_loop, scaling_config=ray.train.ScalingConfig(num_workers=2))
+        >>> "loss" in trainer.fit().metrics
+        True
     """
 
     def __init__(

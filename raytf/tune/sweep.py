@@ -93,41 +93,56 @@ def sweep(
     resume: str | os.PathLike | None = None,
     progress: bool = True,
 ) -> tune.ResultGrid:
-    """Runs a trainer with many configs, and compares them.
+    """Trains with many configs on workers that are kept between trials, and compares the results.
 
     Args:
-        trainer: a `KerasTrainer` or a `TensorflowTrainer`; not fitted itself.
-        param_space: keys of the trainer's config to values or search spaces of `ray.tune` (`tune.loguniform`,
-            `tune.choice`, `tune.grid_search`, ...), and `num_workers`. A trial's values are laid over the config.
-        num_samples: trials (for each point of a grid), at least 1; -1 goes on until something else ends the sweep.
-        metric: of the reports, by Keras' name: "loss", "val_accuracy", ...
+        trainer: A `KerasTrainer` or a `TensorflowTrainer`. It is not fitted itself.
+        param_space: Dict from keys of the trainer's config to values or search spaces of `ray.tune` (`tune.loguniform`,
+            `tune.choice`, `tune.grid_search`, ...). "num_workers" can be one of them. A trial's values replace those of
+            the trainer's config.
+        num_samples: Number of trials, for each point of a grid; at least 1. -1 runs until something else ends the
+            sweep.
+        metric: Name of the metric in the logs: "loss", "val_accuracy", ...
         mode: "min" or "max".
         scheduler: "fifo", "asha", "hyperband", "median", "pbt", or a scheduler of `ray.tune.schedulers`.
         search_alg: "random", "optuna", or a search algorithm of `ray.tune.search`.
-        max_concurrent_trials: at most; None takes what the cluster holds.
-        run_config: `ray.tune.RunConfig`; where it is None, the name, storage, failures and checkpoints of the
-            trainer's.
-        warm: keep workers between trials; False gives every trial processes of its own.
-        report_every_steps: report every so many steps, too, not only at the ends of epochs; for a KerasTrainer. A
-            scheduler's `training_iteration` then counts these reports.
-        scale_learning_rate: "linear" or "sqrt": `learning_rate` is meant for `base_batch_size` and follows a trial's
-            `batch_size`.
-        base_batch_size: see there.
-        warmup_steps: in which the learning rate rises from 0.
-        resume: path of a sweep that was interrupted: trials that ended are kept, the others resume from their
-            checkpoints. `trainer` must be the same, and `param_space` is not needed. Without it a sweep goes on, too,
-            if the RunConfig has the name of one that exists and was called with these arguments. Tune keeps a sweep's
-            state as pickles, which run what they say: a folder that others can write to is refused, a URI warned of.
-        progress: show a table of the trials in a terminal.
+        max_concurrent_trials: Largest number of trials at a time, at least 1. None fills the cluster.
+        run_config: A `ray.tune.RunConfig`. None takes name, storage, failures and checkpoints of the trainer's.
+        warm: Whether to keep the workers between trials. False starts new processes for each trial.
+        report_every_steps: Number of steps between reports, in addition to those at the ends of epochs; for a
+            `KerasTrainer`. A scheduler's `training_iteration` then counts these reports.
+        scale_learning_rate: "linear" or "sqrt": how `learning_rate`, which is meant for `base_batch_size`, follows a
+            trial's `batch_size`. None leaves it as it is.
+        base_batch_size: The batch size, in rows, that `learning_rate` is meant for; see `scale_learning_rate`.
+        warmup_steps: Number of steps in which the learning rate rises from 0, at least 0.
+        resume: Path of a sweep that was interrupted. Completed trials are kept; others resume from their checkpoints.
+            `trainer` must be the same, and `param_space` is not needed. A sweep also resumes if it is called again with
+            the same name and arguments. Ray Tune stores sweeps as pickles, which run code when they are read: folders
+            that other users can write to are refused, and for URIs there is a warning.
+        progress: Whether terminals show a table of the trials.
 
     Returns:
-        A `ray.tune.ResultGrid`; `grid.get_best_result()` is a Result that `raytf.load_model` takes. Each result's
-        metrics hold `per_replica_batch`, `steps_per_epoch` and `scaled_learning_rate`, too.
+        A `ray.tune.ResultGrid`. Pass `grid.get_best_result()` to `raytf.load_model` for its model. The metrics of each
+        result also contain `per_replica_batch`, `steps_per_epoch` and `scaled_learning_rate`.
 
     Raises:
-        ConfigError: an argument is wrong, or no trial reports the metric.
-        ResourceError: the cluster can never hold a trial.
-        StoppedError: SIGTERM or SIGINT came (to the main thread); says how to go on. It is a `SystemExit`.
+        ConfigError: An argument is wrong, or no trial reports the metric.
+        ResourceError: The cluster can never run a trial.
+        StoppedError: SIGTERM or SIGINT came to the main thread. Its message says how to resume. It is a `SystemExit`.
+
+    Example:
+        >>> import keras, pandas, ray, raytf
+        >>> from ray import tune
+        >>> def build_model(config):
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(config["learning_rate"]), "mse")
+        ...     return model
+        >>> rows = ray.data.from_pandas(pandas.DataFrame({"x": range(64), "y": range(64)}) / 64)
+        >>> trainer = raytf.KerasTrainer(build_model, datasets={"train": rows}, features="x", labels="y")
+        >>> space = {"learning_rate": tune.grid_search([0.01, 0.1]), "batch_size": 16}
+        >>> grid = raytf.sweep(trainer, space, metric="loss", mode="min")
+        >>> len(grid)
+        2
     """
     _check(trainer, param_space, report_every_steps, resume)
     options = SweepOptions(

@@ -78,24 +78,24 @@ class FeedCallback(keras.callbacks.Callback):
 
 
 class ReportCallback(keras.callbacks.Callback):
-    """Reports metrics and a checkpoint to Ray at the end of every epoch; put it last.
+    """Reports metrics and a checkpoint to Ray at the end of every epoch, in a train loop of your own. Put it last.
 
-    Every worker must have it, as `ray.train.report` waits for all. The chief (rank 0) alone writes a checkpoint: the
-    complete training state, from which the run resumes after a failure.
+    Every worker needs it, as `ray.train.report` is a barrier. Only the chief (rank 0) writes a checkpoint: the complete
+    training state, from which the run resumes after a failure.
 
     Args:
-        checkpoint: write a checkpoint with each report; without one Ray keeps no metrics in the Result.
-        seed: the run's seed, stored with the checkpoint.
-        build: (build_model, config, inputs), stored for `raytf.load_model`; see `checkpoint.save`.
-        callbacks: the callbacks whose state belongs to the checkpoint, in order; or their
+        checkpoint: Whether to write a checkpoint with each report. Without one Ray keeps no metrics in the Result.
+        seed: Seed of the run, which is stored in the checkpoint.
+        build: Tuple (build_model, config, inputs), which is stored for `raytf.load_model`; see `checkpoint.save`.
+        callbacks: List of callbacks whose state the checkpoint contains, in order, or their
             `callback_state.CallbackStates`.
-        history: metrics of the epochs before, when a run goes on.
-        report: report(metrics, write) in the place of Ray's; write(folder) writes the checkpoint. It may give a
-            function that waits for what becomes of it, and says why it is not kept, or None.
-        identity: what tells this run from another, kept in each checkpoint.
-        steps: steps() gives the steps that were made in all; without it, the steps of an optimizer count.
-        writers: agrees on the workers that write a checkpoint; None: the chief does.
-        batch_scale: of the `State` in each checkpoint.
+        history: List of dicts with the metrics of the epochs before, when a run resumes.
+        report: Function `report(metrics, write)` instead of Ray's; `write(folder)` writes the checkpoint. It may return
+            a function that waits for the end of the writing, and returns why there is no checkpoint, or None.
+        identity: Dict that identifies the run, which is stored in each checkpoint.
+        steps: Function `steps()` that returns the number of steps in all; by default those of an optimizer.
+        writers: Agrees on the workers that write a checkpoint. None: the chief.
+        batch_scale: Scale of the batch, which is stored in each checkpoint.
     """
 
     raytf_local_batches = True

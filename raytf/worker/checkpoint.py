@@ -370,36 +370,44 @@ def load_model(
     custom_objects: Mapping | None = None,
     legacy_keras: bool = False,
 ) -> keras.Model:
-    """The Keras model of a run, a checkpoint or a folder. Nothing in it is run, whoever wrote it.
+    """Loads the Keras model of a run, a checkpoint or a file, without running code from it.
 
-    Keras builds the model from its file where all layers are its own, or registered, or in `custom_objects`. It refuses
-    layers that hold code (`Lambda` of a lambda). Other models are built by `build_model`, and given the saved weights;
-    for a run of this same process the trainer's is known.
+    Keras builds the model from its file if all layers are Keras' own, registered, or in `custom_objects`. It refuses
+    layers that contain code (`Lambda` of a lambda). Other models are built by `build_model`, and get the saved weights;
+    for a run of the same process the trainer's `build_model` is used.
 
     Args:
-        source: a `ray.train.Result`, a `ray.train.Checkpoint`, or the path or URI ("s3://bucket/run") of a checkpoint
-            folder, of a run's folder or of a `.keras` file. Of a run whose last checkpoint is damaged the one before it
+        source: A `ray.train.Result`, a `ray.train.Checkpoint`, or the path or URI ("s3://bucket/run") of a run's
+            folder, a checkpoint's folder or a `.keras` file. If a run's last checkpoint is damaged, the one before it
             is taken, with a warning.
-        compile: whether to restore loss, metrics and optimizer too.
-        which: of a run's checkpoints "last", "best", or that of a step (of training, counted from the run's start).
-        average: the mean of the weights of so many last checkpoints, at least 1; all else is as in the last one, the
-            state of the optimizer, too. Moving averages of BatchNormalization are averaged like all weights.
-        metric: by which the "best" is the best at the end of its epoch: "val_accuracy", ...; "val_loss" unless it is
-            given, or "loss" where nothing was validated.
-        mode: whether that metric is best at its "min" or "max".
-        build_model: build_model(config) -> compiled `keras.Model`, as the run was trained with.
-        config: for build_model, laid over the run's; the checkpoint holds what JSON can of that.
-        custom_objects: classes and functions by name, for Keras.
-        legacy_keras: a file of Keras 2 is expected, as of a run with `TensorflowConfig(legacy_keras=True)`; without it
-            such a file gives its weights to `build_model` alone. One that names functions of others, or holds a
-            `Lambda`, is refused.
+        compile: Whether to restore loss, metrics and optimizer too.
+        which: Checkpoint of a run: "last", "best", or an int, the number of steps since the start of the run.
+        average: Number of last checkpoints whose weights are averaged, at least 1. This includes the moving statistics
+            of BatchNormalization. All else, such as the optimizer's state, is that of the last one.
+        metric: Metric that decides which checkpoint is "best", at the ends of epochs: "val_accuracy", ... By default
+            "val_loss", or "loss" for runs without validation.
+        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest.
+        build_model: Function `build_model(config) -> keras.Model`, as in the training.
+        config: Dict for `build_model`, whose values replace those of the run. The checkpoint contains what is JSON.
+        custom_objects: Dict of classes and functions by name, for Keras.
+        legacy_keras: Whether the file is one of Keras 2, as of a run with `TensorflowConfig(legacy_keras=True)`.
+            Without it such a file only gives weights to `build_model`. Files with a `Lambda`, or with functions of
+            other packages, are refused.
 
     Returns:
-        A `keras.Model` with the trained weights, outside any strategy; of a file of Keras 2 a `tf_keras.Model`.
+        A `keras.Model` with the trained weights, outside of any strategy; for a file of Keras 2 a `tf_keras.Model`.
 
     Raises:
-        ConfigError: there is no model at `source`, none that can be built like this, or no such checkpoint.
-        DamagedCheckpointError: a ConfigError; what is there is not what was written.
+        ConfigError: There is no model at `source`, it cannot be built, or there is no such checkpoint.
+        DamagedCheckpointError: Files of the checkpoint differ from its checksums. It is a `ConfigError`.
+
+    Example:
+        >>> import keras, os, raytf, tempfile
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.keras")
+        >>> model.save(path)
+        >>> raytf.load_model(path).count_params()
+        5
     """
     arguments = (compile, build_model, config, custom_objects, legacy_keras)
     choice = Choice(which=which, average=average, metric=metric, mode=mode)

@@ -24,6 +24,8 @@ from raytf.storage.checkpoint_files import AT_ENDS, MODEL, CheckpointState, Dama
 
 # What "best" goes by, unless it is told: the first that a run has.
 _METRICS = ("val_loss", "loss")
+# In the logs of each epoch, and no measure of a model.
+_NO_METRICS = {"epoch", "learning_rate"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,9 @@ class Choice:
 
     def _best(self, kept: Sequence[Kept], run: str) -> list[Kept]:
         values = [(one, one.values()) for one in kept if not one.within_epoch]
-        known = sorted({name for _, found in values for name, value in found.items() if _is_number(value)})
+        known = sorted(
+            {name for _, found in values for name, value in found.items() if _is_number(value)} - _NO_METRICS
+        )
         metric = self.metric or next((name for name in _METRICS if name in known), None)
         if metric not in known:
             raise ConfigError(

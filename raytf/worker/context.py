@@ -64,12 +64,22 @@ def prepared(setup: WorkerSetup):
 
 
 def get_strategy() -> tf.distribute.Strategy:
-    """Inside a train loop: the strategy of this worker, built at the first call.
+    """Returns the strategy of this worker, in a train loop; builds it at the first call.
 
-    It must be called, or the strategy be built by hand, before any other TensorFlow operation of the process.
+    Call it before any other TensorFlow operation of the process: TensorFlow then connects the workers.
+
+    Returns:
+        A `tf.distribute.Strategy`, as the trainer's `strategy` says.
 
     Raises:
-        ConfigError: called outside a train loop of a raytf trainer.
+        ConfigError: It was called outside of a train loop of a raytf trainer.
+
+    Example:
+        >>> import raytf
+        >>> def train_loop():
+        ...     import raytf
+        ...     assert raytf.get_strategy().num_replicas_in_sync == 1
+        >>> result = raytf.TensorflowTrainer(train_loop).fit()
     """
     if not _current:
         raise ConfigError(

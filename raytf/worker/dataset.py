@@ -61,25 +61,36 @@ def get_dataset(
     drop_remainder: bool = False,
     map: Callable | None = None,
 ) -> tf.data.Dataset:
-    """Inside a train loop: this worker's part of one of the trainer's datasets. Each new iterator is the next epoch.
+    """Returns this worker's shard of a dataset of the trainer, in a train loop. Each new iterator is the next epoch.
 
     Args:
-        name: the key in the trainer's `datasets`.
-        batch_size: rows of the **global** batch, over all workers.
-        features: a column (a name, or a `raytf.Column` that says how it becomes a tensor), a list of columns (stacked
-            into one float32 vector), or a dict of these by input name.
-        labels, sample_weights: likewise, or None.
+        name: Key in the trainer's `datasets`.
+        batch_size: Rows of the **global** batch, over all workers; at least one for each replica.
+        features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
+            or a dict of these by name of the model's input.
+        labels: As `features`, or None.
+        sample_weights: As `features`, or None.
         shuffle: "full" (the default for "train"), "window", or "none" (the default for others).
-        seed: of the shuffle; the order depends on (seed, epoch, batch_size) alone, not on the number of workers.
-        window: rows of a window where `shuffle` is "window".
-        drop_remainder: leave out the last batch where it is smaller.
-        map: as in `KerasTrainer`.
+        seed: Seed of the shuffle. The order depends on seed, epoch and batch size only, not on the number of workers.
+        window: Number of rows of a window, for shuffle="window".
+        drop_remainder: Whether to drop the last batch if it is smaller.
+        map: Function as in `KerasTrainer`.
 
     Returns:
-        A dataset of (features, labels, sample_weights), without the parts that are None, whose cardinality is known.
+        A `tf.data.Dataset` of (features, labels, sample_weights) without the parts that are None, of known cardinality.
+        Its batches have this worker's rows of the global batch.
 
     Raises:
-        ConfigError: called outside a train loop, or an argument does not fit the dataset.
+        ConfigError: It was called outside of a train loop, or an argument does not fit the dataset.
+
+    Example:
+        >>> import pandas, ray, raytf
+        >>> def train_loop():
+        ...     import raytf
+        ...     for x, y in raytf.get_dataset("train", batch_size=16, features="x", labels="y"):
+        ...         pass
+        >>> rows = ray.data.from_pandas(pandas.DataFrame({"x": range(64), "y": range(64)}))
+        >>> result = raytf.TensorflowTrainer(train_loop, datasets={"train": rows}).fit()
     """
     setup = context_module.setup()
     if setup is None or not setup.datasets:
@@ -119,7 +130,10 @@ def get_dataset(
 
 
 class Position(tf.train.experimental.PythonState):
-    """Where a train loop of your own stands in the rows of `get_dataset`; the same on every worker.
+    """Tracks the position of a train loop of your own in the rows of `get_dataset`. It is the same on every worker.
+
+    `tf.train.Checkpoint` saves and restores it like a variable. Without one, `get_state()` returns JSON, which
+    `set_state` accepts. A restored loop resumes with the next batch, on any number of workers.
 
     ```python
     rows = raytf.get_dataset("train", batch_size=64, features="x", labels="y")
@@ -128,19 +142,16 @@ class Position(tf.train.experimental.PythonState):
     ...  # saved.read(path)
     for batches in position.epochs(3):
         for x, y in batches:
-            ...  # a step; saved.write(path) whenever it should be kept
+            ...  # a step; saved.write(path) to keep it
     ```
 
-    `tf.train.Checkpoint` takes it as it is; without one, `get_state()` gives JSON and `set_state` takes it. A loop that
-    is restored goes on with the batch after the last one that it was given, on any number of workers.
-
     Args:
-        rows: what `get_dataset` gave; not a dataset that was made from it.
+        rows: A dataset that `get_dataset` returned, not one that was made from it.
 
     Attributes:
-        epoch: epochs that are complete.
-        step: batches that were given of the next one.
-        steps: batches of an epoch.
+        epoch: Number of complete epochs.
+        step: Number of batches that were taken from the current epoch.
+        steps: Number of batches of an epoch.
 
     Raises:
         ConfigError: `rows` is another dataset.

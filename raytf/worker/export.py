@@ -44,23 +44,36 @@ def export(
     config: Mapping | None = None,
     custom_objects: Mapping | None = None,
 ) -> str:
-    """Writes the model of a run for inference, and checks it: what was written is read again, and computes the same.
+    """Exports the model of a run for inference, and checks that the exported one computes the same.
 
     Args:
-        source: see `raytf.load_model`.
-        output: what to write, on this machine: a folder for "saved_model", a file that ends in ".keras", a file of
-            ONNX. It must not exist.
-        format: "saved_model", for TensorFlow Serving and `tf.saved_model.load(output)`, whose `serve(x)` predicts;
-            "keras", for `keras.saving.load_model(output)`; or "onnx", for which tf2onnx and onnxruntime must be
-            installed.
-        which, average, metric, mode, build_model, config, custom_objects: see `raytf.load_model`.
+        source: A run, a checkpoint or a file, as in `raytf.load_model`.
+        output: Path on this machine that does not exist yet: a folder for "saved_model", a file that ends in ".keras",
+            or a file for "onnx".
+        format: "saved_model", for TensorFlow Serving and `tf.saved_model.load(output).serve(x)`; "keras", for
+            `keras.saving.load_model(output)`; or "onnx", which needs the packages tf2onnx and onnxruntime.
+        which: See `raytf.load_model`.
+        average: See `raytf.load_model`.
+        metric: See `raytf.load_model`.
+        mode: See `raytf.load_model`.
+        build_model: See `raytf.load_model`.
+        config: See `raytf.load_model`.
+        custom_objects: See `raytf.load_model`.
 
     Returns:
-        The path of what was written.
+        The path of the exported model.
 
     Raises:
-        ConfigError: an argument is wrong, there is no such checkpoint, or what was written is not what the model
-            computes, to 1e-6 on generated rows; then nothing is left at `output`.
+        ConfigError: An argument is wrong, there is no such checkpoint, or the exported model differs from the original
+            by more than 1e-6 on generated rows. Then there is nothing at `output`.
+
+    Example:
+        >>> import keras, os, raytf, tempfile
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> folder = tempfile.mkdtemp()
+        >>> model.save(os.path.join(folder, "model.keras"))
+        >>> os.path.basename(raytf.export(os.path.join(folder, "model.keras"), os.path.join(folder, "served")))
+        'served'
     """
     choice = {"which": which, "average": average, "metric": metric, "mode": mode}
     check(source, output, format, **choice)

@@ -197,7 +197,7 @@ def test_what_is_no_path_to_write_to_is_refused(run):
         ({"which": True}, "received: True"),
         ({"which": -1}, "received: -1"),
         ({"which": 11}, r"which=11 for .*first'. Choose one of 5, 10, 12, 15, 17\."),
-        ({"which": "best", "metric": "auc"}, "metric='auc' for .* Choose one of accuracy, epoch, val_loss"),
+        ({"which": "best", "metric": "auc"}, "metric='auc' for .* Choose one of accuracy, val_loss"),
         ({"which": "best", "mode": "least"}, "mode must be one of min, max"),
         ({"metric": "accuracy"}, "metric and mode say which checkpoint is the best"),
         ({"average": 0}, "average must be an integer of at least 1"),
