@@ -115,7 +115,7 @@ def _distribute_for_keras_2(strategy):
     @functools.wraps(original)
     def distribute(dataset, options=None):
         shard = spans_workers(strategy) and isinstance(dataset, tf.data.Dataset) and worker_part.is_worker_part(dataset)
-        return worker_part.distributed(dataset, strategy) if is_shard else original(dataset, options)
+        return worker_part.distributed(dataset, strategy) if shard else original(dataset, options)
 
     return distribute
 
