@@ -55,7 +55,7 @@ class VerificationTask:
         global_batch: Rows of a step.
         structure: Function `structure(dataset)` that returns the dataset in the model's structure, or None if a feed
             has that.
-        validation_batch: Columns of a validation batch; None: those of the training.
+        validation_batch: Columns of a validation batch; None: those of the training, without its map.
         validation_structure: Structure of the validation; None: that of the training.
         most_bytes: Largest size of a model's variables in bytes; larger models are skipped.
     """
@@ -154,7 +154,7 @@ def _set_seeds(seed: int) -> None:
 
 
 def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
-    """Returns the results of two steps: {"logs", "weights", "before", "states", "traits"}, or {"skipped": reason}."""
+    """Returns {"digest", "rates"}, on rank 0 also {"logs", "weights", "states", "half"}; or {"skipped": reason}."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     config = TensorflowConfig(
