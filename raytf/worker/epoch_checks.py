@@ -162,8 +162,8 @@ class EpochChecks(keras.callbacks.Callback):
     def _tell_of_divergence(self, every: np.ndarray) -> None:
         ranks = [rank for rank in range(self._size) if (every[rank, 1:] != every[0, 1:]).any()]
         variables = list(self.model.trainable_variables)
-        each = self._exchanged([_checksum(self.model, v) for v in variables])
-        paths = [v.path for i, v in enumerate(variables) if (each[:, i] != each[0, i]).any()]
+        crcs = self._exchanged([_checksum(self.model, v) for v in variables])
+        paths = [v.path for i, v in enumerate(variables) if (crcs[:, i] != crcs[0, i]).any()]
         if self._rank != 0:
             return
         text = f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else "learning rates"
