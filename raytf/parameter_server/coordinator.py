@@ -146,17 +146,17 @@ class EpochRunner:
             last = int(min(last, begin + kept.steps_to_next(position.step)))
         results, began = [], time.monotonic()
         with self._lost_servers():
-            before = self.remote.steps()
+            initial = self.remote.steps()
             while first < last:
-                made = self.remote.steps() - before
+                made = self.remote.steps() - initial
                 if kept is not None and first > begin and kept.wants(position.step + made):
                     break
                 ahead = made + self._ahead(made / (time.monotonic() - began)) if kept is not None else last
                 while first < min(last, begin + ahead):
                     first = self._begin("train", number, first, last, results)
-                self._look(progress, begin, before)
+                self._look(progress, begin, initial)
             stood_since = time.monotonic()
-            totals = self._finish(results, progress, begin, before)
+            totals = self._finish(results, progress, begin, initial)
         position.advance(first)
         return totals, stood_since
 
@@ -242,10 +242,10 @@ class EpochRunner:
 def train(task, session) -> dict[str, int] | None:
     """Trains on the coordinator; see `fit.train`.
 
-    If a server dies, its variables are lost, and TensorFlow cannot replace it under a running coordinator: functions
+    If a server dies, its variables are lost, and TensorFlow cannot replace it under a running coordinator. Functions
     and resources of the ClusterCoordinator refer to the dead server. So the coordinator's process ends, and Ray Train
-    starts another one, with new servers and workers. It resumes from the copy in memory (`memory_every`; another
-    process has it, so that it survives the coordinator), or else from the last checkpoint. Such a copy is of all
+    starts another one, with new servers and workers. It resumes from the copy in memory (`memory_every`), or else from
+    the last checkpoint. Another process has that copy, so that it survives the coordinator. Such a copy is of all
     servers at once, while no step runs: only rows of repeated steps are used again.
     """
     config, strategy, servers = task.config, context.get_strategy(), context.servers()

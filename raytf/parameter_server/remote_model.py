@@ -216,14 +216,14 @@ def check(model) -> None:
     base = keras.Model
     own = [name for name in ("train_step", "test_step") if getattr(type(model), name) is not getattr(base, name)]
     optimizer = model.optimizer
-    for wrong, what, fix in (
+    for wrong, received, fix in (
         (own, f"a model with a {' and a '.join(own)} of its own", "Write a TensorflowTrainer loop for it"),
         (hasattr(optimizer, "inner_optimizer"), "a LossScaleOptimizer", "Train in float32 or mixed_bfloat16"),
         (optimizer.use_ema, "use_ema=True", "Leave it out"),
         (optimizer.gradient_accumulation_steps, "gradient_accumulation_steps", "Use a larger batch_size"),
     ):
         if wrong:
-            raise ConfigError("With parameter servers each worker makes a whole step by itself", what, fix)
+            raise ConfigError("With parameter servers each worker makes a whole step by itself", received, fix)
 
 
 def _seed_states(model) -> list:

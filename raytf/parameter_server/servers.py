@@ -264,13 +264,13 @@ class ServerGroup:
         self._watchdog.ended.pop(task, None)
         self._actors[task] = self._actor(task)
         with contextlib.suppress(RayActorError):  # it died again; the next iteration of `_watch` replaces it
-            what, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
+            purpose, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
             ((address, location),) = collect(
-                [self._actors[task].reserve.remote(limits, self._ports)], limits.process_start, what, names=names
+                [self._actors[task].reserve.remote(limits, self._ports)], limits.process_start, purpose, names=names
             )
             self.cluster[task.role][task.index] = address
             self._watchdog.watch(task, location)
-            collect([self._serve(task)], timeouts.get().process_setup, what, names=names)
+            collect([self._serve(task)], timeouts.get().process_setup, purpose, names=names)
 
     def close(self) -> None:
         """Kills all servers."""

@@ -28,8 +28,8 @@ class CallbackStates:
     * Arguments: attributes with the name of a constructor's parameter (`patience`, or `_patience`). A changed one is
       restored only if the next run passes the same argument.
     * Values that `set_model` or `on_train_begin` derived and nothing changed since. Strings are never saved
-      (`TensorBoard` derives folders). Others are restored only if all arguments are equal: a base learning rate is
-      restored, steps for a different number of epochs are not.
+      (`TensorBoard` derives folders). Others are
+      restored only if all arguments are equal. So a base learning rate is restored, but not steps for other epochs.
     * Paths outside of the run's folder, on any worker. Workers other than the chief write elsewhere: they restore no
       string with a separator.
 

@@ -54,13 +54,13 @@ class FeedCallback(keras.callbacks.Callback):
 
     @property
     def steps(self) -> int:
-        """Number of steps of an epoch."""
+        """Returns the number of steps of an epoch."""
         return self._feed.steps
 
     def go_on(self, epoch: int, step: int, skip: int = 0):
         """Resumes an epoch after some steps, and returns the dataset of the remaining ones.
 
-        If rows of the next step are to be skipped, the dataset contains only this step.
+        If the next step skips rows, the dataset contains only this step.
         """
         self._feed.set_epoch(epoch, step)
         self.epoch_step, self.skipped = step, skip
@@ -246,7 +246,7 @@ class StepReportCallback(keras.callbacks.Callback):
 
 
 class WarmupCallback(keras.callbacks.Callback):
-    """Raises the learning rate linearly from 0 to that of the optimizer over the first steps of a training.
+    """Raises the learning rate linearly from 0 to the optimizer's over the first steps of a training.
 
     Args:
         steps: Number of steps, at least 1.
@@ -262,11 +262,11 @@ class WarmupCallback(keras.callbacks.Callback):
 
     def __init__(self, steps: int, model, done: int = 0, told: Mapping | None = None):
         super().__init__()
-        others = [name for name in model_optimizers.of(model) if name != "optimizer"]
-        if others:
+        additional = [name for name in model_optimizers.of(model) if name != "optimizer"]
+        if additional:
             raise ConfigError(
                 "warmup_steps raises the learning rate of model.optimizer",
-                f"a model that has other optimizers ({', '.join(others)})",
+                f"a model that has other optimizers ({', '.join(additional)})",
                 "Put the warm-up into their schedules",
             )
         rate = callbacks_module.settable_rate(model.optimizer)
@@ -380,9 +380,9 @@ class ProgressCallback(keras.callbacks.Callback):
         self._began = time.monotonic(), self._waited() if self._waited else 0.0
 
     def on_train_batch_end(self, batch, logs=None):
-        now = time.monotonic()
-        if now - self._sent >= self._every:
-            self._sent = now
+        seconds = time.monotonic()
+        if seconds - self._sent >= self._every:
+            self._sent = seconds
             self._send(batch + 1, logs, ended=False)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -410,14 +410,14 @@ class ProgressCallback(keras.callbacks.Callback):
 def tensorboard(storage, callbacks, rank: int) -> list:
     """Returns a TensorBoard callback that writes to the run's folder, in a list; empty if the user has one.
 
-    It is empty, too, if the storage is not a file system of this machine: there are no events in object stores. Trials
-    have no storage: Tune writes their events.
+    It is empty, too, if the storage is not a file system of this machine: object stores get no events. Trials have no
+    storage: Tune writes their events.
 
     Args:
         storage: Storage of the run, or None.
         callbacks: The user's callbacks.
-        rank: Rank of this worker. The chief imports the writer of events before the first step: tensorboard imports
-            boto3 if installed, hundreds of files, for which all workers would wait in the second step.
+        rank: Rank of this worker. The chief imports the writer of events before the first step. It may import boto3,
+            hundreds of files, for which all workers would wait in the second step.
     """
     import pyarrow.fs
 

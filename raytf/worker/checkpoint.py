@@ -1,7 +1,7 @@
 """The complete state of a training: saved by the chief, restored on every worker, and loaded as a model.
 
 A checkpoint is a folder, see `docs/reference/checkpoint-format.md`. Nothing in it is unpickled or selects the code to
-run: who can write a file can spoil a training, but not start a program.
+run. An attacker with write access can spoil a training, but not start a program.
 
 Ray Train registers only folders that are whole, so that after a kill the last good one remains.
 """
@@ -339,8 +339,8 @@ def restore_random(folder: str) -> None:
     """
     if not os.path.lexists(os.path.join(folder, RANDOM)):
         return
-    with checkpoint_files.arrays(folder, RANDOM) as found:
-        random_state.give_back({name: found[name] for name in found.files})
+    with checkpoint_files.arrays(folder, RANDOM) as arrays:
+        random_state.give_back({name: arrays[name] for name in arrays.files})
 
 
 def metrics_of(folder: str) -> list[list]:
@@ -541,7 +541,7 @@ def made_here(run: str) -> tuple[Callable, dict] | None:
 
 
 def is_checkpoint(folder: str) -> bool:
-    """Whether a folder is that of a checkpoint, whole or not, and not that of a run."""
+    """Whether a folder is a checkpoint's, whole or not, and not a run's."""
     return os.path.lexists(os.path.join(folder, MODEL)) or _is_ours(folder)
 
 

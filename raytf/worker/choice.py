@@ -1,7 +1,6 @@
 """Selects the checkpoints of a run to load a model from: last, best, or of a step. Needs no Ray or TensorFlow.
 
-A run's folder contains `checkpoint_<time>` of Ray, written at the ends of epochs, and maybe `step_<steps in all>`,
-written within epochs.
+A run's folder contains Ray's `checkpoint_<time>` from ends of epochs, and maybe `step_<steps>` from within epochs.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ def kept_in(filesystem, run: str, others: bool = True) -> list[Kept]:
         run: Path of the run's folder, which may be missing.
         others: Whether to list those of ends of epochs, too.
     """
-    within = [Kept(filesystem, posixpath.join(run, name)) for _, name in step_folders.listed(filesystem, run)]
+    mid_epoch = [Kept(filesystem, posixpath.join(run, name)) for _, name in step_folders.listed(filesystem, run)]
     if not others:
-        return within
+        return mid_epoch
     entries = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
     folders = [Kept(filesystem, info.path) for info in entries if info.type == FileType.Directory]
     ends = [kept for kept in folders if not kept.within_epoch]
     ends = [kept for kept in ends if kept.name.startswith(AT_ENDS) or _holds(kept, MODEL)]
-    return checkpoint_files.newest_first(ends) + within
+    return checkpoint_files.newest_first(ends) + mid_epoch
 
 
 def _holds(kept: Kept, part: str) -> bool:

@@ -1,4 +1,4 @@
-"""Checks at an epoch's end, on all workers at once: a loss that is NaN or infinite, and weights that have diverged."""
+"""Checks at an epoch's end, on all workers at once, for a loss that is NaN or infinite, and diverged weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from raytf.collectives.communicator import spans_workers
 from raytf.parallel import local_sgd, model_optimizers, own_state
 from raytf.parallel.callbacks import settable_rate
 
-# Number of losses that are read at once, and delay in steps before that, when they are computed in any case. A loss is
-# a mean since the epoch's begin, so the last one is enough; the others are read if that is not finite.
+# Losses that are read at once, and delay of a read in steps, after which they are computed in any case. A loss is a
+# mean since the epoch's begin. So the last one is enough; the others are read if it is not finite.
 _TOGETHER, _BEHIND = 16, 4
 # With nan="stop" workers agree on a stop every so many steps, as each agreement is an exchange.
 _AGREE_STEPS = 100

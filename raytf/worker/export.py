@@ -198,7 +198,7 @@ def _keras(model, path: str, specs, custom_objects) -> Callable:
 
     model.save(path)
     try:
-        other = keras.saving.load_model(path, dict(custom_objects or {}), compile=False, safe_mode=True)
+        loaded = keras.saving.load_model(path, dict(custom_objects or {}), compile=False, safe_mode=True)
     except Exception as error:
         raise ConfigError(
             "A file of Keras is one that Keras can load without build_model",
@@ -206,7 +206,7 @@ def _keras(model, path: str, specs, custom_objects) -> Callable:
             "Register its layers (keras.saving.register_keras_serializable), pass custom_objects, or choose another "
             "format",
         ) from error
-    return _graph(other, specs)
+    return _graph(loaded, specs)
 
 
 def _onnx(model, path: str, specs, custom_objects) -> Callable:
@@ -326,11 +326,11 @@ def _distance(mine: np.ndarray, its: np.ndarray) -> float:
 
 
 def _differs(format: str, how: str) -> ConfigError:
-    others = ", ".join(name for name in FORMATS if name != format)
+    formats = ", ".join(name for name in FORMATS if name != format)
     return ConfigError(
         f"What is exported computes what the model does, to {_TOLERANCE:g}",
         f"format={format!r} with {how}",
-        f"Choose another format ({others})",
+        f"Choose another format ({formats})",
     )
 
 

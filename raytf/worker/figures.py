@@ -18,7 +18,7 @@ import tensorflow as tf
 from raytf import activity, liveness
 from raytf.errors import first_line
 
-# Folder in that of the run, with a file of JSON lines for each rank.
+# Folder in the run's folder, with a file of JSON lines for each rank.
 FOLDER = "figures"
 # Name of the TensorBoard run, next to "train" and "validation".
 _SYSTEM = "system"

@@ -211,7 +211,7 @@ def resumed(
     """Returns callbacks to run before and after the others, for a training that resumes within an epoch.
 
     A replacement worker with `place` resumes where the others are, also in the first step of an epoch. If the run
-    `regroups` rows, because steps have another number of them now, it resumes after the rows that were trained on. See
+    `regroups` rows, as steps have another number of them now, it resumes after the rows of earlier steps. See
     `Resumption`.
     """
     begin = None

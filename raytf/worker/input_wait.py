@@ -22,7 +22,7 @@ def measure_input_wait() -> Iterator[Callable[[], float]]:
 
     TensorFlow has no hook for this, so the context manager replaces methods of the iterator. This costs two clock
     readings and two additions a step, and nothing outside of traced functions. While a step waits, the start of the
-    wait is subtracted, so that `activity` can read from another thread how long it lasts.
+    wait is subtracted. So `activity` can read from another thread how long it lasts.
     """
     with tf.device("CPU:0"):  # a read on the CPU does not wait for computations of a GPU
         waited = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="raytf_waited")

@@ -23,7 +23,7 @@ class TrainJob:
         config: The user's config, a dict.
         batch: Columns of a batch; its map is for training rows.
         datasets: `stored.StoredDataset` or `streamed.StreamedDataset` by name: "train", and maybe "validation".
-        sampling: Order of the training rows; its seed is also that of weights and masks. The rows of a step come from
+        sampling: Order of the training rows; weights and masks use its seed, too. The rows of a step come from
             the config, which a trial of a sweep may change.
         steps_per_execution: "auto" or a number of steps, at least 1.
         board: `progress.Board`, or None for no progress line.
@@ -36,8 +36,8 @@ class TrainJob:
         checkpoint_every: When to save checkpoints within epochs.
         memory_every: Interval in steps of checkpoints in memory, or None.
         heals: Whether to replace a lost worker in place, if that is possible.
-        fewest: Number of workers that the config's batch_size and learning rate are for, in an elastic run that scales
-            them with its workers; or None.
+        fewest: Number of workers that the config's batch_size and learning rate are for, if an elastic run scales them;
+            else None.
         scale: Factor of batch_size and learning rate, see `of`.
         nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
     """

@@ -64,7 +64,7 @@ class Keeper:
         """Saves a checkpoint, see `session.RaySession.keep`.
 
         Args:
-            name: Name of the checkpoint's folder in that of the run.
+            name: Name of the checkpoint's folder in the run's folder.
             model: A compiled and built `keras.Model`.
             parts: Result of `checkpoint.parts`.
             writers: Number of workers that write it together, at least 1.
@@ -85,7 +85,7 @@ class Keeper:
         """Saves one part of a checkpoint that several workers write; the chief completes it.
 
         Args:
-            name: Name of the checkpoint's folder in that of the run.
+            name: Name of the checkpoint's folder in the run's folder.
             model: A compiled and built `keras.Model`.
             index: Index of this worker among the writers, from 1.
             writers: Number of writers, including the chief.
@@ -144,7 +144,7 @@ class Keeper:
         """Saves the checkpoint at the end of an epoch; newer ones do not replace it before it is written.
 
         Args:
-            name: Name of the checkpoint's folder in that of the run.
+            name: Name of the checkpoint's folder in the run's folder.
             moment: State of the training at the end of the epoch.
 
         Returns:

@@ -126,7 +126,7 @@ def _example(one):
 
 
 def refuse_unknown(error: Exception) -> None:
-    """Raises ConfigError if Keras did not find the name of a loss or metric, which it looks up with the first rows.
+    """Raises ConfigError if Keras did not find the name of a loss or metric; it looks names up with the first rows.
 
     Args:
         error: Error of building the model.

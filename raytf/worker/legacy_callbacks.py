@@ -15,7 +15,7 @@ from raytf.storage.checkpoint_files import MODEL
 class LegacyReportCallback(tf_keras.callbacks.Callback):
     """Reports metrics and a checkpoint to Ray at the end of every epoch. Every worker needs it.
 
-    The checkpoint contains `model.keras`, as that of Ray's `ReportCheckpointCallback`; `raytf.load_model` reads it.
+    The checkpoint contains `model.keras`, as with Ray's `ReportCheckpointCallback`; `raytf.load_model` reads it.
 
     Args:
         checkpoint: Whether to write a checkpoint with each report. Without one Ray keeps no metrics in the Result.

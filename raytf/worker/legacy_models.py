@@ -1,6 +1,6 @@
 """Loads models of Keras 2 from their files, on request, without running code from them.
 
-The safe mode of `tf_keras` refuses code, but imports any name of any module: a file may name `os.system` as a layer's
+The safe mode of `tf_keras` refuses code, but imports any name of any module. A file may name `os.system` as a layer's
 function. So every name in a file is checked before `tf_keras` reads it. Allowed are classes and functions in public
 modules of `tf_keras`, and those that the caller passes or has registered.
 """

@@ -2,8 +2,8 @@
 
 A `.keras` file is an uncompressed zip of config.json, metadata.json, an HDF5 file with the arrays, and assets such as
 vocabularies. Each array of the HDF5 file is contiguous. So Keras' own walk over the saved objects computes the layout
-once, from shapes: an image of the file, and the owner of each array. `save_own_variables` of layers is called each
-time. If layers, optimizers or shapes change, the layout is computed again.
+once, from shapes. The layout is an image of the file, and the owner of each array. `save_own_variables` of layers is
+called each time. If layers, optimizers or shapes change, the layout is computed again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModelFile:
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes, without some thousand bytes of zip headers."""
+        """Returns the size of the file in bytes, without some thousand bytes of zip headers."""
         return self._image.size + sum(len(content) for content in self._members.values() if isinstance(content, bytes))
 
     def content(self) -> Archive:

@@ -1,11 +1,11 @@
 """The workers' half of recovery in a KerasTrainer: what a replacement worker needs, and how its training begins.
 
 A replacement worker gets weights and optimizer of a worker that waits in the next step, which has not changed them. It
-also gets the lost worker's own state, which that sent to its successor, and the state of callbacks that all workers
-share. Its `fit` begins with the step of the others; until then it exchanges nothing (`healing.Detached`).
+also gets the lost worker's own state from that worker's successor, and the state of callbacks that all workers share.
+Its `fit` begins with the step of the others; until then it exchanges nothing (`healing.Detached`).
 
-If no process can replace the lost worker, another worker saves a checkpoint of the last common step, and all restart
-from it (`keep`). See docs/design/recovery.md.
+If no process can replace the lost worker, another worker saves a checkpoint of the last common step (`keep`). All
+workers restart from it. See docs/design/recovery.md.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def survivable(
         session: Session of the run: it counts reports, receives losses, and may save checkpoints (`keep_now`).
         users: The user's callbacks.
         steps: Whether a loss between two steps of an epoch is recoverable, too: there are no reports in between.
-        ends: Whether a loss between the last step of an epoch and the first one of the next is recoverable, too: the
-            session knows which reports were made.
+        ends: Whether a loss between the last step of an epoch and the next step is recoverable, too: the session counts
+            reports.
     """
     recovery, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "TensorflowConfig(heal=False)"
@@ -94,8 +94,8 @@ def survivable(
         state = {"logs": logs, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
         return report.parts(named, ahead=ahead(), **state)
 
-    # A worker that is lost before it sends the state of its last step on has that of the step before: the metrics of
-    # the epoch then lack its rows of that step, and a warning reports it.
+    # If a worker is lost before it sends the state of its last step, the state of the step before is used. The metrics
+    # of the epoch then lack its rows of one step, and a warning reports it.
     def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
         if early := own_state.written_early(model):
             raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
@@ -185,14 +185,15 @@ def _refused(model, holder) -> str | None:
 class _Moment:
     """Snapshot after a step of what a replacement worker needs; a later call returns the `ReplacementState`.
 
-    Needed after the last step of an epoch, and between steps where workers exchange something: for a checkpoint, the
-    check whether one is due, or callbacks that observe batches. The replacement worker then repeats the end of the
-    epoch, with validation and callbacks, or the end of the batch. What a lost chief has written of it is written again.
+    It is taken after the last step of an epoch, and between steps with an exchange between workers. That is one for a
+    checkpoint, for the check whether one is due, or for callbacks that observe batches. The replacement worker then
+    repeats the end of the epoch, with validation and callbacks, or the end of the batch. What a lost chief has written
+    of it is written again.
 
     Callbacks may change the model after the step. The snapshot tracks what they assign from Python, such as the
     learning rate (`assigned.AssignmentWatch`). At the end of an epoch it compares checksums of all variables that
-    workers have alike. After other steps that would cost part of each step: it covers only variables that a compiled
-    function of a callback assigns. The next step detects other assignments (`own_state.check_alike`).
+    workers have alike. After other steps that would cost part of each step: it covers only variables that compiled
+    callbacks assign. The next step detects other assignments (`own_state.check_alike`).
 
     Args:
         model: The built model.
@@ -248,7 +249,7 @@ class _Moment:
 def _number(held: np.ndarray) -> int:
     """Returns a checksum of a variable's bytes.
 
-    It is a CRC of sums over rows of `_ROW_BYTES` bytes, which takes a fifth of the time of a CRC of the bytes.
+    It is a CRC of sums over rows of `_ROW_BYTES` bytes, in a fifth of the time of a CRC of all bytes.
     """
     whole = held.size // _ROW_BYTES * _ROW_BYTES
     sums = np.add.reduce(held[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8), axis=0)
@@ -270,7 +271,7 @@ class First(keras.callbacks.Callback):
 
 
 class RecoveryCallback(keras.callbacks.Callback):
-    """Marks, after all other callbacks, where a loss is recoverable; makes this worker a replacement if it is one.
+    """Marks, after all other callbacks, from when a loss is recoverable; sets up a replacement worker.
 
     Args:
         position: The `callbacks.FeedCallback`.

@@ -1,7 +1,7 @@
 """Connects a train loop to its run: rank, checkpoint to resume from, reports. Runs on a worker.
 
-In `fit` the run is Ray Train's. In a sweep it is a worker group, which also implements Ray Train's own functions: train
-loops with `ray.train.report` and `ray.train.get_context` run unchanged (`session_functions.py`).
+In `fit` the run is Ray Train's. In a sweep it is a worker group, which also implements Ray Train's own functions. So
+train loops with `ray.train.report` and `ray.train.get_context` run unchanged (`session_functions.py`).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class RaySession:
         """Saves a checkpoint within an epoch; the chief calls it.
 
         Args:
-            name: Name of the checkpoint's folder in that of the run, see `step_folders.name_of`.
+            name: Name of the checkpoint's folder in the run's folder, see `step_folders.name_of`.
             model: A compiled and built `keras.Model`.
             parts: Result of `checkpoint.parts`.
             writers: Number of workers that write it together, each of which calls `keep_part`.
@@ -320,7 +320,7 @@ class RaySession:
         """Reports metrics and, from the chief, a checkpoint. Every worker calls it, and none waits for its end.
 
         The report follows when the checkpoint is whole. The training waits for the checkpoint of the epoch before, as
-        every epoch has one: a storage that needs longer than an epoch delays it. If the storage fails, the metrics are
+        every epoch has one. A storage that needs longer than an epoch delays it. If the storage fails, the metrics are
         reported without a checkpoint. Later checkpoints are tried while the training continues.
 
         Returns:
@@ -489,7 +489,7 @@ class TrialSession:
 
         Args:
             metrics: Values by name.
-            write: Function `write(folder)` that writes a checkpoint of this moment. None: that of an earlier report
+            write: Function `write(folder)` that writes a checkpoint of this moment. None: an earlier report's
                 remains valid.
             keep: Whether to write it now, as the request comes when this moment is over.
             everyone: Whether the files of other workers than the chief belong to the checkpoint, too.

@@ -53,8 +53,8 @@ class ExecutionCallback(keras.callbacks.Callback):
     """Measures the first steps and raises `steps_per_execution` if Python between steps is slow; put it first.
 
     All workers follow the chief, at the same step. If executions of several steps turn out slower, training returns to
-    single steps. It does nothing if the model was compiled with more than one step per execution, runs eagerly, has
-    callbacks that observe batches, or has data of unknown length.
+    single steps. It does nothing if the model was compiled with more than one step per execution, or runs eagerly. The
+    same applies to callbacks that observe batches, and to data of unknown length.
 
     Args:
         callbacks: The user's callbacks.

@@ -56,7 +56,7 @@ class VerificationTask:
         structure: Function `structure(dataset)` that returns the dataset in the model's structure, or None if a feed
             has that.
         validation_batch: Columns of a validation batch; None: those of the training, without its map.
-        validation_structure: Structure of the validation; None: that of the training.
+        validation_structure: Structure of the validation; None: as in the training.
         most_bytes: Largest size of a model's variables in bytes; larger models are skipped.
     """
 
@@ -299,7 +299,7 @@ def constant_draws() -> Iterator[None]:
 
 
 def traits(model) -> dict[str, Any]:
-    """Returns the user's own code in a model, by kind, each with name and line, to find the cause of a difference."""
+    """Returns the user's own code in a model by kind, with names and lines, to find the cause of a difference."""
     result: dict[str, Any] = {"methods": {}, "metrics": [], "losses": [], "optimizers": [], "layers": []}
     for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
         method = getattr(type(model), name)

@@ -1,7 +1,7 @@
 """Within an epoch: saves checkpoints, stops after a step, and resumes from such a checkpoint.
 
-`callbacks.ReportCallback` saves the checkpoints at ends of epochs. A resumed training makes the next step as if there
-had been no break: with the same rows, masks, random numbers, metrics of the epoch so far and states of callbacks. `fit`
+`callbacks.ReportCallback` saves the checkpoints at ends of epochs. A resumed training makes the next step as without
+a break: with the same rows, masks, random numbers, metrics and callbacks. `fit`
 resets metrics and calls `on_epoch_begin` before it; the changes by that are undone.
 """
 
@@ -40,7 +40,7 @@ class StepCheckpointCallback(keras.callbacks.Callback):
 
     With an interval in steps, checkpoints are at the same steps in each run. They also average what workers average at
     the ends of epochs (moving statistics), so that a resumed run has equal bits. With an interval in time they are at
-    any step and do not change the training; a resumed run has these averages up to rounding.
+    any step and do not change the training. A resumed run then has these averages up to rounding.
 
     For checkpoints in memory, the chief and a worker on another host copy the training state. That worker receives the
     state that only the chief has.
@@ -314,7 +314,7 @@ class Resumption:
         random_state.give_back(self._random)
 
     def batch_begun(self, model) -> None:
-        """Undoes, after all callbacks, their second `on_train_batch_begin` of the first execution."""
+        """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
         replay, self._again = self._again, None
         if replay is not None:
             held, variables = replay
