@@ -148,10 +148,10 @@ class EpochRunner:
         with self._lost_servers():
             initial = self.remote.steps()
             while first < last:
-                made = self.remote.steps() - initial
-                if kept is not None and first > begin and kept.wants(position.step + made):
+                steps_made = self.remote.steps() - initial
+                if kept is not None and first > begin and kept.wants(position.step + steps_made):
                     break
-                ahead = made + self._ahead(made / (time.monotonic() - began)) if kept is not None else last
+                ahead = steps_made + self._ahead(steps_made / (time.monotonic() - began)) if kept is not None else last
                 while first < min(last, begin + ahead):
                     first = self._begin("train", number, first, last, results)
                 self._look(progress, begin, initial)

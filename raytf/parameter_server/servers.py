@@ -173,7 +173,7 @@ class ServerGroup:
 
     def _why(self, name: str) -> str:
         """Returns why the watchdog has ended a task's process, as a clause; "" if it has not."""
-        return next((f" ({how})" for task, how in self._watchdog.ended.items() if str(task) == name), "")
+        return next((f" ({cause})" for task, cause in self._watchdog.ended.items() if str(task) == name), "")
 
     def _actor(self, task: Task):
         options = {"runtime_env": self.plan.environment, "max_concurrency": 3}
@@ -240,18 +240,18 @@ class ServerGroup:
                 return
             for ref in done:
                 task = waiting.pop(ref)
-                how = self._why(str(task))
+                cause = self._why(str(task))
                 if task.role == "ps":
-                    self._lose(f"{task} died{how}, and with it the variables that it held")
+                    self._lose(f"{task} died{cause}, and with it the variables that it held")
                     return
                 # a host that has vanished closes no connection, and TensorFlow would wait for one
                 ports.hang_up(self.cluster[task.role][task.index])
-                if how:
-                    warnings.warn(f"{task} is replaced:{how}", stacklevel=1)
+                if cause:
+                    warnings.warn(f"{task} is replaced:{cause}", stacklevel=1)
                 try:
                     self._replace(task)
                 except NoAnswerError as error:
-                    self._lose(f"{task} died{how}, and none came for it: {error}")
+                    self._lose(f"{task} died{cause}, and none came for it: {error}")
                     return
                 waiting[self._actors[task].join.remote()] = task
 

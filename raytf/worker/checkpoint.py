@@ -537,7 +537,7 @@ def columns_of(model) -> dict[str, Any] | None:
 
 def made_here(run: str) -> tuple[Callable, dict] | None:
     """Returns (build_model, config) of a run of this process, or of one of its checkpoints, by its path."""
-    return next((made for path, made in _made_here.items() if f"{run}/".startswith(f"{path}/")), None)
+    return next((build for path, build in _made_here.items() if f"{run}/".startswith(f"{path}/")), None)
 
 
 def is_checkpoint(folder: str) -> bool:

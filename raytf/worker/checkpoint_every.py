@@ -111,12 +111,12 @@ class Clock:
         """Returns (whether a checkpoint is due, steps to the next check, at least 1)."""
         step_seconds = (now - self._looked) / max(1, step - self._looked_at)
         self._looked, self._looked_at = now, step
-        left = self._due() - now
-        if left <= 0:
+        remaining = self._due() - now
+        if remaining <= 0:
             return True, 1
         # the first steps are no measure for later ones
         most = max(_FIRST_LOOK, step - self._first)
-        return False, int(min(max(1.0, self._wait(left) / max(step_seconds, 1e-6)), most))
+        return False, int(min(max(1.0, self._wait(remaining) / max(step_seconds, 1e-6)), most))
 
     def _wait(self, left: float) -> float:
         """Returns the seconds to the next check, if `left` seconds remain to the next checkpoint."""

@@ -36,15 +36,15 @@ def _read_once(name: str, dataset, specs, context) -> StoredDataset:
     from ray.train.collective import broadcast_from_rank_zero
 
     known = name in _read
-    wanted = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
-    if not known or not (_read[name][0] is None or wanted <= _read[name][0]):
+    columns = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
+    if not known or not (_read[name][0] is None or columns <= _read[name][0]):
         rows = None
         if context.get_world_rank() == 0:
             rows = dataset() if callable(dataset) else dataset
             if not known:
                 rows = stored.projected(rows, specs)
             rows = streamed.materialized(name, rows, None if known else specs)
-        _read[name] = None if known else wanted, broadcast_from_rank_zero(rows)
+        _read[name] = None if known else columns, broadcast_from_rank_zero(rows)
     return _read[name][1]
 
 

@@ -163,7 +163,7 @@ def _write(model, path: str, format: str, custom_objects: Mapping | None) -> Non
     if not isinstance(model, keras.Model):
         raise ConfigError("A model of Keras 3 is exported", f"a {type(model).__module__} model", _NOT_CHECKED)
     specs = _specs(model)
-    rows, wanted = _tried(model, specs)
+    rows, expected = _tried(model, specs)
     writers = {"saved_model": _saved_model, "keras": _keras, "onnx": _onnx}
     with warnings.catch_warnings():
         # the export is not for training
@@ -178,7 +178,7 @@ def _write(model, path: str, format: str, custom_objects: Mapping | None) -> Non
                 f"{model.name!r} ({type(error).__name__}: {first_line(error)[:300]})",
                 f"Choose another of {', '.join(FORMATS)}",
             ) from error
-    _compare(wanted, _flat(compute(rows)), format)
+    _compare(expected, _flat(compute(rows)), format)
 
 
 def _saved_model(model, path: str, specs, custom_objects) -> Callable:
@@ -265,17 +265,17 @@ def _tried(model, specs) -> tuple[Any, list[np.ndarray]]:
         numbers = np.random.default_rng(0)
         rows = keras.tree.map_structure(lambda spec: _row(spec, size, numbers), specs)  # noqa: B023 - called at once
         try:
-            wanted = _flat(compute(rows))
+            expected = _flat(compute(rows))
         except Exception as error:  # too short for a pooling layer, or longer than a table of positions
             failed = error
             continue
-        if any(_distance(a, b) > 0 for a, b in zip(wanted, _flat(compute(rows)), strict=True)):
+        if any(_distance(a, b) > 0 for a, b in zip(expected, _flat(compute(rows)), strict=True)):
             raise ConfigError(
                 "An export is compared with the model, whose outputs must be the same for the same rows",
                 f"{model.name!r}, which gives others each time",
                 _NOT_CHECKED,
             )
-        return rows, wanted
+        return rows, expected
     raise ConfigError(
         "An export is checked with generated rows",
         f"{model.name!r}, which takes none of {_shown(specs)} ({type(failed).__name__}: {first_line(failed)[:300]})",

@@ -187,8 +187,8 @@ class _Moment:
 
     It is taken after the last step of an epoch, and between steps with an exchange between workers. That is one for a
     checkpoint, for the check whether one is due, or for callbacks that observe batches. The replacement worker then
-    repeats the end of the epoch, with validation and callbacks, or the end of the batch. What a lost chief has written
-    of it is written again.
+    repeats the end of the epoch, with validation and callbacks, or the end of the batch. It writes again what a lost
+    chief has written of it.
 
     Callbacks may change the model after the step. The snapshot tracks what they assign from Python, such as the
     learning rate (`assigned.AssignmentWatch`). At the end of an epoch it compares checksums of all variables that

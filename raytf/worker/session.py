@@ -123,8 +123,8 @@ class Reports:
         if not self._made:
             return
         limits = timeouts.get()
-        made, oldest = self._made[0]
-        if len(self._made) < _MOST_REPORTS and time.monotonic() - made < limits.report_old:
+        added_at, oldest = self._made[0]
+        if len(self._made) < _MOST_REPORTS and time.monotonic() - added_at < limits.report_old:
             return
         with activity.here.within(activity.CONTROLLER):
             done, _ = concurrent.futures.wait([oldest], limits.report_taken)

@@ -47,8 +47,8 @@ class Writers:
         """
         size, strategy = self._session.size, model.distribute_strategy
         variables = [*model.variables, *model_optimizers.variables(model)]
-        wanted = min(size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
-        if wanted < FEWEST or not communicator.spans_workers(strategy):
+        count = min(size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
+        if count < FEWEST or not communicator.spans_workers(strategy):
             return 1
         own_layout = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
         (chief_layout,) = communicator.from_chief(strategy, [own_layout])
@@ -62,7 +62,7 @@ class Writers:
                 stacklevel=2,
             )
         self._differs = int(equal_count) < size
-        return 1 if self._differs else int(wanted)
+        return 1 if self._differs else int(count)
 
     def name(self, model, name: str) -> str:
         """Broadcasts the chief's name to every worker.
