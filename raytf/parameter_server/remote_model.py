@@ -76,7 +76,7 @@ class RemoteModel:
             )
 
     def _decay_as_the_models(self) -> None:
-        """Excludes from weight decay parts of variables that the model's optimizer excludes, by name or variable."""
+        """Excludes all parts of a variable from weight decay if the model's optimizer excludes the variable."""
         whole = {
             keras_objects.key_of(self._optimizer, part): variable
             for variable in self._trainable

@@ -23,13 +23,13 @@ _MANY = (list, tuple, set, frozenset, collections.deque)
 class CallbackStates:
     """Tracks the state of callbacks from their construction.
 
-    State are the attributes that differ from what the constructor set, except for these:
+    The state consists of attributes that differ from what the constructor set, except for these:
 
     * Arguments: attributes with the name of a constructor's parameter (`patience`, or `_patience`). A changed one is
       restored only if the next run passes the same argument.
     * Values that `set_model` or `on_train_begin` derived and nothing changed since. Strings are never saved
-      (`TensorBoard` derives folders). Others are
-      restored only if all arguments are equal. So a base learning rate is restored, but not steps for other epochs.
+      (`TensorBoard` derives folders). Others are restored only if all arguments are equal. So a base learning rate is
+      restored, but not a number of steps for other epochs.
     * Paths outside of the run's folder, on any worker. Workers other than the chief write elsewhere: they restore no
       string with a separator.
 
@@ -47,7 +47,7 @@ class CallbackStates:
         self._begun: list[dict] | None = None
 
     def begin(self) -> None:
-        """Records the digests after `on_train_begin` of all callbacks, before a restore; later calls have no effect."""
+        """Records the digests after `on_train_begin` of all callbacks, before a restore; later calls do nothing."""
         if self._begun is None:
             self._begun = [_digests(c) for c in self.callbacks]
 

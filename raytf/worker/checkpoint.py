@@ -152,7 +152,7 @@ def parts(
 
     Args:
         model: A compiled and built `keras.Model`.
-        state: Position of the training.
+        state: `CheckpointState` of the training.
         states: States of the user's callbacks, or None.
         build: Tuple (build_model, config, inputs), or None; inputs is (shape without the batch, dtype), or a dict of
             these.

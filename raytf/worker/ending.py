@@ -78,7 +78,7 @@ class Gate:
         return self._asked[0] if self._asked else None
 
     def ask(self, why: str) -> int:
-        """Requests a stop. Returns the executions that have begun, or begin before the next check; 0 before `fit`."""
+        """Requests a stop. Returns the executions that have begun by the next check; 0 before the training."""
         with self._changed:
             self._asked.append(why)
             return self._begun

@@ -79,7 +79,7 @@ class EpochChecks(keras.callbacks.Callback):
             self._look_at_weights()
 
     def _look_at_weights(self) -> None:
-        """Finds weights that are NaN although the loss is finite: relu maps NaN to 0, in all steps from one on."""
+        """Finds weights that stay NaN although the loss is finite, as relu maps NaN to 0."""
         for variable in self.model.trainable_variables:
             if "float" not in variable.dtype or np.isfinite(np.sum(_values(self.model, variable), dtype=np.float64)):
                 continue

@@ -1,4 +1,4 @@
-"""Returns a model's `.keras` file again and again without Keras' serialization: only arrays are copied.
+"""Creates a model's `.keras` file repeatedly without Keras' serialization: only arrays are copied.
 
 A `.keras` file is an uncompressed zip of config.json, metadata.json, an HDF5 file with the arrays, and assets such as
 vocabularies. Each array of the HDF5 file is contiguous. So Keras' own walk over the saved objects computes the layout

@@ -113,7 +113,7 @@ class Reports:
         self._made.append((time.monotonic(), report))
 
     def wait(self) -> None:
-        """Blocks if many reports are pending, or one is old, so that decisions on a trial and deletions keep up.
+        """Blocks if many reports are pending, or one is old, as trials are judged and checkpoints deleted after them.
 
         Raises:
             TimeoutError: The controller does not process reports.

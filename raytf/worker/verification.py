@@ -154,7 +154,10 @@ def _set_seeds(seed: int) -> None:
 
 
 def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
-    """Returns {"digest", "rates"}, on rank 0 also {"logs", "weights", "states", "half"}; or {"skipped": reason}."""
+    """Returns the results of two steps by name, or {"skipped": reason}.
+
+    Results are "digest" and "rates"; on rank 0 also "logs", "weights", "states", "half"; on one device also "traits".
+    """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     config = TensorflowConfig(

@@ -1,8 +1,8 @@
 """Within an epoch: saves checkpoints, stops after a step, and resumes from such a checkpoint.
 
 `callbacks.ReportCallback` saves the checkpoints at ends of epochs. A resumed training makes the next step as without
-a break: with the same rows, masks, random numbers, metrics and callbacks. `fit`
-resets metrics and calls `on_epoch_begin` before it; the changes by that are undone.
+a break: with the same rows, masks, random numbers, metrics and callbacks. `fit` resets metrics and calls
+`on_epoch_begin` before it; `Resumption` undoes these changes.
 """
 
 from __future__ import annotations
