@@ -110,7 +110,7 @@ def tag_of(step: int) -> int:
     """Returns the tag of a worker's own state after `step` steps.
 
     The state may change before the next step: at a checkpoint, when an epoch begins, and after callbacks that read
-    batches. Each change increases the tag.
+    batches. Each kind of change has a tag of its own.
     """
     return 4 * step
 
@@ -250,7 +250,7 @@ class Healer:
             step: Number of steps that are made.
             keep: keep(last message of each worker, by rank; ranks whose message is from the step before) saves a
                 checkpoint of the steps that are made, and returns their number. It is called like `image`, before this
-                worker is told that it cannot continue.
+                worker receives that it cannot continue.
             note: note(whether an epoch ends) is called after the last step of an epoch and after each execution.
                 Returns an `image` of this moment that can be called later, or None if workers exchange nothing before
                 the next step. Without `note`, recovery after an epoch ends with the call of its callbacks.
@@ -521,8 +521,8 @@ class Healer:
                 self._joining.stop()
 
     def waiting(self, seconds: float = 0.0) -> Waiting | str | None:
-        """Returns the state of this worker if it waits within `seconds`; None if not; a reason, as a clause, if it
-        never will."""
+        """Returns the state of this worker if it waits within `seconds`, or None; if it never will, a reason as a
+        clause."""
         with self._changed:
             self._changed.wait_for(lambda: self._where() is not None, seconds)
             return self._where()
