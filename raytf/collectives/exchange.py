@@ -194,7 +194,7 @@ class Exchange:
         return self._in_turn(functools.partial(self._made, function), tensors, dtypes)
 
     def _in_turn(self, function: Callable, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-        """In a graph: calls a function of arrays after all earlier exchanges and before all later ones."""
+        """Calls a function of arrays in a graph, after all earlier exchanges and before all later ones."""
         with tf.control_dependencies([self._turn.read_value()]), giving_memory():
             results = tf.numpy_function(function, list(tensors), dtypes)
         with tf.control_dependencies(results):

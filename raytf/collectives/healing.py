@@ -1,8 +1,8 @@
 """Recovery in the workers: from the loss of a ring's member until the next ring, within one step.
 
-A step's update is applied only when all of its sums are complete, so all remaining workers wait before its update. The
+A step's update is applied only when all of its sums are complete. So all remaining workers wait before its update. The
 driver starts a replacement worker with their state before that step. All join another ring, and repeat the sums of this
-step from inputs in memory. Exchanges after the last step of an epoch, or between steps, are repeated likewise. See
+step from inputs in memory. They repeat exchanges between steps, and at the end of an epoch, in the same way. See
 docs/design/recovery.md. Driver: `raytf.train.healing`; the state of a training: `raytf.worker.replacement`.
 """
 

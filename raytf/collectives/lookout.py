@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _TEXT_BYTES = 400
-# Generation, lost rank, rank that noticed it, whether running sums may finish, and the text's bytes.
+# Generation, lost rank, rank that noticed it, whether running sums may finish and the text's bytes.
 _MESSAGE = struct.Struct(f"<IIIBI{_TEXT_BYTES}s")
 
 

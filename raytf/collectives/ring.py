@@ -43,7 +43,7 @@ _TRADED_BYTES = 32 << 10
 _LEAST_WITH_CHORDS = 4
 # Bytes that take as long to send as one hop.
 _HOP_BYTES = 4 << 10
-# Generation, number of the exchange, kind, place in a step, and size: workers that disagree must not add arrays.
+# Generation, exchange number, kind, place in a step and size: workers that disagree must not add arrays.
 _HEADER = struct.Struct("<QQQQQ")
 # Bits of an exchange's place; the number of the call that makes it is to the left of them.
 _CALL_BITS = 32
@@ -56,7 +56,7 @@ _ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE = range(5)
 _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of parts with their weights")
 # Seconds without an answer from the other host's kernel after which it is lost.
 HOST_GONE = 35
-# Messages of a step, a checkpoint after it, the begin of an epoch, and callbacks after them, see `healing.tag_of`.
+# Messages of a step, its checkpoint, the begin of an epoch and callbacks, see `healing.tag_of`.
 _MOST_HELD = 4
 TOKEN_BYTES = 32
 
@@ -134,7 +134,7 @@ class Ring:
         return -(-items // self.size) * self.size
 
     def empty(self, items: int, dtype: np.dtype) -> np.ndarray | None:
-        """Returns a flat array in memory that the next process reads, or None without such memory or if it is small."""
+        """Returns a flat array in memory that the next process reads; None without such memory or if it is small."""
         if items * dtype.itemsize <= _READ_IN_PLACE:
             return None
         own = self._own_memory()
@@ -160,8 +160,8 @@ class Ring:
             array: Contiguous, one-dimensional, of any number type or `scaled_float16.BLOCK`. Its size is a multiple of
                 the number of processes. Types of two bytes are added in float32, and rounded once for each process.
             place: Number of this sum within its step, the same on all processes.
-            fill: fill(begin, end) sets these items of `array`. It is called once for each item, just before the item is
-                needed, while its memory is in a core's cache. None if the items are set already.
+            fill: fill(begin, end) sets these items of `array`. It is called once for each item, just before its use,
+                while its memory is in a core's cache. None if the items are set already.
 
         Returns:
             `array`, or a copy if the next process is lost and may still read `array`.
@@ -434,11 +434,11 @@ class Ring:
         return True
 
     def pass_on(self, number: int, content: bytes) -> None:
-        """Sends the next member a message between two sums; it is in `held` there when that member makes its next sum.
+        """Sends the next member a message between two sums; its next sum adds it to its `held`.
 
         Args:
             number: Number of the message, 0 <= number < 2**64.
-            content: At most 64 KiB, which a socket buffers at once, as nobody reads yet.
+            content: At most 64 KiB, which a socket buffers at once, as the next member does not read yet.
 
         Raises:
             PeerLostError: As for `add`.
@@ -994,7 +994,7 @@ def was_joined(generation: int) -> None:
 
 # Purposes of a connection.
 _PURPOSES = _DATA, _WATCH = 0, 1
-# The first bytes of a connection: magic, rank, purpose, generation, and a random number that is used once.
+# The first bytes of a connection: magic, rank, purpose, generation and a random number for one use.
 _MAGIC = b"raytf/ring/3"
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sIII{TOKEN_BYTES}s")
 _PROOF_BYTES = 32
@@ -1123,8 +1123,7 @@ class _Meeting:
         self._cancel, self._cancelled = None, False
 
     async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
-        """Returns the connections to the next process and from the previous one: (data, watch, those of chords) of
-        each."""
+        """Returns the connections to the next process and from the previous one: (data, watch, chords) of each."""
         self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
         if self._cancelled:
             raise asyncio.CancelledError
@@ -1313,7 +1312,7 @@ def _family(host: str) -> int:
 def _local_name(port: int, token: bytes) -> str:
     """Returns the name of a Unix socket in Linux's abstract namespace: no file, gone with the process.
 
-    It is as unique as the port, and only a process with the token can bind it before the ring does.
+    It is as unique as the port. Only a process with the token can bind it before the ring does.
     """
     mark = hmac.digest(token, struct.pack("<I", port), "sha256").hex()[:32]
     return f"\0raytf/ring/{port}/{mark}"

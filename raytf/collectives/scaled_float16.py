@@ -12,7 +12,7 @@ import numpy as np
 # Numbers in a block: with its scale it fills 4 KiB, a thousandth of it for the scale.
 ITEMS = 2046
 BLOCK = np.dtype([("scale", "<f4"), ("values", "<f2", ITEMS)])
-# The largest number of a block is scaled below 2 ** 15, half of float16's range, so that rounding cannot overflow.
+# The largest number of a block is scaled below 2 ** 15, half of float16's range: rounding cannot overflow.
 _TOP = 15
 # Range of float32 exponents for which the scale and its inverse are normal numbers.
 _LEAST, _MOST = -110, 128

@@ -39,8 +39,8 @@ _ALONE = (*_ORBAX, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
-    """Runs after the user's callbacks: copies variables that they assigned from the chief to all workers, and stops
-    all."""
+    """Runs after the user's callbacks: all workers copy the variables that these assigned on the chief, and stop
+    together."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Callbacks that only the chief runs: those of trackers (W&B, MLflow), and those of `raytf.on_chief`."""
+"""Callbacks that only the chief runs: trackers (W&B, MLflow), and callbacks of `raytf.on_chief`."""
 
 from __future__ import annotations
 

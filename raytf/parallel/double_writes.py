@@ -1,7 +1,7 @@
 """Warns once if callbacks of two workers on one host write the same file.
 
-It records what Python's `open` opens while callbacks run at the end of the first epoch. Files that libraries open
-themselves (HDF5, TensorFlow) are not seen.
+It records the files that Python's `open` opens while callbacks run at the end of the first epoch. Files that libraries
+open themselves (HDF5, TensorFlow) are not seen.
 """
 
 from __future__ import annotations

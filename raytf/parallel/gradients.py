@@ -1,7 +1,7 @@
 """Gradients of the global batch: in a step of `fit` they are summed when a tape computes them.
 
 Later changes of gradients, such as clipping, then apply to the gradients that one process would have. The mean over the
-rows of all workers is linear, and the mean of values that are equal on all workers changes nothing. So an optimizer may
+rows of all workers is linear. The mean of values that are equal on all workers changes nothing. So an optimizer may
 average any gradients that it gets: functions of summed gradients, of others, or of both. It skips gradients that are
 known to be equal.
 """
@@ -192,7 +192,7 @@ def _note_weight(step: step_module.Step, variable) -> None:
 
 
 def known_alike(step: step_module.Step, value) -> bool:
-    """Whether a tensor of a graph, or slices, are a function of summed gradients and weights only.
+    """Whether a tensor of a graph, or slices, depend only on summed gradients and weights.
 
     Constants are assumed to be equal on all workers, as for a learning rate.
     """
@@ -320,7 +320,7 @@ def _in_collectives(grads, step, rows):
 
 
 def _wide(grads):
-    """Returns a dtype for the row count: that of the first gradient, to share its collective, if it is wide enough."""
+    """Returns a dtype for the row count: the first gradient's, to share its collective, if it is wide enough."""
     dtype = next((g.dtype for g in grads if isinstance(g, tf.Tensor)), tf.float32)
     return dtype if dtype in (tf.float32, tf.float64) else tf.float32
 

@@ -1,9 +1,9 @@
 """Ends iterators over `tf.data` pipelines in the background, as TensorFlow may take up to a minute for it.
 
 An iterator with autotuning has a thread that wakes up ever more rarely, at last once a minute. The end of the iterator
-waits for that thread. In about a third of all cases (TensorFlow 2.21) that thread is not woken, and sleeps for up to
-the iterator's age. All workers would wait for one of them at the end of an epoch. Only the exit of Python waits: a
-thread that requests Python's lock in a C++ destructor then aborts the process.
+waits for that thread. In about a third of all cases (TensorFlow 2.21) the thread is not woken. It sleeps for up to the
+iterator's age. All workers would wait for one of them at the end of an epoch. Only the exit of Python waits: a thread
+that requests Python's lock in a C++ destructor then aborts the process.
 """
 
 from __future__ import annotations

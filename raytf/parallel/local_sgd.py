@@ -2,7 +2,7 @@
 
 S. U. Stich, "Local SGD converges fast and communicates little", 2019: parameters are sent once in `every` steps,
 instead of the gradients of each step. Optimizer slots stay local until the end of an epoch, where they are averaged
-too. So a run that resumes from a checkpoint has the same state as the others.
+too. So a run that resumes from a checkpoint continues from the state of all workers.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _COMPARING = ("circle", "dice", "tversky")
 def reduce_weighted_values(
     original, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
 ):
-    """Scales a worker's loss so that the mean over workers, weighted by their rows, is the loss of the global batch."""
+    """Scales a worker's loss so that the mean over workers, weighted by rows, is the loss of the global batch."""
     step = step_module.current()
     loss = original(values, sample_weight, mask, reduction, dtype)
     if step is not None and len(values.shape) == 0:
@@ -214,8 +214,7 @@ class _Call:
 
 @patch((keras.layers.Layer, "add_loss"))
 def add_loss(original, self, loss):
-    """Replaces `Layer.add_loss`: scales a sum over a batch's rows, so that the mean over workers is the sum over all
-    rows.
+    """Replaces `Layer.add_loss`: scales a sum over rows, so that the mean over workers is the sum over all rows.
 
     Each replica has its own list: Keras keeps one for all, which replicas that take turns would clear.
     """
@@ -249,8 +248,7 @@ def clear_losses(original, self):
 
 @patch((keras.layers.Layer, "_get_own_losses"))
 def own_losses(original, self):
-    """Replaces `Layer._get_own_losses`: returns this replica's losses, or their means over all rows in a function of
-    all rows."""
+    """Replaces `Layer._get_own_losses`: returns this replica's losses; in functions of all rows, means over all rows."""
     shown, whole = step_logs.seen(), whole_batch.current()
     if shown is None or (whole is None and step_module.current() is None and not step_module.is_trial()):
         return original(self)

@@ -79,7 +79,7 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
 def together(
     model, variables: Sequence, each: Sequence[Sequence[np.ndarray]], behind: Collection[int] = ()
 ) -> list[np.ndarray]:
-    """Returns the joined values of all workers, as at the end of an epoch, for a worker that cannot reach the others.
+    """Returns the joined values of all workers, as at the end of an epoch, if a worker cannot reach the others.
 
     Args:
         model: A model in `fit`, with one replica for each worker.
@@ -108,7 +108,7 @@ def together(
 
 
 def logs_of(model, values: Mapping[int, np.ndarray]) -> dict[str, float]:
-    """Returns the logs of the epoch, if the last step were its last one, for a worker that cannot reach the others.
+    """Returns the logs of the epoch as if the last step ended it, for a worker that cannot reach the others.
 
     Args:
         model: A model in `fit`.
@@ -239,8 +239,7 @@ def _is_read_as_a_sum(held) -> bool:
 
 @patch((backend_core.Variable, "_direct_assign"))
 def direct_assign(original, self, value):
-    """Replaces `Variable._direct_assign`: under CentralStorageStrategy, each replica changes its part of shared
-    variables.
+    """Replaces `Variable._direct_assign`: with CentralStorageStrategy, each replica adds its part to shared variables.
 
     Keras' metrics write their old value plus a change. TensorFlow adds the writes of all replicas, so the old value
     would count once for each of them. Values other than sums become the mean. A replica without rows changes nothing.
@@ -307,7 +306,7 @@ def _synchronize_function(strategy, metrics, averaged, assign):
 
 
 def _summed(metrics: Sequence, values: Sequence[tf.Tensor], others: Sequence[tf.Tensor] = ()) -> tuple[list, list]:
-    """In a replica: returns (the values of metrics' variables over all replicas, the sums of others)."""
+    """Returns (the values of metrics' variables over all replicas, the sums of others), in a replica."""
     context = tf.distribute.get_replica_context()
     first = tf.equal(context.replica_id_in_sync_group, 0)
     local = [

@@ -1,8 +1,8 @@
 """Gradients in users' own loops under `strategy.run`: tapes return local gradients, and optimizers sum them.
 
-Operations between both shall apply to the sums, as in one process. So the function that leads from tapes' gradients to
-an optimizer is computed again on the sums, by copying its operations in the graph. Sums that the loop computes itself
-are not summed again.
+Operations between both shall apply to the sums, as in one process. So an optimizer computes the function of the tapes'
+gradients again on their sums. It copies the function's operations in the graph. Sums that the loop computes itself are
+not summed again.
 """
 
 from __future__ import annotations

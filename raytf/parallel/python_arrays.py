@@ -1,9 +1,9 @@
 """Protects arrays that Python functions return to TensorFlow (generators, `PyDataset`, `tf.numpy_function`).
 
-TensorFlow uses an array without a copy if its address is a multiple of 64 bytes, as for a quarter of small arrays and
-all pages of mapped files. An operation with the last reference to a tensor may write its result into the tensor's
-memory (TensorFlow 2.20 and 2.21). With several replicas, a generator's label array was overwritten so, for all later
-epochs. Such arrays are copied first.
+TensorFlow uses an array without a copy if its address is a multiple of 64 bytes. This holds for a quarter of small
+arrays and all pages of mapped files. An operation with the last reference to a tensor may overwrite the tensor's memory
+(TensorFlow 2.20 and 2.21). With several replicas, a generator's label array was overwritten so, for all later epochs.
+Such arrays are copied first.
 """
 
 from __future__ import annotations

@@ -208,8 +208,8 @@ def initialize(original, self, initializer):
     """Replaces `Variable._initialize_with_initializer`: initializes variables of a traced step at once, as outside of
     it.
 
-    An optimizer that was not built before creates its slots there. TensorFlow would put the chief's broadcast of their
-    initial values into a condition inside the step, where such collectives lose their keys.
+    An optimizer that was not built before creates its slots there. TensorFlow would broadcast the chief's initial
+    values in a condition inside the step. Such collectives lose their keys there.
     """
     if tf.executing_eagerly() or not in_replica_of_many():
         original(self, initializer)

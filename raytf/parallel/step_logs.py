@@ -4,8 +4,7 @@
 * Other numbers count as a mean over this worker's rows, and become the mean weighted by rows. Return no sum over rows,
   but its mean, or use a `keras.metrics.Sum`.
 * Values for each row become the values of all workers' rows, in order.
-
-As in Keras, if a step returns exactly the names of all metrics, metrics that it updated replace them at an epoch's end.
+* As in Keras, metrics that the step updated replace its logs at an epoch's end if the names of both are equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes functions on the rows of all replicas, in each replica.
 
-Each replica has the same value. Its gradient reaches the replica's own rows, and all other dependencies of the function
-(such as its own weights), as in one process.
+Each replica has the same value. Its gradient reaches the replica's own rows, as in one process. It also reaches all
+else that the function depends on, such as its own weights.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def _own_part(step: step_module.Step, values: tf.Tensor, extent: tuple) -> tf.Te
 
 
 def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple, tf.Tensor]:
-    """Returns (each tensor of all replicas, (begin of the first tensor's own rows, number of all its rows),
-    `Whole.counts`).
+    """Returns (tensors of all replicas, (begin of own rows, number of all rows) of the first one, `Whole.counts`).
 
     The tensors may have other numbers of rows than the batch, and than each other.
     """
