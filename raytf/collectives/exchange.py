@@ -65,8 +65,7 @@ class Exchange:
     # ---------------------------------------------------------------------------------- NumPy, between steps
 
     def add_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the sum of each array over the workers, which have equal dtypes and shapes; makes one sum for each
-        dtype."""
+        """Returns the sum of each array over the workers, with equal dtypes and shapes; makes one sum per dtype."""
         return self._made(self._add_arrays, arrays)
 
     def gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -248,12 +248,12 @@ class Healer:
             image: Returns the state for a replacement worker; called in another thread while this worker waits.
             lost: Reports the loss of another worker to the driver, without waiting.
             step: Number of steps that are made.
-            keep: keep(last message of each worker, by rank; ranks whose message is from the step before) saves a
-                checkpoint of the steps that are made, and returns their number. It is called like `image`, before this
-                worker receives that it cannot continue.
+            keep: keep(last message of each worker, by rank; ranks with a message of the step before) saves a checkpoint
+                of the steps that are made. Returns their number. It is called like `image`, before this worker receives
+                that it cannot continue.
             note: note(whether an epoch ends) is called after the last step of an epoch and after each execution.
-                Returns an `image` of this moment that can be called later, or None if workers exchange nothing before
-                the next step. Without `note`, recovery after an epoch ends with the call of its callbacks.
+                Returns an `image` of this moment for later, or None if workers exchange nothing before the next step.
+                Without `note`, recovery after an epoch ends with the call of its callbacks.
             ends: Whether a moment noted before the callbacks of an epoch's end stays valid afterwards.
             size: Number of bytes of the training's state.
         """
@@ -521,8 +521,7 @@ class Healer:
                 self._joining.stop()
 
     def waiting(self, seconds: float = 0.0) -> Waiting | str | None:
-        """Returns the state of this worker if it waits within `seconds`, or None; if it never will, a reason as a
-        clause."""
+        """Returns the state of this worker if it waits within `seconds`, a reason if it never will, otherwise None."""
         with self._changed:
             self._changed.wait_for(lambda: self._where() is not None, seconds)
             return self._where()

@@ -180,8 +180,7 @@ class Ring:
         return self._exchange_array(_ADD, array, place, sent, lambda ways: self._sum(array, fill, *ways))
 
     def trades(self, size: int) -> bool:
-        """Returns whether `size` bytes of each process are few enough for `trade`: more bytes than `add`, but fewer
-        hops."""
+        """Returns whether `size` bytes of each process are few enough for `trade`: more bytes, but fewer hops."""
         saved = 3 * (self.size - 1) if self._chords else 0  # hops that a trade saves
         return (self.size - 1) * size <= max(_TRADED_BYTES, saved * _HOP_BYTES) and size <= _TRADED_BYTES
 
@@ -370,8 +369,7 @@ class Ring:
                 raise
 
     def _ways(self, begin: int | None, count: int) -> _Ways:
-        """Returns whether the next process reads the array in shared memory, and the previous one's array if it is
-        readable.
+        """Returns whether the next process reads this array in shared memory, and the previous one's array if readable.
 
         Args:
             begin: Offset in this process's shared memory, which the next process received; None if it is not there.
@@ -416,8 +414,7 @@ class Ring:
                 )
 
     def _have_read(self, shows: bool, its: np.ndarray | None) -> bool:
-        """Confirms that the previous array was read, and waits for the next process; returns whether that one confirms
-        it."""
+        """Confirms the read of the previous process's array; returns whether the next process confirms its own."""
         if its is not None:
             with contextlib.suppress(OSError):  # the neighbour does not need the answer any more
                 self._previous.send(_YES)
@@ -518,16 +515,12 @@ class Ring:
                     f"{self.generation}, received: bytes of generation {generation} from worker "
                     f"{(self.rank - 1) % self.size}. They are refused: let all members join the newest ring."
                 )
-            previous, call, received_call = (
-                (self.rank - 1) % self.size,
-                place >> _CALL_BITS,
-                index >> _CALL_BITS,
-            )
+            previous, call, peer_call = (self.rank - 1) % self.size, place >> _CALL_BITS, index >> _CALL_BITS
             place, index = place & (1 << _CALL_BITS) - 1, index & (1 << _CALL_BITS) - 1
-            if call != received_call:
+            if call != peer_call:
                 raise RaytfError(
                     f"All workers must be in the same call when they exchange something; worker {self.rank} is in "
-                    f"{_called(call)}, received: worker {previous} in {_called(received_call)}. "
+                    f"{_called(call)}, received: worker {previous} in {_called(peer_call)}. "
                     f"These are calls {_TOGETHER}."
                 )
             raise RaytfError(
@@ -624,10 +617,7 @@ class Ring:
         receive = functools.partial(self._receive_part if its is None else self._read_part, state)
         while state.sent < state.total or state.received < state.total:
             moved = False
-            for work, needed in (
-                (send, state.sent < state.may_send),
-                (receive, state.received < state.total),
-            ):
+            for work, needed in ((send, state.sent < state.may_send), (receive, state.received < state.total)):
                 if needed:
                     try:
                         work()
@@ -725,8 +715,7 @@ class Ring:
         mine[...] = a
 
     def _wait(self, sending: bool = False, receiving: bool = False, answering: bool = False) -> None:
-        """Blocks until one of the requested directions is ready, or a member is lost: the next process accepts bytes or
-        answers, or the previous one sends some."""
+        """Blocks until a neighbour sends or accepts bytes or answers, as requested, or a member is lost."""
         self._until(functools.partial(self._poll, sending, answering, receiving))
 
     def _until(self, polling: Callable[[bool], select.poll]) -> None:
@@ -802,8 +791,7 @@ class _AroundTheRing:
 
     @property
     def may_send(self) -> int:
-        """Number of bytes that may be sent: a segment is forwarded as far as the phase before has received and summed
-        it."""
+        """Number of bytes that may be sent: a segment is forwarded as far as it was received and summed."""
         return min(self.total, self._length + self.received - self.waiting)
 
     def next_to_send(self, most: int) -> slice:
@@ -1007,8 +995,7 @@ _MISSES = 3
 
 
 class Listener:
-    """The address of this process for the one before it: a port, and on Linux a Unix socket for processes of the same
-    host.
+    """The address of this process for the previous one: a port, and on Linux a Unix socket for the same host.
 
     Neighbours prove to each other that they have the ring's token, by an HMAC over random numbers of both. The token
     itself is never sent. Other connections are neither trusted nor waited for.

@@ -19,8 +19,10 @@ _watches: dict[type, weakref.ref] = {}
 
 
 class AssignedVariables:
-    """Records which variables are assigned outside of training steps, from Python or in compiled functions, while it is
-    referenced."""
+    """Records which variables are assigned outside of training steps, while it is referenced.
+
+    It covers assignments from Python, and variables that compiled functions assign.
+    """
 
     def __init__(self):
         self._assigned: dict[int, object] = {}
@@ -43,8 +45,7 @@ class AssignedVariables:
 
 
 class AssignmentWatch:
-    """Records the old values of variables that are assigned from Python outside of training steps, while it is
-    referenced.
+    """Records old values of variables that are assigned from Python outside of training steps, while it is referenced.
 
     Assignments of a compiled function are not seen, except when it is traced, see `in_graphs`.
 

@@ -39,8 +39,7 @@ _ALONE = (*_ORBAX, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
-    """Runs after the user's callbacks: all workers copy the variables that these assigned on the chief, and stop
-    together."""
+    """Runs after the user's callbacks: applies the chief's assignments, and a stop of any worker, to all workers."""
 
     def __init__(self):
         super().__init__()

@@ -171,7 +171,7 @@ def _is_of_rows(step: step_module.Step, value) -> bool:
     return value.shape[0] is None or (rows is not None and value.shape[0] == max(int(rows), 1))
 
 
-# ------------------------------------------------------------------------------------------ what is alike
+# ----------------------------------------------------------------------------------------- equal values
 
 
 def _is_alike(step: step_module.Step, source) -> bool:

@@ -41,8 +41,7 @@ def assigned(variable: keras.Variable, value) -> bool:
 
 
 def of_shared(step: step_module.Step, variable: keras.Variable, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Returns the value that a replica assigns to a variable that all replicas share, which adds or averages the
-    values."""
+    """Returns the value that a replica assigns to a variable that all replicas share, and that joins their values."""
     if getattr(step_module.state, "reduced", False):
         return value
     if not step_module.says_how_to_join(variable):

@@ -27,7 +27,7 @@ def attach(strategy, every: int) -> None:
 
 
 def every(strategy) -> int:
-    """Returns the number of steps between two averages; 1 if gradients are summed."""
+    """Returns the number of steps between two averages, or 1 if gradients are summed."""
     return _every.get(strategy.extended, 1)
 
 

@@ -228,8 +228,7 @@ def add_loss(original, self, loss):
     if step is None or shown is None:
         return
     call = next(
-        (item for item in reversed(getattr(step_module.state, "calls", None) or []) if item.layer is self),
-        None,
+        (item for item in reversed(getattr(step_module.state, "calls", None) or []) if item.layer is self), None
     )
     for item in tree.flatten(loss):
         added = item if call is None else _added(step, call, item)
@@ -248,7 +247,7 @@ def clear_losses(original, self):
 
 @patch((keras.layers.Layer, "_get_own_losses"))
 def own_losses(original, self):
-    """Replaces `Layer._get_own_losses`: returns this replica's losses; in functions of all rows, means over all rows."""
+    """Replaces `Layer._get_own_losses`: returns this replica's losses, or means over all rows in functions of those."""
     shown, whole = step_logs.seen(), whole_batch.current()
     if shown is None or (whole is None and step_module.current() is None and not step_module.is_trial()):
         return original(self)

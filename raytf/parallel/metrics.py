@@ -79,7 +79,7 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
 def together(
     model, variables: Sequence, each: Sequence[Sequence[np.ndarray]], behind: Collection[int] = ()
 ) -> list[np.ndarray]:
-    """Returns the joined values of all workers, as at the end of an epoch, if a worker cannot reach the others.
+    """Returns the joined values of all workers, as at an epoch's end, if a worker cannot reach the others.
 
     Args:
         model: A model in `fit`, with one replica for each worker.
@@ -108,7 +108,7 @@ def together(
 
 
 def logs_of(model, values: Mapping[int, np.ndarray]) -> dict[str, float]:
-    """Returns the logs of the epoch as if the last step ended it, for a worker that cannot reach the others.
+    """Returns the epoch's logs as if the last step ended it, for a worker that cannot reach the others.
 
     Args:
         model: A model in `fit`.

@@ -14,8 +14,7 @@ _STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step
 
 
 def of(model) -> dict:
-    """Returns the optimizers that are attributes of a model or its layers, alone or in lists and dicts: {name:
-    optimizer}.
+    """Returns {name: optimizer} of a model's and its layers' attributes, alone or in lists and dicts.
 
     Keras saves the state of the same optimizers. The names are equal in each process that builds the model.
     """
@@ -71,7 +70,7 @@ def _is_own(model, name: str) -> bool:
 
 
 def build(model, data_batch, method: str = "fit") -> None:
-    """Builds a compiled model, as Keras does before its first step, and `model.optimizer`; a step builds other
+    """Builds a compiled model and `model.optimizer`, as Keras does before the first step; a step builds other
     optimizers.
 
     Keras calls the model on the batch's first part. A model's own step may not do that: if the call fails, the step is

@@ -151,8 +151,7 @@ class _Way:
                 self.liftable &= not operation.op_def.is_stateful
 
     def _look(self, loop: Loop) -> tuple[set[str], bool, bool]:
-        """Returns (names of earlier operations, whether some are no pure functions, whether it found the loop's own
-        sum)."""
+        """Returns (names of earlier operations, whether some are no pure functions, whether one is the loop's sum)."""
         seen, left, unknown, summed = set(), [self._tensor], False, False
         looked: set[str] = set()
         while left:

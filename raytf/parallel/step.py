@@ -205,8 +205,7 @@ def step_variables(model) -> list:
 
 @patch((backend_core.Variable, "_initialize_with_initializer"))
 def initialize(original, self, initializer):
-    """Replaces `Variable._initialize_with_initializer`: initializes variables of a traced step at once, as outside of
-    it.
+    """Replaces `Variable._initialize_with_initializer`: initializes variables of a traced step at once.
 
     An optimizer that was not built before creates its slots there. TensorFlow would broadcast the chief's initial
     values in a condition inside the step. Such collectives lose their keys there.

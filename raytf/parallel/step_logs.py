@@ -4,7 +4,7 @@
 * Other numbers count as a mean over this worker's rows, and become the mean weighted by rows. Return no sum over rows,
   but its mean, or use a `keras.metrics.Sum`.
 * Values for each row become the values of all workers' rows, in order.
-* As in Keras, metrics that the step updated replace its logs at an epoch's end if the names of both are equal.
+* As in Keras, updated metrics replace a step's logs at an epoch's end, if both have the same names.
 """
 
 from __future__ import annotations
