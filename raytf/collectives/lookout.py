@@ -129,12 +129,7 @@ class Lookout:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for sock in (
-            *(sock for _, sock in self._channels.values()),
-            self._set_stop,
-            self._stop,
-            self._set_alarm,
-        ):
+        for sock in (*(sock for _, sock in self._channels.values()), self._set_stop, self._stop, self._set_alarm):
             sock.close()
         self._alarm.close()
 
