@@ -1,1 +1,1 @@
-"""Sums over workers: a ring of sockets, and TensorFlow's own. Knows no Keras."""
+"""Sums over workers: a ring of sockets, and TensorFlow's collectives. Does not import Keras."""

@@ -1,6 +1,6 @@
-"""Sums over the workers of a MultiWorkerMirroredStrategy, packed into as few collectives as there are dtypes.
+"""Sums over the workers of a MultiWorkerMirroredStrategy, with one collective for each dtype.
 
-Where workers have raytf's ring, all of them go over it.
+If workers have raytf's ring, all sums use it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from raytf.compat.tensorflow import is_chief as strategy_is_chief
 
 
 def spans_workers(strategy) -> bool:
-    """Whether `strategy` trains in step with other processes through collectives."""
+    """Whether `strategy` trains synchronously with other processes through collectives."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and in_multi_worker_mode(strategy)
 
 
 def many_replicas(strategy) -> bool:
-    """Whether `strategy` trains in step on several replicas, in this process or in several."""
+    """Whether `strategy` trains synchronously on several replicas, in one or several processes."""
     local = (
         tf.distribute.MirroredStrategy,
         tf.distribute.MultiWorkerMirroredStrategy,
@@ -38,7 +38,7 @@ def is_chief(strategy) -> bool:
 
 
 def local_replicas(strategy) -> int:
-    """Number of replicas in this process."""
+    """Returns the number of replicas in this process."""
     return len(strategy.extended.worker_devices)
 
 
@@ -46,7 +46,7 @@ def all_sum(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor over all replicas; called in a replica context.
 
     Args:
-        tensors: dense tensors or IndexedSlices of any dtypes in `SUMMABLE`, of the same shapes on each replica.
+        tensors: Dense tensors or IndexedSlices of dtypes in `SUMMABLE`, with equal shapes on each replica.
 
     Returns:
         The sums in the same order. Dense tensors of one dtype share one collective.
@@ -57,16 +57,16 @@ def all_sum(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         groups.setdefault(tensor.dtype, []).append(i)
     result: list[tf.Tensor | None] = [None] * len(tensors)
     for places in groups.values():
-        # an argument of a tf.function lies on no device, and TensorFlow then finds no destination for the sum
+        # an argument of a tf.function has no device, and TensorFlow then finds no destination for the sum
         local = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in (tensors[i] for i in places)]
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, local)
-        for place, value in zip(places, summed, strict=True):
-            result[place] = value
+        for index, value in zip(places, summed, strict=True):
+            result[index] = value
     return result
 
 
 def wide(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, in float32 where it has floats of 16 bits: what is to be summed may exceed float16's 65504."""
+    """Returns the tensor, cast to float32 if it has 16-bit floats: a sum may exceed float16's 65504."""
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
 
 
@@ -74,11 +74,11 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
     """Sums NumPy arrays over the processes; called outside any replica context, on every worker at once.
 
     Args:
-        strategy: a strategy for which `spans_workers` holds.
-        values: arrays with dtypes in `SUMMABLE`, of the same shapes on each worker.
+        strategy: A strategy for which `spans_workers` holds.
+        values: Arrays with dtypes in `SUMMABLE`, with equal shapes on each worker.
 
     Returns:
-        The sums in the same order, equal on every worker to the bit.
+        The sums in the same order, with equal bits on every worker.
     """
     ring = exchange.of(strategy)
     if ring is not None:
@@ -95,7 +95,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
         return [v.numpy() for v in known[signature](*tensors)]
 
 
-# A function for each signature: one function for all would be traced anew, and TensorFlow would warn of that.
+# A function for each signature: a single one would be retraced, and TensorFlow would warn of that.
 _KEPT = 64
 _sums: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -117,10 +117,10 @@ def _sum_function(strategy):
 
 
 def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The chief's values on every worker; the others' are only read for their shapes and dtypes.
+    """Returns the chief's values on every worker; values of others only define shapes and dtypes.
 
-    Through TensorFlow's collectives they travel in pieces of `PIECE_BYTES`, each of which TensorFlow holds about seven
-    times: however many there are, a worker needs room for the values that come, and 30 MiB.
+    TensorFlow's collectives send them in pieces of `PIECE_BYTES`, each of which TensorFlow holds about seven times.
+    However many there are, a worker needs memory for the received values, and 30 MiB.
     """
     values = [np.asarray(v) for v in values]
     ring = exchange.of(strategy)
@@ -128,10 +128,10 @@ def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         with exchange.meeting():
             return ring.chiefs_arrays(values)
     chief = is_chief(strategy)
-    found = [np.empty(v.shape, v.dtype) for v in values]
+    results = [np.empty(v.shape, v.dtype) for v in values]
     for dtype in dict.fromkeys(v.dtype for v in values):
         given = [v.reshape(-1) for v in values if v.dtype == dtype]
-        taken = [v.reshape(-1) for v in found if v.dtype == dtype]
+        taken = [v.reshape(-1) for v in results if v.dtype == dtype]
         total, most = sum(v.size for v in given), PIECE_BYTES // dtype.itemsize
         for start in range(0, total, most):
             size = min(most, total - start)
@@ -141,49 +141,49 @@ def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
                 _copy(given, start, piece[:size], out=False)
             (summed,) = sum_over_workers(strategy, [piece])
             _copy(taken, start, summed[:size], out=True)
-    return found
+    return results
 
 
-# Large enough that the network works at its rate.
+# Large enough to use the network's full rate.
 PIECE_BYTES = 4 << 20
 
 
 def _copy(arrays: list[np.ndarray], start: int, piece: np.ndarray, out: bool) -> None:
-    """Between a piece and what stands from `start` on in flat arrays, one after the other; `out`: into the arrays."""
+    """Copies between a piece and flat arrays in sequence, from item `start` on; `out`: into the arrays."""
     stop, begin = start + piece.size, 0
     for array in arrays:
         first, last = max(start, begin), min(stop, begin + array.size)
         if first < last:
-            mine, its = array[first - begin : last - begin], piece[first - start : last - start]
+            section, source = array[first - begin : last - begin], piece[first - start : last - start]
             if out:
-                mine[:] = its
+                section[:] = source
             else:
-                its[:] = mine
+                source[:] = section
         begin += array.size
 
 
 def read(variable) -> np.ndarray:
-    """A variable's values, where they lie if NumPy knows their type: to be read only, and not kept."""
+    """Returns a variable's values, as a view if NumPy has their type: for reading only, and not to keep."""
     tensor = tf.convert_to_tensor(variable)
     try:
         return np.asarray(memoryview(tensor))
-    except ValueError:  # bfloat16 is none of the types of a buffer
+    except ValueError:  # the buffer protocol has no bfloat16
         return tensor.numpy()
 
 
 def bytes_of(variable) -> int:
-    """How many bytes a variable of numbers has."""
+    """Returns the number of bytes of a variable of numbers."""
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def groups(variables: Sequence, most_bytes: int = 4 * PIECE_BYTES) -> list[list]:
-    """Variables in their order, put together up to `most_bytes`; a larger one stands alone."""
+    """Groups variables in their order, up to `most_bytes` each; a larger variable has its own group."""
     made, size = [], 0
     for variable in variables:
-        its = bytes_of(variable)
-        if not made or size + its > most_bytes:
+        bytes_ = bytes_of(variable)
+        if not made or size + bytes_ > most_bytes:
             made.append([])
             size = 0
         made[-1].append(variable)
-        size += its
+        size += bytes_
     return made

@@ -1,8 +1,8 @@
-"""The first cause of a ring's end, told to all its members at once: who is lost, why, and who saw it.
+"""Sends the first cause of a ring's end to all its members: the lost rank, the reason, and the rank that noticed it.
 
-Each member has a control connection with both neighbours, on which nothing is said until the ring ends, so that Linux
-asks the other kernel whether it lives. A thread listens there also while the process computes, and passes on what it
-learns. It is the kernel that tells of a process that has died: one that holds Python's lock for long is not lost.
+Each member has a control connection to both neighbours. Nothing is sent on it until the ring ends, so that Linux probes
+the other host's kernel. A thread reads it also while the process computes, and forwards causes. The kernel reports the
+death of a process: a process that holds Python's lock for long is not lost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _TEXT_BYTES = 400
-# Generation, rank that is lost, who saw it, whether sums still to be finished may go on, and the text's bytes.
+# Generation, lost rank, rank that noticed it, whether running sums may finish and the text's bytes.
 _MESSAGE = struct.Struct(f"<IIIBI{_TEXT_BYTES}s")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a ring ends.
+    """The cause of a ring's end.
 
     Args:
-        lost: rank of the member that the ring is without.
-        seen_by: rank of the member that noticed it first.
-        why: what it saw, as a clause that follows "worker N".
-        left: whether it closed the ring itself, so that what it sent before is still on its way and counts.
+        lost: Rank of the lost member.
+        seen_by: Rank of the member that noticed the loss first.
+        why: Reason, as a clause that follows "worker N".
+        left: Whether the member closed the ring itself. Data that it sent before is still on its way and counts.
     """
 
     lost: int
@@ -43,58 +43,58 @@ class Cause:
 
 
 def pack(cause: Cause, generation: int) -> bytes:
-    """A message of fixed size; a text that is too long is cut."""
+    """Returns a message of fixed size; a text that is too long is cut."""
     text = cause.why.encode()[:_TEXT_BYTES].decode(errors="ignore").encode()
     return _MESSAGE.pack(generation, cause.lost, cause.seen_by, cause.left, len(text), text)
 
 
 def unpack(message: bytes, generation: int) -> Cause | None:
-    """What `pack` made of a cause; None for one of another generation."""
-    theirs, lost, seen_by, left, length, text = _MESSAGE.unpack(message)
-    return Cause(lost, seen_by, text[:length].decode(errors="replace"), bool(left)) if theirs == generation else None
+    """Returns the cause of a message of `pack`, or None for another generation."""
+    received, lost, seen_by, left, length, text = _MESSAGE.unpack(message)
+    return Cause(lost, seen_by, text[:length].decode(errors="replace"), bool(left)) if received == generation else None
 
 
 class Lookout:
-    """Listens on the control connections of a member, in a thread of its own, until `close`.
+    """Listens on the control connections of a member, in its own thread, until `close`.
 
     Args:
-        rank, generation: this member's.
-        channels: (rank of the neighbour, connection that does not block) for both neighbours.
+        rank, generation: Rank and generation of this member.
+        channels: (rank of the neighbour, non-blocking socket) for both neighbours.
     """
 
     def __init__(self, rank: int, generation: int, channels: Sequence[tuple[int, socket.socket]]):
         self._rank, self._generation = rank, generation
-        self._channels = {one.fileno(): (other, one) for other, one in channels}
+        self._channels = {channel.fileno(): (neighbour, channel) for neighbour, channel in channels}
         self._heard = dict.fromkeys(self._channels, b"")
-        self._left: set[int] = set()  # the connections whose other end said that it leaves
+        self._left: set[int] = set()  # connections whose other end announced that it leaves
         self._lock = threading.Lock()
         self._cause: Cause | None = None
         self._known, self._closed = threading.Event(), False
-        # readable when sums must end, and when the thread must
+        # readable when sums must end, and when the thread must end
         self._alarm, self._set_alarm = socket.socketpair()
         self._stop, self._set_stop = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="raytf-ring-lookout", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Of what is readable as soon as a sum cannot be finished."""
+        """Returns a descriptor that is readable as soon as a sum cannot be finished."""
         return self._alarm.fileno()
 
     def cause(self, seconds: float = 0.0) -> Cause | None:
-        """The first cause that this member has heard of; waits so long for one."""
+        """Returns the first cause that this member received; waits up to `seconds` for one."""
         self._known.wait(seconds)
         return self._cause
 
     @property
     def loss(self) -> Cause | None:
-        """The cause that is known now, unless it is one that left: with it no exchange begins."""
+        """The known cause, unless that member left the ring itself. With a loss, no exchange begins."""
         cause = self._cause
         return None if cause is None or cause.left else cause
 
     def tell(self, cause: Cause) -> Cause:
-        """Tells both neighbours, unless another cause came first; the one that counts.
+        """Sends a cause to both neighbours, unless another cause came first. Returns the cause that counts.
 
-        One that left after the last sum ends nobody's sum: what does end one counts more.
+        A member that left after the last sum ends no sum of others. A cause that ends a sum replaces it.
         """
         with self._lock:
             if self._closed or (self._cause is not None and (cause.left or not self._cause.left)):
@@ -107,14 +107,14 @@ class Lookout:
             return cause
 
     def close(self) -> None:
-        """Leaves; neighbours that know of no other cause are told that this member left."""
+        """Leaves the ring; neighbours without another cause receive that this member left."""
         leaving = Cause(self._rank, self._rank, "left the ring", left=True)
         first = self.tell(leaving)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if first.left and first != leaving:  # else the end of the connections would tell of a death
+            if first.left and first != leaving:  # otherwise the closed connections would look like a death
                 self._send(leaving)
             self._set_stop.send(b"\1")
         if threading.current_thread() is not self._thread:
@@ -122,22 +122,22 @@ class Lookout:
         self._close_sockets()
 
     def abandon(self) -> None:
-        """Lets go of the connections in a fork, without a word: they are those of the process that was forked."""
-        self._lock = threading.Lock()  # who held it at the fork is not here
+        """Closes a fork's copies of the connections without a message: the parent process still uses them."""
+        self._lock = threading.Lock()  # the thread that held it at the fork does not exist here
         self._closed = True
         self._cause = Cause(self._rank, self._rank, "is another process, of which this one is a fork")
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for one in (*(one for _, one in self._channels.values()), self._set_stop, self._stop, self._set_alarm):
-            one.close()
+        for sock in (*(sock for _, sock in self._channels.values()), self._set_stop, self._stop, self._set_alarm):
+            sock.close()
         self._alarm.close()
 
     def _send(self, cause: Cause) -> None:
         message = pack(cause, self._generation)
-        for _, one in self._channels.values():
-            with contextlib.suppress(OSError):  # that neighbour is the lost one, or has gone for the same cause
-                one.send(message)
+        for _, channel in self._channels.values():
+            with contextlib.suppress(OSError):  # that neighbour is lost, or left for the same cause
+                channel.send(message)
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -152,19 +152,19 @@ class Lookout:
                     poll.unregister(number)
 
     def _hear(self, number: int) -> bool:
-        """Takes what came on a connection; whether more may come."""
-        other, one = self._channels[number]
+        """Reads a message from a connection, and returns whether more may come."""
+        neighbour, channel = self._channels[number]
         try:
-            came = one.recv(_MESSAGE.size - len(self._heard[number]))
+            came = channel.recv(_MESSAGE.size - len(self._heard[number]))
         except BlockingIOError:
             return True
         except OSError as error:
-            if number not in self._left:  # one that left did not read what was on its way to it: a reset, too
-                self.tell(Cause(other, self._rank, f"is lost: {said(error)}"))
+            if number not in self._left:  # a member that leaves with unread data resets the connection
+                self.tell(Cause(neighbour, self._rank, f"is lost: {said(error)}"))
             return False
         if not came:
             if number not in self._left:
-                self.tell(Cause(other, self._rank, "is lost: its process has ended without a word"))
+                self.tell(Cause(neighbour, self._rank, "is lost: its process has ended without a word"))
             return False
         self._heard[number] += came
         if len(self._heard[number]) < _MESSAGE.size:
@@ -172,14 +172,14 @@ class Lookout:
         message, self._heard[number] = self._heard[number], b""
         cause = unpack(message, self._generation)
         if cause is not None:
-            if cause.left and cause.lost == other:
+            if cause.left and cause.lost == neighbour:
                 self._left.add(number)
             self.tell(cause)
         return True
 
 
 def said(error: OSError) -> str:
-    """What a connection's error means, as a clause."""
+    """Returns the meaning of a connection's error, as a clause."""
     if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return f"its host does not answer any more ({error.strerror})"
     return f"{type(error).__name__}: {error}"

@@ -1,12 +1,9 @@
-"""A ring of sockets that sums arrays over processes: each sends to the next and hears from the one before.
+"""A ring of sockets that sums arrays over processes: each sends to the next one and receives from the previous one.
 
-The algorithm is the bandwidth-optimal ring all-reduce (Patarasuk and Yuan, 2009): every process sends 2 (n - 1) / n of
-the array, first partial sums of segments, then the sums. Here the two halves flow as one stream: a piece is passed on
-as soon as it has arrived and been added, so that the sockets work in both directions all the time. A segment is summed
-along one path and then copied, so every process ends with the same bits.
-
-Between processes of one host a socket only tells how far an array is, if it lies in memory that the next one reads, too
-(`Ring.empty`): what it holds is added and copied from where it lies, and no kernel copies it into a socket and out.
+It implements the bandwidth-optimal ring all-reduce (Patarasuk and Yuan, 2009): every process sends 2 (n - 1) / n of the
+array. Both halves, reduce-scatter and all-gather, form one stream: each piece is forwarded as soon as it is added. A
+segment is summed along one path and then copied, so all processes end with the same bits. Between processes of one
+host, sockets carry only counts if the array is in shared memory (`Ring.empty`). See docs/design/ring.md.
 """
 
 from __future__ import annotations
@@ -35,32 +32,31 @@ from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.lookout import Cause, Lookout, said
 from raytf.errors import PeerLostError, RaytfError
 
-# Bytes that are received before they are added: small enough for a core's cache.
+# Bytes that are received before they are added: few enough for a core's cache.
 _CHUNK = 1 << 18
 _SENT_AT_ONCE = 1 << 20
-# What is larger is read where it lies, by a neighbour of the same host: less is sent sooner than that is agreed on.
+# A neighbour of the same host reads larger arrays in shared memory; sending smaller ones is faster.
 _READ_IN_PLACE = 1 << 17
-# What a process sends when each passes on all that the others have: little enough that the round trips cost more.
+# Bytes that a process sends in a trade, at most: few enough that round trips would cost more.
 _TRADED_BYTES = 32 << 10
-# Members of a ring from which on there are connections across it, so that little is traded in log2(n) hops.
+# Smallest ring with chords across it, so that small messages are traded in log2(n) hops.
 _LEAST_WITH_CHORDS = 4
-# Bytes whose way takes as long as a hop.
+# Bytes that take as long to send as one hop.
 _HOP_BYTES = 4 << 10
-# Which group, which of its exchanges, what is done, at which place in a step, and how long: workers that disagree must
-# not add what does not belong together.
+# Generation, exchange number, kind, place in a step and size: workers that disagree must not add arrays.
 _HEADER = struct.Struct("<QQQQQ")
-# In the place of an exchange: how far the number of the call to the left that makes it stands.
+# Bits of an exchange's place; the number of the call that makes it is to the left of them.
 _CALL_BITS = 32
-# Bytes that are ready in shared memory, or where an array begins there; the largest says that it does not.
+# Bytes that are ready in shared memory, or an array's offset in it; the largest value means that it is not there.
 _COUNT = struct.Struct("<Q")
 _ELSEWHERE = 2**64 - 1
 _COUNTS_AT_ONCE = 64
 _YES, _NO = b"\1", b"\0"
 _ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE = range(5)
 _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of parts with their weights")
-# Seconds without an answer from the other host's kernel after which it counts as gone.
+# Seconds without an answer from the other host's kernel after which it is lost.
 HOST_GONE = 35
-# Of a step, a checkpoint behind it, the begin of an epoch, and callbacks behind them, see `healing.tag_of`.
+# Messages of a step, its checkpoint, the begin of an epoch and callbacks, see `healing.tag_of`.
 _MOST_HELD = 4
 TOKEN_BYTES = 32
 
@@ -68,34 +64,35 @@ _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 
 def _abandon_rings() -> None:
-    for one in list(_rings):
-        one.abandon()
+    for ring in list(_rings):
+        ring.abandon()
 
 
-# `subprocess` and whatever else executes a program need no more than Python's close-on-exec
+# `subprocess` and others that execute a program need only Python's close-on-exec
 os.register_at_fork(after_in_child=_abandon_rings)
 
 
 def connections() -> list[socket.socket]:
-    """Those with the neighbours of all rings of this process that are open."""
-    links = [link for one in _rings for link in one._links]
-    chords = [chord for one in _rings for chord in one._chords]
-    found = [*((link.data, link.watch) for link in links), *((chord.following, chord.previous) for chord in chords)]
-    return [one for pair in found for one in pair if one.fileno() >= 0]
+    """Returns the open connections to the neighbours of all rings of this process."""
+    links = [link for connection in _rings for link in connection._links]
+    chords = [chord for connection in _rings for chord in connection._chords]
+    pairs = [*((link.data, link.watch) for link in links), *((chord.following, chord.previous) for chord in chords)]
+    return [connection for pair in pairs for connection in pair if connection.fileno() >= 0]
 
 
 class Ring:
-    """One process's place in the ring.
+    """One process's membership in the ring.
 
     Args:
-        rank, size: this process's, 0 <= rank < size, and the number of processes, at least 2.
-        following, previous: `Link` to the next process and from the one before.
-        timeout: seconds that a sum may wait for a neighbour that lives and sends nothing; None waits for ever.
-        generation: of the group, from 0; what comes with another is refused.
-        chords: `Chord`s to those 2, 4, 8, ... places on.
+        rank: Rank of this process, 0 <= rank < size.
+        size: Number of processes, at least 2.
+        following, previous: `Link` to the next process and from the previous one.
+        timeout: Seconds that a sum waits for a live neighbour that sends nothing; None waits without limit.
+        generation: Generation of the group, from 0; data of another generation is refused.
+        chords: `Chord`s to the members 2, 4, 8, ... ranks further.
 
     Attributes:
-        alone: whether it only stands for a ring, see `healing.Detached`.
+        alone: Whether it only replaces a ring, see `healing.Detached`.
     """
 
     alone = False
@@ -111,7 +108,7 @@ class Ring:
         chords: Sequence[Chord] = (),
     ):
         self.rank, self.size, self.timeout, self.generation = rank, size, timeout, generation
-        self.held: tuple[tuple[int, bytes], ...] = ()  # what the one before has passed on, the last ones
+        self.held: tuple[tuple[int, bytes], ...] = ()  # last messages of the previous member
         self._links, self._chords = (following, previous), tuple(chords)
         self._next, self._previous = following.data, previous.data
         self._lookout = Lookout(
@@ -120,24 +117,24 @@ class Ring:
         weakref.finalize(self, self._lookout.close)
         _rings.add(self)
         self._sums = 0
-        self._within = False  # whether what comes belongs to a sum
-        self.sent = 0  # bytes, since the start
+        self._within = False  # whether received bytes belong to a sum
+        self.sent = 0  # number of bytes since the start
         self._lock = threading.Lock()
         self._unsent = memoryview(b"")
         self._polls: dict[tuple[bool, bool, bool, bool], select.poll] = {}
-        self._memory: shared_memory.Own | None = None  # which the next one reads
+        self._memory: shared_memory.Own | None = None  # the next member reads it
         self._memory_lock, self._may_show = threading.Lock(), _is_local(self._next)
         self._its_memory: shared_memory.Neighbours | None = None
-        self._showed = False  # whether neighbours have tried to show each other their memories
+        self._showed = False  # whether neighbours have tried to share their memories
         self._received = np.empty(_CHUNK, np.uint8)
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
 
     def padded(self, items: int) -> int:
-        """The least number of items, at least `items`, that `add` can cut into equal segments."""
+        """Returns the smallest number of items, at least `items`, that `add` can split into equal segments."""
         return -(-items // self.size) * self.size
 
     def empty(self, items: int, dtype: np.dtype) -> np.ndarray | None:
-        """A flat array in memory that the next process reads, too; None where there is none, or it is not worth it."""
+        """Returns a flat array in memory that the next process reads; None without such memory or if it is small."""
         if items * dtype.itemsize <= _READ_IN_PLACE:
             return None
         own = self._own_memory()
@@ -160,19 +157,19 @@ class Ring:
         """Sums `array` over all processes, in place; each calls it with the same sizes and in the same order.
 
         Args:
-            array: contiguous, one dimension, of any number type or `scaled_float16.BLOCK`; its size is a multiple of
-                the number of processes. Types of two bytes are added in float32, and rounded once a process.
-            place: where a step makes this sum, the same number on all processes.
-            fill: fill(begin, end) gives these items of `array` their values; called once for each item, just before it
-                is needed, while what it reads and writes is in a core's cache. None where they have them.
+            array: Contiguous, one-dimensional, of any number type or `scaled_float16.BLOCK`. Its size is a multiple of
+                the number of processes. Types of two bytes are added in float32, and rounded once for each process.
+            place: Number of this sum within its step, the same on all processes.
+            fill: fill(begin, end) sets these items of `array`. It is called once for each item, just before its use,
+                while its memory is in a core's cache. None if the items are set already.
 
         Returns:
-            `array`, or a copy of it where the next process may still read it, as that one is lost.
+            `array`, or a copy if the next process is lost and may still read `array`.
 
         Raises:
-            PeerLostError: a member of the ring left or is lost, whose rank is its `lost`, or `timeout` passed. The
-                ring is of no use afterwards.
-            RaytfError: the neighbour sums something else, or is of another generation.
+            PeerLostError: A member of the ring left or is lost (its rank is `lost`), or `timeout` passed. The ring
+                cannot be used afterwards.
+            RaytfError: The neighbour sums something else, or is of another generation.
         """
         if self.trades(array.nbytes):
             if fill is not None:
@@ -183,56 +180,56 @@ class Ring:
         return self._exchange_array(_ADD, array, place, sent, lambda ways: self._sum(array, fill, *ways))
 
     def trades(self, size: int) -> bool:
-        """Whether so many bytes of each process are few enough for `trade`: what it sends more costs less than hops."""
-        saved = 3 * (self.size - 1) if self._chords else 0  # of a sum around the ring, and of the rows before it
+        """Returns whether `size` bytes of each process are few enough for `trade`: more bytes, but fewer hops."""
+        saved = 3 * (self.size - 1) if self._chords else 0  # hops that a trade saves
         return (self.size - 1) * size <= max(_TRADED_BYTES, saved * _HOP_BYTES) and size <= _TRADED_BYTES
 
     def trade(self, content: np.ndarray, place: int = 0) -> np.ndarray:
-        """What all processes have, by rank; each calls it with the same size and in the same order.
+        """Returns the contents of all processes, by rank; each calls it with the same size and in the same order.
 
         Args:
-            content: bytes, few enough that `trades` says so.
-            place: see `add`.
+            content: Bytes, few enough for `trades`.
+            place: Number of this exchange within its step, as for `add`.
 
         Returns:
-            Bytes of the shape (processes, bytes of each).
+            uint8 array of the shape (processes, bytes of each).
 
         Raises:
-            PeerLostError, RaytfError: as `add`.
+            PeerLostError, RaytfError: As for `add`.
         """
         return self._trade(_TRADE, content, place)
 
     def _trade(self, what: int, content: np.ndarray, place: int) -> np.ndarray:
-        found = np.empty((self.size, content.size), np.uint8)
-        found[self.rank] = content
+        contents = np.empty((self.size, content.size), np.uint8)
+        contents[self.rank] = content
 
         def across() -> None:
-            """In log2(n) hops (Bruck et al., 1997): each sends all that it has, to one twice as far each time."""
-            parts = np.empty_like(found)  # of this member and those before it
+            """Gathers in log2(n) hops (Bruck et al., 1997): each member sends all its bytes, twice as far each time."""
+            parts = np.empty_like(contents)  # parts of this member and those before it
             parts[0] = content
             parts[1] = np.frombuffer(self._receive(content.size), np.uint8)
             self._flush()
-            there = 2
+            distance = 2
             for chord in self._chords:
-                more = min(there, self.size - there)
-                self._swap(chord, there, parts[:more], parts[there : there + more])
-                there += more
-            found[(self.rank - np.arange(self.size)) % self.size] = parts
+                more = min(distance, self.size - distance)
+                self._swap(chord, distance, parts[:more], parts[distance : distance + more])
+                distance += more
+            contents[(self.rank - np.arange(self.size)) % self.size] = parts
 
         def around() -> None:
             for phase in range(self.size - 1):
                 if phase:
-                    self._send(found[(self.rank - phase) % self.size].tobytes())
-                theirs = self._receive(content.size)
-                found[(self.rank - 1 - phase) % self.size] = np.frombuffer(theirs, np.uint8)
+                    self._send(contents[(self.rank - phase) % self.size].tobytes())
+                received = self._receive(content.size)
+                contents[(self.rank - 1 - phase) % self.size] = np.frombuffer(received, np.uint8)
             self._flush()
 
         work = across if self._chords else around
         self._exchange(what, content.size, place, (self.size - 1) * content.size, work, content.tobytes())
-        return found
+        return contents
 
     def _swap(self, chord: Chord, distance: int, mine: np.ndarray, into: np.ndarray) -> None:
-        """Sends bytes to the member so many places on, and fills `into` by what comes from the one before."""
+        """Sends bytes to the member `distance` ranks further, and fills `into` with bytes of the one before."""
         to_send, room = memoryview(mine.reshape(-1)), memoryview(into.reshape(-1))
         while to_send or room:
             moved = False
@@ -253,7 +250,7 @@ class Ring:
 
     @contextlib.contextmanager
     def _losing(self, distance: int):
-        """An error of a connection is the loss of the member so many places on."""
+        """Converts an error of a connection to the loss of the member `distance` ranks further."""
         try:
             yield
         except BlockingIOError:
@@ -262,39 +259,39 @@ class Ring:
             raise _LostError((self.rank + distance) % self.size, error) from error
 
     def _polling(self, wanted: list[tuple[socket.socket, int]], watching: bool) -> select.poll:
-        made = select.poll()
-        for one, events in [*wanted, *([(self._lookout, select.POLLIN)] if watching else [])]:
-            made.register(one, events)
-        return made
+        poll = select.poll()
+        for source, events in [*wanted, *([(self._lookout, select.POLLIN)] if watching else [])]:
+            poll.register(source, events)
+        return poll
 
     def sum_in_order(self, parts: np.ndarray, into: np.ndarray) -> None:
-        """Sums the parts of all processes as `add` does on its way around the ring, with the same bits.
+        """Sums the parts of all processes in the order of `add` around the ring, with the same bits.
 
         Args:
-            parts: (processes, items) by rank, each with fewer bytes than are added at once.
-            into: gets the sum, as many items, a multiple of the number of processes.
+            parts: (processes, items) by rank; each row has fewer bytes than are added at once.
+            into: Receives the sum; its size is a multiple of the number of processes.
         """
         size, first = self.size, np.arange(self.size)
-        segments = parts.reshape(size, size, -1)  # of each part
+        segments = parts.reshape(size, size, -1)  # segments of each part
         total = segments[first, first]  # each segment begins with the member of its number
         for step in range(1, size):
-            mine = segments[(first + step) % size, first]
-            self._accumulate(mine.reshape(-1), total.reshape(-1))
-            total = mine
+            total_so_far = segments[(first + step) % size, first]
+            self._accumulate(total_so_far.reshape(-1), total.reshape(-1))
+            total = total_so_far
         into[:] = total.reshape(-1)
 
     def gather(self, array: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
         """Fills `array` with the parts of all processes; each calls it with the same bounds and in the same order.
 
         Args:
-            array: contiguous bytes, in which this process's part stands already.
-            bounds: the begin of each rank's part, and the end of the last.
+            array: Contiguous bytes, which already contain the part of this process.
+            bounds: Begin of each rank's part, and the end of the last.
 
         Returns:
-            See `add`.
+            `array`, or a copy, as for `add`.
 
         Raises:
-            PeerLostError, RaytfError: as `add`.
+            PeerLostError, RaytfError: As for `add`.
         """
         size, rank = self.size, self.rank
         parts = [slice(*bounds[i : i + 2]) for i in range(size)]
@@ -307,16 +304,16 @@ class Ring:
         )
 
     def broadcast(self, array: np.ndarray) -> np.ndarray:
-        """Gives all processes what rank 0 has in `array`; each calls it with the same size and in the same order.
+        """Copies `array` of rank 0 to all processes; each calls it with the same size and in the same order.
 
         Args:
-            array: contiguous bytes.
+            array: Contiguous bytes.
 
         Returns:
-            See `add`.
+            `array`, or a copy, as for `add`.
 
         Raises:
-            PeerLostError, RaytfError: as `add`.
+            PeerLostError, RaytfError: As for `add`.
         """
         whole, first, last = [slice(0, array.size)], self.rank == 0, self.rank == self.size - 1
         sends, receives = [] if last else whole, [] if first else whole
@@ -328,7 +325,7 @@ class Ring:
     def _exchange_array(
         self, what: int, array: np.ndarray, place: int, sent: int, work: Callable[[_Ways], None]
     ) -> np.ndarray:
-        """Makes an exchange of an array, which the next one may read where it lies; see `add` for what it returns."""
+        """Exchanges an array that the next process may read in shared memory; returns it, or a copy as for `add`."""
         large = array.nbytes > _READ_IN_PLACE
         begin = None if self._memory is None or not large else self._memory.place(array)
         is_read = False
@@ -346,14 +343,14 @@ class Ring:
     def _exchange(
         self, what: int, size: int, place: int, sent: int, work: Callable[[], None], first: bytes = b""
     ) -> None:
-        """Makes an exchange by `work`; `first` are the first bytes of it that this process sends."""
+        """Runs an exchange by `work`; `first` are the first bytes of it that this process sends."""
         place |= activity.here.call << _CALL_BITS
         with self._lock:
             if self._next.fileno() < 0:
                 raise self._broken()
             try:
                 loss = self._lookout.loss
-                if loss is not None:  # what the lost one has sent for this one, none can have without this member
+                if loss is not None:  # no member completes this sum without this one
                     raise _LostError(loss.lost, ConnectionResetError(loss.why))
                 with activity.here.meeting(activity.SUM):
                     self._agree(what, size, place, first)
@@ -372,21 +369,21 @@ class Ring:
                 raise
 
     def _ways(self, begin: int | None, count: int) -> _Ways:
-        """How an array goes to the next one and comes from the one before.
+        """Returns whether the next process reads this array in shared memory, and the previous one's array if readable.
 
         Args:
-            begin: where it lies in this one's shared memory, as the next one has been told; None is elsewhere.
-            count: bytes of it.
+            begin: Offset in this process's shared memory, which the next process received; None if it is not there.
+            count: Number of bytes of the array.
         """
-        its_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if _is_local(self._previous) else _ELSEWHERE
+        previous_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if _is_local(self._previous) else _ELSEWHERE
         if not self._showed:
             self._show_memories()
-        shown = its_begin != _ELSEWHERE and self._its_memory is not None
-        its = self._its_memory.at(its_begin, count) if shown else None
-        return begin is not None and self._memory is not None, its
+        shown = previous_begin != _ELSEWHERE and self._its_memory is not None
+        previous_bytes = self._its_memory.at(previous_begin, count) if shown else None
+        return begin is not None and self._memory is not None, previous_bytes
 
     def _show_memories(self) -> None:
-        """Gives the next one this process's memory to read, and looks at that of the one before."""
+        """Sends the descriptor of this process's memory to the next process, and maps the previous process's memory."""
         self._showed = True
         own = self._own_memory()
         if _is_local(self._next):
@@ -395,13 +392,13 @@ class Ring:
             self._patiently(1, functools.partial(socket.send_fds, self._next, *shown), sending=True)
         if _is_local(self._previous):
             look = functools.partial(socket.recv_fds, self._previous, 1, 1, socket.MSG_CMSG_CLOEXEC)
-            there, descriptors, *_ = self._patiently(-1, look, receiving=True)
-            if not there:
+            data, descriptors, *_ = self._patiently(-1, look, receiving=True)
+            if not data:
                 raise _LostError((self.rank - 1) % self.size, ConnectionResetError("it closed its connection"))
             if descriptors:
-                with contextlib.suppress(OSError):  # which the other one warns of
+                with contextlib.suppress(OSError):  # the other process warns of it
                     self._its_memory = shared_memory.Neighbours(descriptors[0])
-                with contextlib.suppress(OSError):  # the exchange that follows finds out that it is lost
+                with contextlib.suppress(OSError):  # the next exchange detects the loss
                     self._previous.send(_NO if self._its_memory is None else _YES)
         if own is not None:
             own.sent()
@@ -417,9 +414,9 @@ class Ring:
                 )
 
     def _have_read(self, shows: bool, its: np.ndarray | None) -> bool:
-        """Says that the array of the one before was read, and waits for the next one; whether that one says it, too."""
+        """Confirms the read of the previous process's array; returns whether the next process confirms its own."""
         if its is not None:
-            with contextlib.suppress(OSError):  # it needs no answer any more
+            with contextlib.suppress(OSError):  # the neighbour does not need the answer any more
                 self._previous.send(_YES)
         while shows:
             try:
@@ -427,21 +424,21 @@ class Ring:
             except BlockingIOError:
                 try:
                     self._wait(answering=True)
-                except _LostError:  # the sum is whole here; the next exchange finds it out
+                except _LostError:  # the sum is complete here; the next exchange detects the loss
                     return False
             except OSError:
                 return False
         return True
 
     def pass_on(self, number: int, content: bytes) -> None:
-        """Sends the next member something between two sums; it is `held` there when that one makes its next sum.
+        """Sends the next member a message between two sums; its next sum adds it to its `held`.
 
         Args:
-            number: goes with it, 0 <= number < 2**64.
-            content: few enough bytes for a socket to take at once, as nobody reads yet: at most 64 KiB.
+            number: Number of the message, 0 <= number < 2**64.
+            content: At most 64 KiB, which a socket buffers at once, as the next member does not read yet.
 
         Raises:
-            PeerLostError: see `add`.
+            PeerLostError: As for `add`.
         """
         with self._lock:
             if self._next.fileno() < 0:
@@ -458,11 +455,11 @@ class Ring:
         return PeerLostError(self.rank, f"the ring broke at an earlier sum: {cause}", lost)
 
     def _lost(self, error: _LostError) -> PeerLostError:
-        """Leaves the ring, as a member is lost."""
-        heard = self._lookout.cause(timeouts.get().ring_cause)  # a neighbour may have hung up for another's sake
+        """Leaves the ring after the loss of a member, and returns the error."""
+        heard = self._lookout.cause(timeouts.get().ring_cause)  # a neighbour may have left for another loss
         why = heard.why if heard is not None else f"is lost: {said(error.error)}"
         lost = heard.lost if heard is not None else error.lost
-        cause = self._lookout.tell(Cause(lost, self.rank, why))  # it counts now also if that one just left
+        cause = self._lookout.tell(Cause(lost, self.rank, why))  # its loss counts now even if it just left
         self._take_what_was_passed_on()
         self.close()
         has_left, call = heard is not None and heard.left, activity.here.call
@@ -470,78 +467,78 @@ class Ring:
         return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
 
     def _take_what_was_passed_on(self) -> None:
-        """Reads it from the socket, where it lies if the one before was lost between two sums."""
+        """Reads passed messages that are still in the socket if the previous member was lost between two sums."""
         if self._within:
             return
         with contextlib.suppress(OSError):
             while len(head := self._previous.recv(_HEADER.size, socket.MSG_PEEK)) == _HEADER.size:
-                generation, number, what, _, length = _HEADER.unpack(head)
-                if generation != self.generation or what != _PASS_ON:
+                generation, number, kind, _, length = _HEADER.unpack(head)
+                if generation != self.generation or kind != _PASS_ON:
                     return
                 content = self._previous.recv(_HEADER.size + length)
                 if len(content) == _HEADER.size + length:
                     self._hold(number, content[_HEADER.size :])
 
     def _hold(self, number: int, content: bytes) -> None:
-        before = [its for its in self.held if its[0] != number]
-        self.held = (*before, (number, content))[-_MOST_HELD:]
+        kept = [message for message in self.held if message[0] != number]
+        self.held = (*kept, (number, content))[-_MOST_HELD:]
 
     def close(self) -> None:
         """Leaves the ring; the sums of all others fail."""
         self._lookout.close()
-        for one in (*self._links, *self._chords):
-            one.close()
-        self._memory = self._its_memory = None  # arrays that are in use keep it
+        for connection in (*self._links, *self._chords):
+            connection.close()
+        self._memory = self._its_memory = None  # arrays in use keep the memory alive
         self._may_show = False
 
     def abandon(self) -> None:
-        """Closes a fork's copies of the connections: while one is open, nobody sees the death of the member itself."""
+        """Closes a fork's copies of the connections: an open copy would hide the member's own death from others."""
         self._lock = threading.Lock()
         self._lookout.abandon()
-        for one in (*self._links, *self._chords):
-            one.close()
+        for connection in (*self._links, *self._chords):
+            connection.close()
 
     def _agree(self, what: int, size: int, place: int, first: bytes) -> None:
-        mine = _HEADER.pack(self.generation, self._sums, what, place, size)
-        self._send(mine + first)
-        theirs = self._receive(_HEADER.size)
-        generation, number, its, _, length = _HEADER.unpack(theirs)
-        while generation == self.generation and its == _PASS_ON:
+        header = _HEADER.pack(self.generation, self._sums, what, place, size)
+        self._send(header + first)
+        received = self._receive(_HEADER.size)
+        generation, number, kind, _, length = _HEADER.unpack(received)
+        while generation == self.generation and kind == _PASS_ON:
             self._hold(number, self._receive(length))
-            theirs = self._receive(_HEADER.size)
-            generation, number, its, _, length = _HEADER.unpack(theirs)
-        if theirs != mine:
-            generation, number, its, other, length = _HEADER.unpack(theirs)
+            received = self._receive(_HEADER.size)
+            generation, number, kind, _, length = _HEADER.unpack(received)
+        if received != header:
+            generation, number, kind, index, length = _HEADER.unpack(received)
             if generation != self.generation:
                 raise RaytfError(
                     f"All workers of a ring must be of one generation; worker {self.rank} is of generation "
                     f"{self.generation}, received: bytes of generation {generation} from worker "
                     f"{(self.rank - 1) % self.size}. They are refused: let all members join the newest ring."
                 )
-            previous, mine_in, its_in = (self.rank - 1) % self.size, place >> _CALL_BITS, other >> _CALL_BITS
-            place, other = place & (1 << _CALL_BITS) - 1, other & (1 << _CALL_BITS) - 1
-            if mine_in != its_in:
+            previous, call, peer_call = (self.rank - 1) % self.size, place >> _CALL_BITS, index >> _CALL_BITS
+            place, index = place & (1 << _CALL_BITS) - 1, index & (1 << _CALL_BITS) - 1
+            if call != peer_call:
                 raise RaytfError(
                     f"All workers must be in the same call when they exchange something; worker {self.rank} is in "
-                    f"{_called(mine_in)}, received: worker {previous} in {_called(its_in)}. "
+                    f"{_called(call)}, received: worker {previous} in {_called(peer_call)}. "
                     f"These are calls {_TOGETHER}."
                 )
             raise RaytfError(
                 f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
                 f"{self._sums}, {_NAMES[what]} of {size} bytes (optimizer call {place} of its step), received: worker "
-                f"{(self.rank - 1) % self.size} at exchange {number}, {_named(its)} of {length} bytes (call {other}). "
+                f"{(self.rank - 1) % self.size} at exchange {number}, {_named(kind)} of {length} bytes (call {index}). "
                 "Build the same model on all workers, let each make the same steps, and where a condition "
                 "decides whether an optimizer runs, base it on what all workers know alike, such as a count of steps."
             )
 
     def _send(self, message: bytes) -> None:
-        """Sends as much as the next one's socket takes; `_receive` and `_flush` send the rest."""
+        """Sends as much as the socket accepts; `_receive` and `_flush` send the remaining bytes."""
         self._flush()
         self._unsent = memoryview(message)
         self._push()
 
     def _push(self) -> bool:
-        """Sends of the rest what the socket takes; whether it took any."""
+        """Sends as much of the unsent bytes as the socket accepts; returns whether it accepted any."""
         try:
             self._unsent = self._unsent[self._give(self._unsent) :]
         except BlockingIOError:
@@ -554,16 +551,16 @@ class Ring:
                 self._wait(sending=True, receiving=False)
 
     def _receive(self, count: int) -> bytes:
-        found = bytearray(count)
-        came = 0
-        while came < count:
+        buffer = bytearray(count)
+        count_received = 0
+        while count_received < count:
             try:
-                came += len(self._read(memoryview(found)[came:]))
+                count_received += len(self._read(memoryview(buffer)[count_received:]))
             except BlockingIOError:
-                # the others may all be waiting for what is unsent
+                # the others may all wait for the unsent bytes
                 if not (self._unsent and self._push()):
                     self._wait(sending=bool(self._unsent), receiving=True)
-        return found
+        return buffer
 
     def _give(self, some: bytes | memoryview) -> int:
         try:
@@ -585,7 +582,7 @@ class Ring:
         return into[:count]
 
     def _patiently(self, step: int, call: Callable[[], Any], **wanted: bool) -> Any:
-        """What a call gives that has to do with the member so many steps on, once that one takes or gives bytes."""
+        """Returns the result of a call that involves the member `step` ranks further, once its socket is ready."""
         while True:
             try:
                 return call()
@@ -595,7 +592,7 @@ class Ring:
                 raise _LostError((self.rank + step) % self.size, error) from error
 
     def _tell(self, count: int) -> int:
-        """Says that so many bytes more are ready in shared memory."""
+        """Sends that `count` more bytes are ready in shared memory."""
         message = _COUNT.pack(count)
         taken = self._give(message)
         if taken < len(message):
@@ -604,31 +601,31 @@ class Ring:
         return count
 
     def _hear(self) -> int:
-        """How many bytes more are ready in the memory of the one before."""
-        told = self._read(memoryview(self._received)[: _COUNT.size * _COUNTS_AT_ONCE])
-        rest = -len(told) % _COUNT.size
-        if rest:
-            told = bytes(told) + self._receive(rest)
-        return sum(count for (count,) in _COUNT.iter_unpack(told))
+        """Receives how many more bytes are ready in the memory of the previous process."""
+        message = self._read(memoryview(self._received)[: _COUNT.size * _COUNTS_AT_ONCE])
+        missing = -len(message) % _COUNT.size
+        if missing:
+            message = bytes(message) + self._receive(missing)
+        return sum(count for (count,) in _COUNT.iter_unpack(message))
 
     def _sum(
         self, array: np.ndarray, fill: Callable[[int, int], None] | None, shows: bool, its: np.ndarray | None
     ) -> None:
         self._flush()
-        way = _AroundTheRing(array, its, fill, self.rank, self.size, self._accumulate)
-        give = functools.partial(self._show_part if shows else self._send_part, way)
-        take = functools.partial(self._receive_part if its is None else self._read_part, way)
-        while way.sent < way.total or way.received < way.total:
+        state = _AroundTheRing(array, its, fill, self.rank, self.size, self._accumulate)
+        send = functools.partial(self._show_part if shows else self._send_part, state)
+        receive = functools.partial(self._receive_part if its is None else self._read_part, state)
+        while state.sent < state.total or state.received < state.total:
             moved = False
-            for work, goes_on in ((give, way.sent < way.may_send), (take, way.received < way.total)):
-                if goes_on:
+            for work, needed in ((send, state.sent < state.may_send), (receive, state.received < state.total)):
+                if needed:
                     try:
                         work()
                         moved = True
                     except BlockingIOError:
                         pass
             if not moved:
-                self._wait(sending=way.sent < way.may_send, receiving=way.received < way.total)
+                self._wait(sending=state.sent < state.may_send, receiving=state.received < state.total)
 
     def _send_part(self, way: _AroundTheRing) -> None:
         part = way.next_to_send(_CHUNK if way.fills else _SENT_AT_ONCE)
@@ -640,7 +637,7 @@ class Ring:
 
     def _receive_part(self, way: _AroundTheRing) -> None:
         phase, start, left = way.next_to_receive()
-        if phase >= self.size - 1:  # a finished sum
+        if phase >= self.size - 1:  # the segment is a finished sum
             way.received += len(self._read(way.bytes[start : start + min(left, _SENT_AT_ONCE)]))
             return
         start, wanted = start - way.waiting, min(_CHUNK, left + way.waiting)
@@ -673,10 +670,10 @@ class Ring:
         shows: bool,
         its: np.ndarray | None,
     ) -> None:
-        """Sends parts while others are received; what is sent after the first `own` bytes has been received before."""
+        """Sends parts while others are received; sends bytes after the first `own` ones only once they are received."""
         self._flush()
         bytes_ = memoryview(array.view(np.uint8))
-        sending, receiving, told = _Parts(bytes_, sends), _Parts(bytes_, receives), 0
+        sending, receiving, ready = _Parts(bytes_, sends), _Parts(bytes_, receives), 0
         while sending.left or receiving.left:
             moved = False
             may_send = own + receiving.done - sending.done
@@ -690,16 +687,16 @@ class Ring:
                     if its is None:
                         receiving.advance(len(self._read(receiving.now(_SENT_AT_ONCE))))
                     else:
-                        if told == receiving.done:
-                            told += self._hear()
-                        into, start = receiving.now(min(told - receiving.done, _SENT_AT_ONCE)), receiving.place
+                        if ready == receiving.done:
+                            ready += self._hear()
+                        into, start = receiving.now(min(ready - receiving.done, _SENT_AT_ONCE)), receiving.place
                         into[:] = its[start : start + len(into)]
                         receiving.advance(len(into))
                     moved = True
             if not moved:
                 self._wait(sending=bool(sending.left and may_send > 0), receiving=bool(receiving.left))
 
-    @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling looks for it afterwards
+    @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling checks for it afterwards
     def _accumulate(self, mine: np.ndarray, theirs: np.ndarray) -> None:
         if mine.dtype == scaled_float16.BLOCK:
             a, b = self._wide[:, : mine.size * scaled_float16.ITEMS].reshape(2, mine.size, -1)
@@ -718,35 +715,34 @@ class Ring:
         mine[...] = a
 
     def _wait(self, sending: bool = False, receiving: bool = False, answering: bool = False) -> None:
-        """Until the next one takes bytes, the one before gives some, or the next one answers, as is asked for, or a
-        member is lost."""
+        """Blocks until a neighbour sends or accepts bytes or answers, as requested, or a member is lost."""
         self._until(functools.partial(self._poll, sending, answering, receiving))
 
     def _until(self, polling: Callable[[bool], select.poll]) -> None:
-        """Until something is ready of what `polling(whether it watches for a loss)` polls."""
+        """Blocks until a descriptor of `polling(whether it watches for a loss)` is ready."""
         milliseconds = None if self.timeout is None else self.timeout * 1000
         ready = [number for number, _ in polling(True).poll(milliseconds)]
         if not ready:
             raise TimeoutError(f"a neighbour sent nothing for {self.timeout} s")
-        # what still arrives counts first
+        # data that still arrives counts first
         if ready == [self._lookout.fileno()] and not polling(False).poll(timeouts.get().ring_cause * 1000):
             cause = self._lookout.cause()
             raise _LostError(cause.lost, ConnectionResetError(cause.why))
 
     def _poll(self, *wanted: bool) -> select.poll:
-        found = self._polls.get(wanted)
-        if found is None:
-            found = self._polls[wanted] = select.poll()
+        poll = self._polls.get(wanted)
+        if poll is None:
+            poll = self._polls[wanted] = select.poll()
             sending, answering, receiving, watching = wanted
             if sending or answering:
-                found.register(self._next, sending * select.POLLOUT | answering * select.POLLIN)
-            for one, wants in ((self._previous, receiving), (self._lookout, watching)):
+                poll.register(self._next, sending * select.POLLOUT | answering * select.POLLIN)
+            for source, wants in ((self._previous, receiving), (self._lookout, watching)):
                 if wants:
-                    found.register(one, select.POLLIN)
-        return found
+                    poll.register(source, select.POLLIN)
+        return poll
 
 
-# Whether the next one reads an array where it lies, and the array of the one before, if this one does.
+# Whether the next process reads the array in shared memory, and the previous process's array if this one does.
 _Ways = tuple[bool, np.ndarray | None]
 
 
@@ -755,19 +751,19 @@ def _is_local(one: socket.socket) -> bool:
 
 
 class _AroundTheRing:
-    """An array that is summed around the ring: how far it is sent, and received.
+    """The progress of an array that is summed around the ring.
 
     Args:
-        array, fill: as `Ring.add` has them.
-        its: bytes of the array of the one before, if they are read where they lie.
-        rank, size: as `Ring` has them.
+        array, fill: As for `Ring.add`.
+        its: Bytes of the previous process's array, if they are read from shared memory.
+        rank, size: As for `Ring`.
         accumulate: accumulate(mine, theirs) adds theirs to mine.
 
     Attributes:
-        total: bytes that go out, and that come in.
-        sent, received: of these.
-        waiting: received bytes that are not added yet.
-        told: bytes that the one before has said to be ready.
+        total: Number of bytes to send, and to receive.
+        sent, received: Number of bytes done so far.
+        waiting: Number of received bytes that are not added yet.
+        told: Number of bytes that the previous process reported as ready.
     """
 
     def __init__(
@@ -783,45 +779,45 @@ class _AroundTheRing:
         self._rank, self._size = rank, size
         self._flat = array.view(np.uint8)
         self.bytes = memoryview(self._flat)
-        self._length = array.nbytes // size  # of a segment
+        self._length = array.nbytes // size  # number of bytes of a segment
         self.total = 2 * (size - 1) * self._length
         self.sent = self.received = self.waiting = self.told = 0
-        self._filled = self._length if fill is None else 0  # of the segment that is sent first
+        self._filled = self._length if fill is None else 0  # bytes of the segment that is sent first
 
     @property
     def fills(self) -> bool:
-        """Whether what is sent next may have no values yet."""
+        """Whether the next bytes to send may not be filled yet."""
         return self._filled < self._length
 
     @property
     def may_send(self) -> int:
-        """A segment may be passed on as far as the phase before has brought and summed it."""
+        """Number of bytes that may be sent: a segment is forwarded as far as it was received and summed."""
         return min(self.total, self._length + self.received - self.waiting)
 
     def next_to_send(self, most: int) -> slice:
-        """What is sent next, at most so many bytes; it has its values."""
+        """Returns the next filled bytes to send, at most `most`."""
         phase, offset = divmod(self.sent, self._length)
         start = (self._rank - phase) % self._size * self._length + offset
         end = start + min(self.may_send - self.sent, self._length - offset, most)
         if not phase and self.fills:
-            if self._filled == offset:  # all that has its values is sent
+            if self._filled == offset:  # all filled bytes are sent
                 self._fill_in(start, end)
                 self._filled += end - start
             end = min(end, start - offset + self._filled)
         return slice(start, end)
 
     def next_to_receive(self) -> tuple[int, int, int]:
-        """(phase, where it begins, bytes that are left of its segment) of what is received next."""
+        """Returns (phase, begin, remaining bytes of its segment) of the next bytes to receive."""
         phase, offset = divmod(self.received, self._length)
         return phase, (self._rank - 1 - phase) % self._size * self._length + offset, self._length - offset
 
     def add(self, start: int, theirs: np.ndarray) -> None:
-        """Adds bytes of another's array that begin there."""
+        """Adds bytes of another process's array at `start`."""
         for begin in range(0, len(theirs), _CHUNK):
             end = min(begin + _CHUNK, len(theirs))
             self._fill_in(start + begin, start + end)
-            mine = self._flat[start + begin : start + end]
-            self._accumulate(mine.view(self._array.dtype), theirs[begin:end].view(self._array.dtype))
+            own = self._flat[start + begin : start + end]
+            self._accumulate(own.view(self._array.dtype), theirs[begin:end].view(self._array.dtype))
 
     def _fill_in(self, start: int, end: int) -> None:
         if self._fill is not None:
@@ -831,10 +827,10 @@ class _AroundTheRing:
 
 
 class _Parts:
-    """Parts of a memory, gone through one after the other.
+    """Parts of a memory, processed in order.
 
     Attributes:
-        left, done: bytes.
+        left, done: Number of bytes.
     """
 
     def __init__(self, memory: memoryview, parts: list[slice]):
@@ -843,11 +839,11 @@ class _Parts:
 
     @property
     def place(self) -> int:
-        """Where what is next begins."""
+        """Offset of the next bytes."""
         return self._parts[0].start + self._begun
 
     def now(self, most: int) -> memoryview:
-        """What is next, at most so many bytes."""
+        """Returns the next bytes, at most `most`."""
         return self._memory[self.place : min(self.place + most, self._parts[0].stop)]
 
     def advance(self, count: int) -> None:
@@ -869,7 +865,7 @@ def _named(what: int) -> str:
 
 
 class _LostError(Exception):
-    """A member with whom no sum can be finished, and what this one saw of it."""
+    """A member with which no sum can be finished, and the error that this process got."""
 
     def __init__(self, lost: int, error: OSError):
         super().__init__(lost, error)
@@ -880,20 +876,20 @@ class Link:
     """A connection between two neighbours.
 
     Args:
-        data: where the sums travel.
-        watch: on which nothing is sent until the ring ends. Linux asks the other kernel whether it lives only on a
-            connection without unsent data, and a process that is slow to read leaves such: on `data` it could not be
-            told from a host that has vanished.
-        host_gone: seconds after which a host that does not answer is lost, at least 2.
+        data: Socket for the sums.
+        watch: Socket on which nothing is sent until the ring ends. Linux probes the other host only on a connection
+            without unsent data. A process that reads slowly leaves unsent data, so `data` could not distinguish it from
+            a lost host.
+        host_gone: Seconds after which a host that does not answer is lost, at least 2.
     """
 
     def __init__(self, data: socket.socket, watch: socket.socket, host_gone: int = HOST_GONE):
         self.data, self.watch = data, watch
-        for one in (data, watch):
-            one.setblocking(False)
-            _notice_lost_hosts(one, host_gone)
+        for sock in (data, watch):
+            sock.setblocking(False)
+            _notice_lost_hosts(sock, host_gone)
         if watch.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # the last of its hello may be on the way; on `data` it would end a neighbour that is slow to read
+            # the end of its hello may be in flight; on `data` this would cut off a neighbour that reads slowly
             watch.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, host_gone * 1000)
 
     def close(self) -> None:
@@ -902,18 +898,18 @@ class Link:
 
 
 class Chord:
-    """Two connections of a member: to the one so many places on, and from the one so many places before.
+    """Two connections of a member: to the one `distance` ranks further, and from the one `distance` ranks before.
 
     Args:
-        following, previous: sockets.
-        host_gone: see `Link`.
+        following, previous: Sockets.
+        host_gone: Seconds after which a host that does not answer is lost, at least 2.
     """
 
     def __init__(self, following: socket.socket, previous: socket.socket, host_gone: int = HOST_GONE):
         self.following, self.previous = following, previous
-        for one in (following, previous):
-            one.setblocking(False)
-            _notice_lost_hosts(one, host_gone)
+        for sock in (following, previous):
+            sock.setblocking(False)
+            _notice_lost_hosts(sock, host_gone)
 
     def close(self) -> None:
         self.following.close()
@@ -921,22 +917,22 @@ class Chord:
 
 
 def chords(size: int) -> int:
-    """Returns how many chords a member of a ring has: to those 2, 4, 8, ... places on; few members have none."""
+    """Returns the number of chords of a member: to those 2, 4, 8, ... ranks further; small rings have none."""
     return 0 if size < _LEAST_WITH_CHORDS else (size - 1).bit_length() - 1
 
 
 def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
-    """A host that vanished closes nothing: its kernel's silence must end the connection."""
+    """Sets keep-alive options: a lost host closes nothing, so its silence must end the connection."""
     if one.family == socket.AF_UNIX:
         return
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # ten questions in the last 20 of 35 seconds: several may be lost on a line that is full
+    # ten probes in the last 20 of 35 seconds: several may be lost on a congested network
     interval = max(1, seconds // 17)
     count = max(1, min(10, seconds * 4 // 7 // interval))
     idle = max(1, seconds - count * interval)
     options = {"TCP_KEEPIDLE": idle, "TCP_KEEPALIVE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": count}
     for name, value in options.items():
-        if hasattr(socket, name):  # Linux knows the first, macOS the second
+        if hasattr(socket, name):  # Linux has the first, macOS the second
             one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -945,7 +941,7 @@ _generation = 0
 
 
 def new_token() -> bytes:
-    """A token for one ring; each start of a group of processes takes another."""
+    """Returns a token for one ring; each start of a group of processes uses another one."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -969,45 +965,44 @@ def keep_token(token: bytes, generation: int = 0) -> None:
 
 
 def token() -> bytes | None:
-    """What `keep_token` was given, or None."""
+    """Returns the token that was set by `keep_token`, or None."""
     return _token
 
 
 def next_generation() -> int:
-    """Of the next ring that this process joins."""
+    """Returns the generation of the next ring that this process joins."""
     return _generation
 
 
 def was_joined(generation: int) -> None:
-    """A ring of that generation was joined; the next one is of a higher."""
+    """Records that a ring of that generation was joined; the next one has a higher generation."""
     global _generation
     _generation = max(_generation, generation + 1)
 
 
-# What a connection is for.
+# Purposes of a connection.
 _PURPOSES = _DATA, _WATCH = 0, 1
-# The first bytes of a connection: who comes, what for, of which generation, and a number that is
-# used once.
+# The first bytes of a connection: magic, rank, purpose, generation and a random number for one use.
 _MAGIC = b"raytf/ring/3"
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sIII{TOKEN_BYTES}s")
 _PROOF_BYTES = 32
 _WELCOME = b"\1"
-# Connections that may be at it at once; the oldest of more is turned away, and comes again if it was a neighbour.
+# Unverified connections at once, at most; the oldest of more is closed, and a neighbour reconnects.
 _STRANGERS = 64
 _AGAIN_INTERVAL = 0.02
-# Times that a neighbour of this host which answers at its port may be missed at its local socket.
+# Number of failures at the local socket of a neighbour that answers at its port.
 _MISSES = 3
 
 
 class Listener:
-    """Where the process before this one finds it: a port, and on Linux a Unix socket for those of the same host.
+    """The address of this process for the previous one: a port, and on Linux a Unix socket for the same host.
 
-    Neighbours prove to each other that they know the ring's token, by an HMAC over numbers that each has just drawn:
-    the token itself does not travel. What else connects is neither believed nor waited for.
+    Neighbours prove to each other that they have the ring's token, by an HMAC over random numbers of both. The token
+    itself is never sent. Other connections are neither trusted nor waited for.
 
     Args:
-        host: the address of this host under which the others know it.
-        bound: a socket on a port there, which does not listen yet; None takes a port that the system chooses.
+        host: Address of this host that the other processes use.
+        bound: A bound socket that does not listen yet; None uses a port that the system chooses.
     """
 
     def __init__(self, host: str, bound: socket.socket | None = None):
@@ -1034,16 +1029,17 @@ class Listener:
         """Connects this process with its neighbours; all processes call it at once.
 
         Args:
-            rank: this process's.
+            rank: Rank of this process.
             addresses: (host, port) of the listeners of all processes, by rank; at least two.
-            token: `TOKEN_BYTES` bytes that only the processes of this ring know; others are turned away.
-            timeout: seconds within which the neighbours must be there.
-            patience: the `timeout` of the ring's sums.
-            host_gone: seconds after which a neighbour's host that does not answer is lost, at least 2.
-            generation: of the group, 0 <= generation < 2**32, the same for all; members of another are turned away.
+            token: `TOKEN_BYTES` bytes that only the processes of this ring have; others are refused.
+            timeout: Seconds within which the neighbours must connect.
+            patience: The `timeout` of the ring's sums, in seconds or None.
+            host_gone: Seconds after which a neighbour's host that does not answer is lost, at least 2.
+            generation: Generation of the group, 0 <= generation < 2**32, the same for all; members of another are
+                refused.
 
         Raises:
-            PeerLostError: a neighbour could not be reached, did not come, or does not know the token.
+            PeerLostError: A neighbour could not be reached, did not connect, or does not have the token.
         """
         if sys.platform == "linux":
             local = socket.socket(socket.AF_UNIX)
@@ -1053,7 +1049,7 @@ class Listener:
         if self._stopped:
             meeting.cancel()
         try:
-            # in a thread of its own, as the caller's may run an event loop
+            # in a separate thread, as the caller's thread may run an event loop
             with ThreadPoolExecutor(1) as pool:
                 running = pool.submit(asyncio.run, meeting.hold(timeout))
                 try:
@@ -1075,23 +1071,22 @@ class Listener:
         return Ring(rank, len(addresses), *links, patience, generation, further)
 
     def stop(self) -> None:
-        """Ends a `join` that goes on, from another thread: it raises PeerLostError, unless all are there."""
+        """Cancels a running `join` from another thread: it raises PeerLostError, unless all are connected."""
         self._stopped = True
         if self._meeting is not None:
             self._meeting.cancel()
 
     def close(self) -> None:
-        for one in self._sockets:
-            one.close()
+        for sock in self._sockets:
+            sock.close()
 
 
 class _Meeting:
     """The connections of one process with its neighbours, all made at the same time.
 
     Args:
-        rank, addresses, token: as `Listener.join` has them.
-        listening: this process's sockets, not blocking.
-        generation: as `Listener.join` has it.
+        rank, addresses, token, generation: As for `Listener.join`.
+        listening: Non-blocking listening sockets of this process.
     """
 
     def __init__(
@@ -1104,32 +1099,32 @@ class _Meeting:
     ):
         size = len(addresses)
         self._generation = generation
-        self._refused: tuple[int, int] | None = None  # (rank, generation) of one that knew the token
+        self._refused: tuple[int, int] | None = None  # (rank, generation) of a refused process with the token
         self._rank, self._addresses, self._token, self._listening = rank, addresses, token, listening
         self._purposes = (*_PURPOSES, *range(len(_PURPOSES), len(_PURPOSES) + chords(size)))
         # by purpose
         self._went: dict[int, socket.socket] = {}
         self._came: dict[int, socket.socket] = {}
         self._all_came = asyncio.Event()
-        self._asked: dict[asyncio.Task, None] = {}  # in the order in which they came
+        self._asked: dict[asyncio.Task, None] = {}  # in order of arrival
         self._cancel, self._cancelled = None, False
 
     async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
-        """The connections to the next and from the one before: (data, watch, those of chords) of each."""
+        """Returns the connections to the next process and from the previous one: (data, watch, chords) of each."""
         self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
         if self._cancelled:
             raise asyncio.CancelledError
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
-                doors = [group.create_task(self._open(one)) for one in self._listening]
+                doors = [group.create_task(self._open(sock)) for sock in self._listening]
                 goers = [group.create_task(self._go(purpose)) for purpose in self._purposes]
                 await self._all_came.wait()
                 await asyncio.wait(goers)
                 for door in doors:
                     door.cancel()
         except BaseException as error:
-            for one in (*self._went.values(), *self._came.values()):
-                one.close()
+            for sock in (*self._went.values(), *self._came.values()):
+                sock.close()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(self._missing()) from None
             if isinstance(error, BaseExceptionGroup):
@@ -1139,13 +1134,13 @@ class _Meeting:
             for task in self._asked:
                 task.cancel()
             await asyncio.gather(*self._asked, return_exceptions=True)
-        return tuple([found[i] for i in sorted(found)] for found in (self._went, self._came))
+        return tuple([connections[i] for i in sorted(connections)] for connections in (self._went, self._came))
 
     def cancel(self) -> None:
-        """Ends it early; from another thread."""
+        """Cancels it, from another thread."""
         self._cancelled = True
         if self._cancel is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._cancel()
 
     def _is_here(self, other: int) -> bool:
@@ -1165,55 +1160,55 @@ class _Meeting:
         return f"worker {self._peer(missing, 1)} did not answer in time"
 
     def _peer(self, purpose: int, way: int) -> int:
-        """The rank of the member to which (way 1), or from which (way -1), a connection goes."""
+        """Returns the rank of the member to which (way 1), or from which (way -1), a connection leads."""
         distance = 1 if purpose in _PURPOSES else 1 << (purpose - len(_PURPOSES) + 1)
         return (self._rank + way * distance) % len(self._addresses)
 
     def _proof(self, sender: int, hello: bytes, drawn: bytes) -> bytes:
-        """What only a process that knows the token can say to just this hello and just this number."""
+        """Returns the proof that a process has the token, for this hello and this random number only."""
         return hmac.digest(self._token, struct.pack("<I", sender) + hello + drawn, "sha256")
 
     async def _go(self, purpose: int) -> None:
-        """Connects with the next, or with one further on."""
+        """Connects to the next member, or to one further on."""
         loop, peer = asyncio.get_running_loop(), self._peer(purpose, 1)
         host, port = self._addresses[peer]
         local, missed = self._is_here(peer), 0
         while True:
-            one = socket.socket(socket.AF_UNIX if local else _family(host))
+            sock = socket.socket(socket.AF_UNIX if local else _family(host))
             try:
-                one.setblocking(False)
-                await loop.sock_connect(one, _local_name(port, self._token) if local else (host, port))
-                if local and not liveness.is_own_peer(one):
+                sock.setblocking(False)
+                await loop.sock_connect(sock, _local_name(port, self._token) if local else (host, port))
+                if local and not liveness.is_own_peer(sock):
                     raise ConnectionRefusedError("another user's process listens there")
                 if not local:
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
-                    await self._introduce(one, purpose)
-                    self._went[purpose] = one
+                    await self._introduce(sock, purpose)
+                    self._went[purpose] = sock
                     return
-                except _HungUpError:  # too many came at once
-                    one.close()
-            except ConnectionRefusedError:  # it does not listen yet
-                one.close()
+                except _HungUpError:  # too many connected at once
+                    sock.close()
+            except ConnectionRefusedError:  # the peer does not listen yet
+                sock.close()
                 if local and await self._answers(host, port, purpose):
                     missed += 1
-                    local = missed < _MISSES  # it is of another network namespace
+                    local = missed < _MISSES  # the peer is in another network namespace
             except BaseException:
-                one.close()
+                sock.close()
                 raise
             await asyncio.sleep(_AGAIN_INTERVAL)
 
     async def _answers(self, host: str, port: int, purpose: int) -> bool:
-        """Returns whether the next one listens already, as it answers at its port.
+        """Returns whether the next member listens already, as it answers at its port.
 
         Raises:
-            ConnectionAbortedError: it does not know the token, so that its local socket has another name.
+            ConnectionAbortedError: It does not have the token, so that its local socket has another name.
         """
-        with socket.socket(_family(host)) as one:
-            one.setblocking(False)
+        with socket.socket(_family(host)) as sock:
+            sock.setblocking(False)
             try:
-                await asyncio.get_running_loop().sock_connect(one, (host, port))
-                await self._ask_for_proof(one, purpose)
+                await asyncio.get_running_loop().sock_connect(sock, (host, port))
+                await self._ask_for_proof(sock, purpose)
             except (ConnectionRefusedError, _HungUpError):
                 return False
             return True
@@ -1223,7 +1218,7 @@ class _Meeting:
         await _receive(one, len(_WELCOME))
 
     async def _ask_for_proof(self, one: socket.socket, purpose: int) -> bytes:
-        """Returns this member's proof to the next one, which has proved that it knows the token."""
+        """Returns this member's proof for the next one, after that one has proved that it has the token."""
         hello = _HELLO.pack(_MAGIC, self._rank, purpose, self._generation, secrets.token_bytes(TOKEN_BYTES))
         await _send(one, hello)
         drawn, proof = await _receive(one, TOKEN_BYTES), await _receive(one, _PROOF_BYTES)
@@ -1234,16 +1229,16 @@ class _Meeting:
         return self._proof(self._rank, hello, drawn)
 
     async def _open(self, listening: socket.socket) -> None:
-        """Asks all that connect, at once."""
+        """Accepts all connections, and verifies them concurrently."""
         loop = asyncio.get_running_loop()
         while True:
-            one, _ = await loop.sock_accept(listening)
-            task = loop.create_task(self._ask(one))
+            sock, _ = await loop.sock_accept(listening)
+            task = loop.create_task(self._ask(sock))
             self._asked[task] = None
             task.add_done_callback(self._asked.pop)
             if len(self._asked) > _STRANGERS:
                 next(iter(self._asked)).cancel()
-            await asyncio.sleep(0)  # a flood of connections does not keep those that talk from it
+            await asyncio.sleep(0)  # lets other tasks run during a flood of connections
 
     async def _ask(self, one: socket.socket) -> None:
         try:
@@ -1258,12 +1253,12 @@ class _Meeting:
                 await _send(one, drawn + self._proof(self._rank, hello, drawn))
                 if not hmac.compare_digest(await _receive(one, _PROOF_BYTES), self._proof(rank, hello, drawn)):
                     return
-                if generation != self._generation:  # only now is it known to be a neighbour's word
+                if generation != self._generation:  # only now is the sender verified
                     self._refused = rank, generation
                     return
                 await _send(one, _WELCOME)
             self._came.setdefault(purpose, one)
-        except OSError:  # a stranger that hung up, or said too little in its time
+        except OSError:  # a stranger that closed the connection, or sent too little in time
             return
         finally:
             if one not in self._came.values():
@@ -1273,7 +1268,7 @@ class _Meeting:
 
 
 class _HungUpError(OSError):
-    """The other end closed the connection before it was made use of."""
+    """Raised if the other end closes the connection before it is used."""
 
 
 async def _send(one: socket.socket, message: bytes) -> None:
@@ -1284,17 +1279,17 @@ async def _send(one: socket.socket, message: bytes) -> None:
 
 
 async def _receive(one: socket.socket, count: int) -> bytes:
-    """So many bytes, and none more."""
-    found = b""
-    while len(found) < count:
+    """Returns exactly `count` bytes."""
+    received = b""
+    while len(received) < count:
         try:
-            came = await asyncio.get_running_loop().sock_recv(one, count - len(found))
+            chunk = await asyncio.get_running_loop().sock_recv(one, count - len(received))
         except OSError as error:
             raise _HungUpError(str(error)) from error
-        if not came:
+        if not chunk:
             raise _HungUpError("it closed the connection")
-        found += came
-    return found
+        received += chunk
+    return received
 
 
 def _family(host: str) -> int:
@@ -1302,9 +1297,9 @@ def _family(host: str) -> int:
 
 
 def _local_name(port: int, token: bytes) -> str:
-    """Returns the name of a Unix socket in Linux' abstract namespace: no file, gone with the process.
+    """Returns the name of a Unix socket in Linux's abstract namespace: no file, gone with the process.
 
-    It is as unique as the port, and only who knows the token can bind it before the ring does.
+    It is as unique as the port. Only a process with the token can bind it before the ring does.
     """
     mark = hmac.digest(token, struct.pack("<I", port), "sha256").hex()[:32]
     return f"\0raytf/ring/{port}/{mark}"

@@ -1,27 +1,27 @@
-"""float16 with a scale for each block: numbers of float32's range in little more than two bytes each.
+"""float16 with a scale for each block: numbers with the range of float32 in little more than two bytes each.
 
-float16 alone ends at 65504 and loses what is below 6e-8. Here the largest number of a block decides on a power of two,
-which travels in front of the block, so that nothing overflows, and what is small beside nothing larger keeps its
-digits. Infinities and NaN arrive as they are; loss scaling looks for them.
+float16 alone overflows at 65504 and loses numbers below 6e-8. Here the largest number of a block determines a power of
+two, which is sent before the block. So nothing overflows, and small numbers keep their digits unless the block has much
+larger ones. Infinities and NaN are kept, as loss scaling checks for them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# Numbers of a block: with its scale it fills 4 KiB, a thousandth of it for the scale.
+# Numbers in a block: with its scale it fills 4 KiB, a thousandth of it for the scale.
 ITEMS = 2046
 BLOCK = np.dtype([("scale", "<f4"), ("values", "<f2", ITEMS)])
-# The largest number of a block is brought below 2 ** 15, half of what float16 holds, so that rounding stays within it.
+# The largest number of a block is scaled below 2 ** 15, half of float16's range: rounding cannot overflow.
 _TOP = 15
-# Of the exponents of float32's numbers those whose scale and its inverse are normal numbers, too.
+# Range of float32 exponents for which the scale and its inverse are normal numbers.
 _LEAST, _MOST = -110, 128
 # The largest float16 below 2 ** 15; float32's largest number would be rounded up to 2 ** 128.
 _LARGEST = 32752.0
 
 
 def blocks(items: int) -> int:
-    """The number of blocks that hold so many numbers."""
+    """Returns the number of blocks that `items` numbers need."""
     return -(-items // ITEMS)
 
 
@@ -30,8 +30,8 @@ def encode(wide: np.ndarray, into: np.ndarray) -> None:
     """Rounds numbers into blocks.
 
     Args:
-        wide: float32, (blocks, `ITEMS`); what it holds afterwards is of no use.
-        into: `BLOCK`, (blocks,).
+        wide: float32, (blocks, `ITEMS`). It is overwritten.
+        into: `BLOCK`, (blocks,). Receives the result.
     """
     largest = np.maximum(wide.max(axis=1), -wide.min(axis=1))
     odd = ~np.isfinite(largest)
@@ -47,11 +47,11 @@ def encode(wide: np.ndarray, into: np.ndarray) -> None:
 
 @np.errstate(over="ignore", invalid="ignore")
 def decode(coded: np.ndarray, into: np.ndarray) -> None:
-    """What `encode` wrote into blocks.
+    """Decodes blocks that `encode` wrote.
 
     Args:
         coded: `BLOCK`, (blocks,).
-        into: float32, (blocks, `ITEMS`).
+        into: float32, (blocks, `ITEMS`). Receives the result.
     """
     into[...] = coded["values"]
     np.multiply(into, coded["scale"][:, None], out=into)

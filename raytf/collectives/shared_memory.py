@@ -1,7 +1,7 @@
-"""Memory that processes of one host have in common: one lays down what it sends, and its neighbour reads it there.
+"""Memory shared by processes of one host: a process writes the data that it sends, and its neighbour reads it there.
 
-It has no name, in `/dev/shm` or elsewhere: the neighbour gets its descriptor over their connection, and the kernel
-frees it with the last process that holds it, however that one ends.
+It has no name, in `/dev/shm` or elsewhere: the neighbour receives its descriptor over their connection. The kernel
+frees it with the last process that holds it, however that process ends.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy as np
 
 from raytf.errors import RaytfError
 
-# Of addresses, not of memory: the kernel gives pages when they are written first.
+# Bytes of addresses, not of memory: the kernel allocates pages at the first write.
 _MOST_BYTES = 1 << 36
-# How far apart the sizes of blocks are: an eighth, so that arrays of about one size use the same ones.
+# Sizes of blocks differ by an eighth, so that arrays of about one size reuse the same ones.
 _SIZES_A_DOUBLING = 8
 
 
 class Own:
-    """Memory of this process, in blocks that are used again when their arrays are gone.
+    """Memory of this process, in blocks that are reused when their arrays are gone.
 
     Attributes:
-        descriptor: to be sent to the neighbour; `sent()` closes it.
+        descriptor: File descriptor to send to the neighbour; `sent()` closes it.
 
     Raises:
-        OSError: the system gives none.
+        OSError: The system provides no such memory.
     """
 
     def __init__(self):
@@ -40,7 +40,7 @@ class Own:
         self.descriptor = os.memfd_create("raytf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.sent = weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, _MOST_BYTES)
-        # who reads beyond the end of a file is killed
+        # a process that reads beyond the end of a file is killed
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._memory = mmap.mmap(self.descriptor, _MOST_BYTES)
         self._begin = np.frombuffer(self._memory, np.uint8, 1).ctypes.data
@@ -48,34 +48,34 @@ class Own:
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 
     def empty(self, items: int, dtype: np.dtype) -> np.ndarray | None:
-        """A flat array that begins at a page, of any content; None where all addresses are taken."""
+        """Returns a flat, uninitialized array that begins at a page, or None if all addresses are in use."""
         count = items * dtype.itemsize
         size = _size(count)
         with self._lock:
             if self._free[size]:
-                place = self._free[size].pop()
+                offset = self._free[size].pop()
             elif self._end + size <= _MOST_BYTES:
-                place, self._end = self._end, self._end + size
+                offset, self._end = self._end, self._end + size
             else:
                 return None
-        block = np.frombuffer(self._memory, np.uint8, count, place)
-        weakref.finalize(block, self._free[size].append, place).atexit = False  # all views of it keep it
+        block = np.frombuffer(self._memory, np.uint8, count, offset)
+        weakref.finalize(block, self._free[size].append, offset).atexit = False  # all views keep the block alive
         return block.view(dtype)
 
     def place(self, array: np.ndarray) -> int | None:
-        """Where a contiguous array begins, in bytes; None if it lies elsewhere."""
-        place = array.ctypes.data - self._begin
-        return place if 0 <= place < _MOST_BYTES else None
+        """Returns the offset of a contiguous array in bytes, or None if it is not in this memory."""
+        offset = array.ctypes.data - self._begin
+        return offset if 0 <= offset < _MOST_BYTES else None
 
 
 class Neighbours:
-    """Memory of another process, to be read.
+    """Memory of another process, for reading.
 
     Args:
-        descriptor: that it sent; it is closed.
+        descriptor: File descriptor from that process; it is closed.
 
     Raises:
-        OSError: it cannot be had in this process.
+        OSError: The memory cannot be mapped.
     """
 
     def __init__(self, descriptor: int):
@@ -86,10 +86,10 @@ class Neighbours:
             os.close(descriptor)
 
     def at(self, place: int, count: int) -> np.ndarray:
-        """So many bytes that begin there.
+        """Returns `count` bytes from the offset `place`.
 
         Raises:
-            RaytfError: they are not in this memory.
+            RaytfError: They are not in this memory.
         """
         if place + count > self._bytes:
             raise RaytfError(
@@ -100,6 +100,6 @@ class Neighbours:
 
 
 def _size(count: int) -> int:
-    """Bytes of a block for so many: whole pages, and of few sizes."""
+    """Returns the size of a block for `count` bytes: whole pages, and one of few sizes."""
     step = max(mmap.PAGESIZE, (1 << max(0, count - 1).bit_length()) // (2 * _SIZES_A_DOUBLING))
     return max(1, -(-count // step)) * step

@@ -1,8 +1,8 @@
-"""Python objects from the chief to all workers, over the exchanges of a strategy: nothing unsigned is unpickled.
+"""Broadcasts Python objects from the chief to all workers over a strategy's collectives; nothing unsigned is unpickled.
 
-What travels between hosts may be changed on its way, and a pickle is code. So it carries an HMAC with the ring's token,
-which only the workers know, over the object and a number that each worker has just drawn: neither a changed one nor one
-of before is taken.
+Data between hosts may be changed on its way, and a pickle is code. So it carries an HMAC with the ring's token, which
+only the workers have. The HMAC covers the object and a random number of each worker, so changed and replayed objects
+are refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PROOF_BYTES = 32
 
 
 def pack(value: Any, token: bytes, nonces: np.ndarray) -> np.ndarray:
-    """Returns an object's bytes behind their HMAC: uint8, (bytes,).
+    """Returns the HMAC of an object and its bytes: uint8, (bytes,).
 
     Args:
-        value: what cloudpickle takes.
-        token: of the ring.
-        nonces: of all workers, by rank: integers, (workers, ...).
+        value: An object that cloudpickle can pickle.
+        token: Token of the ring.
+        nonces: Random numbers of all workers, by rank: integers, (workers, ...).
     """
     content = ray.cloudpickle.dumps(value)
     return np.frombuffer(_proof(content, token, nonces) + content, np.uint8)
@@ -39,7 +39,7 @@ def unpack(message: np.ndarray, token: bytes, nonces: np.ndarray) -> Any:
     """Returns the object of `pack`.
 
     Raises:
-        RaytfError: it was signed with another token, or for other nonces; it is not unpickled then.
+        RaytfError: It was signed with another token, or for other nonces. It is not unpickled then.
     """
     whole = message.tobytes()
     proof, content = whole[:_PROOF_BYTES], whole[_PROOF_BYTES:]
@@ -59,12 +59,12 @@ def broadcast(strategy, value: Any) -> Any:
     """Returns the chief's object on every worker; all call it at once, between steps.
 
     Args:
-        strategy: a strategy for which `communicator.spans_workers` holds.
-        value: the object, of which the chief's counts.
+        strategy: A strategy for which `communicator.spans_workers` holds.
+        value: The object; only the chief's is used.
 
     Raises:
-        ConfigError: these processes were given no token.
-        RaytfError: see `unpack`.
+        ConfigError: These processes have no token.
+        RaytfError: The object was changed on its way, see `unpack`.
     """
     token = ring.token()
     if token is None:
@@ -78,7 +78,7 @@ def broadcast(strategy, value: Any) -> Any:
     drawn[rank(strategy)] = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), np.int32)
     (nonces,) = communicator.sum_over_workers(strategy, [drawn])
     nonces = np.array(nonces)
-    nonces[rank(strategy)] = drawn[rank(strategy)]  # whatever came back of it
+    nonces[rank(strategy)] = drawn[rank(strategy)]  # keeps this worker's own nonce, whatever the sum contains
     sent = pack(value, token, nonces).astype(np.int32) if communicator.is_chief(strategy) else np.zeros(0, np.int32)
     (size,) = communicator.from_chief(strategy, [np.int64(sent.size)])
     room = np.zeros(int(size), np.int32)

@@ -1,1 +1,1 @@
-"""Keras under several replicas; each file is named as the part of Keras that it completes."""
+"""Keras under several replicas. Each file is named after the part of Keras that it completes."""

@@ -1,5 +1,7 @@
-"""What callbacks assign: which variables, for workers that agree on them, and what these held before, for a process
-that is to go on before that."""
+"""Tracks the variables that callbacks assign, for workers that agree on them, and their values before.
+
+A replacement worker needs the values before, to start before the assignment.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from raytf.collectives import healing
 from raytf.errors import RaytfError
 from raytf.parallel import own_state
 
-# The one of each class that is in force.
+# The active instance of each class.
 _watches: dict[type, weakref.ref] = {}
 
 
 class AssignedVariables:
-    """Notes which variables are assigned from Python, or in compiled functions, but in training steps, as long as it is
-    referred to."""
+    """Records which variables are assigned outside of training steps, while it is referenced.
+
+    It covers assignments from Python, and variables that compiled functions assign.
+    """
 
     def __init__(self):
         self._assigned: dict[int, object] = {}
@@ -26,27 +30,27 @@ class AssignedVariables:
         _watches[type(self)] = weakref.ref(self)
 
     def note(self, variable) -> None:
-        """Called before a variable is assigned."""
-        if variable.synchronization == "on_read":  # a metric's, which each worker has for itself
+        """Records a variable; called before it is assigned."""
+        if variable.synchronization == "on_read":  # variables of metrics differ between workers
             return
         if not healing.here.executes and not _in_a_replica():
             noted = self._assigned if tf.executing_eagerly() else self._traced
             noted[id(variable)] = variable
 
     def taken(self) -> set[int]:
-        """The ids of variables that were assigned since the last call, or may have been."""
-        found = self._assigned.keys() | self._traced.keys()
+        """Returns the ids of variables that were, or may have been, assigned since the last call."""
+        ids = self._assigned.keys() | self._traced.keys()
         self._assigned = {}
-        return found
+        return ids
 
 
 class AssignmentWatch:
-    """Notes what variables hold that are assigned from Python, but in training steps, as long as it is referred to.
+    """Records old values of variables that are assigned from Python outside of training steps, while it is referenced.
 
-    What a compiled function assigns is not seen, but where it is traced, see `in_graphs`.
+    Assignments of a compiled function are not seen, except when it is traced, see `in_graphs`.
 
     Args:
-        model: of the variables that all workers have alike, see `own_state.alike`; others are not noted.
+        model: The model whose variables are recorded, if all workers have equal values, see `own_state.alike`.
     """
 
     def __init__(self, model):
@@ -56,10 +60,10 @@ class AssignmentWatch:
         _watches[type(self)] = weakref.ref(self)
 
     def before(self) -> list[tuple]:
-        """(variable, its bytes) of those that were assigned since, as they were before.
+        """Returns (variable, its old bytes) of the variables that were assigned.
 
         Raises:
-            RaytfError: some were assigned where their values cannot be read.
+            RaytfError: A variable was assigned in a graph or a replica, so its value could not be read.
         """
         if self._traced:
             raise RaytfError(
@@ -68,7 +72,7 @@ class AssignmentWatch:
         return list(self._held.values())
 
     def note(self, variable) -> None:
-        """Called before a variable is assigned."""
+        """Records the value of a variable; called before it is assigned."""
         if id(variable) in self._held or healing.here.executes:
             return
         if self._ids is None:
@@ -83,12 +87,12 @@ class AssignmentWatch:
 
 
 def _in_a_replica() -> bool:
-    """Whether a strategy runs this in a replica; callbacks are called without a strategy, or in its scope."""
+    """Whether the code runs in a replica of a strategy; callbacks run without a strategy, or in its scope."""
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 def in_graphs(model) -> list:
-    """Of a model's variables those that compiled functions assign behind its steps, as far as these were traced there.
+    """Returns the model's variables that compiled functions assign after its steps, if they were traced there.
 
     A call of such a function changes them unseen.
     """
@@ -100,7 +104,7 @@ def _in_graphs(model) -> dict:
 
 
 def tell(variable) -> None:
-    """Says that a `keras.Variable` is about to be assigned."""
+    """Reports a `keras.Variable` to the active watches, before it is assigned."""
     for held in _watches.values():
         watch = held()
         if watch is not None:

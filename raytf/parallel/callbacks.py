@@ -1,4 +1,4 @@
-"""Callbacks under several workers: the chief decides and writes, and every worker follows at the same step."""
+"""Callbacks with several workers: the chief decides and writes, and every worker follows at the same step."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from raytf.compat.versions import at_least
 from raytf.parallel import assigned, chief_callbacks, double_writes, model_optimizers
 from raytf.storage import scratch
 
-# Keras callbacks that write files, and the attribute that says where.
+# Keras callbacks that write files, and the attribute with the path.
 WRITERS = {
     ModelCheckpoint: "filepath",
     BackupAndRestore: "backup_dir",
     TensorBoard: "log_dir",
     CSVLogger: "filename",
 }
-# Those that write or send in a way that no attribute leads elsewhere.
+# Callbacks that write or send, and have no attribute to redirect that.
 _ORBAX = (keras.callbacks.OrbaxCheckpoint,) if at_least("keras", 3, 14) else ()
 _ALONE = (*_ORBAX, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
-    """Stands after the user's callbacks: every worker takes what the chief's callbacks assigned, and stops with all."""
+    """Runs after the user's callbacks: applies the chief's assignments, and a stop of any worker, to all workers."""
 
     def __init__(self):
         super().__init__()
         self._noted = assigned.AssignedVariables()
 
     def on_train_begin(self, logs=None):
-        """The chief's variables and first epoch: a callback before this one may have restored them."""
+        """Copies the chief's variables and first epoch to all: a callback before this one may have restored them."""
         model = self.model
         self._take_chiefs(_shared_variables(model, with_metrics=True))
         (first_epoch,) = communicator.from_chief(
@@ -62,41 +62,41 @@ class _Agreement(keras.callbacks.Callback):
         self._agree()
 
     def _agree(self):
-        """What one worker's callbacks have assigned, or that it stops, holds for all, with the chief's values."""
-        model, mine = self.model, self._noted.taken()
-        told = np.array([bool(model.stop_training), bool(mine)], np.int32)
-        ((stops, assigns),) = communicator.sum_over_workers(model.distribute_strategy, [told])
+        """Stops all workers if one stops, and copies variables that any worker's callbacks assigned from the chief."""
+        model, assigned_ids = self.model, self._noted.taken()
+        flags = np.array([bool(model.stop_training), bool(assigned_ids)], np.int32)
+        ((stops, assigns),) = communicator.sum_over_workers(model.distribute_strategy, [flags])
         model.stop_training = bool(stops > 0)
         if assigns:
             variables = _shared_variables(model)
-            assigned_here = np.array([id(v) in mine for v in variables], np.int32)
+            assigned_here = np.array([id(v) in assigned_ids for v in variables], np.int32)
             (counts,) = communicator.sum_over_workers(model.distribute_strategy, [assigned_here])
             self._take_chiefs(self._different([v for v, n in zip(variables, counts, strict=True) if n]))
 
     def _different(self, variables: list) -> list:
-        """Of variables those that do not hold the same on all workers; most callbacks assign the same on all."""
+        """Returns the variables that differ between workers; most callbacks assign equal values on all."""
         strategy = self.model.distribute_strategy
-        mine = np.array([_digest(communicator.read(v)) for v in variables], np.int64)
-        (chiefs,) = communicator.from_chief(strategy, [mine])
-        (others,) = communicator.sum_over_workers(strategy, [(mine != chiefs).astype(np.int32)])
-        return [v for v, n in zip(variables, others, strict=True) if n]
+        digests = np.array([_digest(communicator.read(v)) for v in variables], np.int64)
+        (chiefs,) = communicator.from_chief(strategy, [digests])
+        (differing,) = communicator.sum_over_workers(strategy, [(digests != chiefs).astype(np.int32)])
+        return [v for v, n in zip(variables, differing, strict=True) if n]
 
     def _take_chiefs(self, variables: list) -> None:
         strategy = self.model.distribute_strategy
-        for group in communicator.groups(variables):  # not all at once: they may be most of a worker's memory
+        for group in communicator.groups(variables):  # in groups: they may be most of a worker's memory
             local = [communicator.read(v) for v in group]
             values = communicator.from_chief(strategy, local)
             for variable, old, value in zip(group, local, values, strict=True):
                 if not communicator.is_chief(strategy) and not np.array_equal(old, value):
                     variable.assign(value)
-        self._noted.taken()  # what this has assigned is the same on all
+        self._noted.taken()  # these assignments are equal on all workers
 
 
 class _BatchAgreement(_Agreement):
-    """Used where a callback looks at batches and may stop the training between two of them, or assign.
+    """Used if a callback reads batches and may stop the training, or assign, between two batches.
 
     Args:
-        begins: whether a callback is told of the begin of a batch.
+        begins: Whether a callback is called before batches.
     """
 
     def __init__(self, begins: bool):
@@ -112,7 +112,7 @@ class _BatchAgreement(_Agreement):
 
 
 def _shared_variables(model, with_metrics: bool = False) -> list:
-    """Those of a model and its optimizers that workers can exchange, in the same order on all of them."""
+    """Returns variables of a model and its optimizers that workers can exchange, in the same order on all workers."""
     left_out = set() if with_metrics else {id(v) for v in model.metrics_variables}
     return [
         v
@@ -122,20 +122,20 @@ def _shared_variables(model, with_metrics: bool = False) -> list:
 
 
 def _digest(array: np.ndarray) -> int:
-    """A number that differs where the bytes do."""
-    found = hashlib.blake2b(exchange.bytes_of(array), digest_size=8).digest()
-    return int.from_bytes(found, "little", signed=True)
+    """Returns a number that differs if the bytes differ."""
+    digest = hashlib.blake2b(exchange.bytes_of(array), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def settable_rate(optimizer):
-    """The learning-rate variable that callbacks can set, or None under a schedule."""
+    """Returns the learning-rate variable that callbacks can set, or None if there is a schedule."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rate = keras_objects.rate_of(inner)
     return rate if isinstance(rate, keras.Variable) else None
 
 
 def looks_at_batches(callback) -> bool:
-    """Whether a callback reads the logs of single training batches, or may stop the training between two."""
+    """Whether a callback reads the logs of training batches, or may stop the training between two batches."""
     if isinstance(callback, (ModelCheckpoint, BackupAndRestore, *_ORBAX)):
         return callback.save_freq != "epoch"
     if type(callback) is TensorBoard:
@@ -151,7 +151,7 @@ def looks_at_batches(callback) -> bool:
 
 
 def _sees_begins(callback) -> bool:
-    """Whether a callback, which is none of Keras' own or raytf's, is told before a batch, where it may assign."""
+    """Whether a callback, other than those of Keras and raytf, is called before a batch, when it may assign."""
     module = type(callback).__module__.partition(".")[0]
     known = module in ("keras", "raytf") and not isinstance(callback, LambdaCallback)
     if known or getattr(callback, "raytf_local_batches", False):
@@ -162,7 +162,7 @@ def _sees_begins(callback) -> bool:
 
 
 def _redirected(callbacks, folder: Callable[[], str]):
-    """What a worker that is not the chief runs: writers are left out, or write to a folder that is thrown away."""
+    """Yields callbacks for a worker other than the chief: without writers, or with writers to a temporary folder."""
     for callback in callbacks:
         if isinstance(callback, _ALONE) or chief_callbacks.is_chiefs(callback):
             continue
@@ -170,26 +170,26 @@ def _redirected(callbacks, folder: Callable[[], str]):
         if kind is None:
             yield callback
         elif type(callback) is not kind:  # a subclass may do more than write
-            where = str(getattr(callback, WRITERS[kind]))
-            setattr(callback, WRITERS[kind], os.path.join(folder(), os.path.basename(where)))
+            path = str(getattr(callback, WRITERS[kind]))
+            setattr(callback, WRITERS[kind], os.path.join(folder(), os.path.basename(path)))
             yield callback
 
 
 def held_by_chief(callbacks) -> list[str]:
-    """Classes of callbacks that the chief alone runs, and that may hold what follows from the epochs or batches before.
+    """Returns classes of callbacks that only the chief runs, and that may have state from earlier epochs or batches.
 
-    Those of Keras that write each epoch as it comes hold nothing of the kind.
+    Keras callbacks that write each epoch separately have no such state.
     """
     writers = (*WRITERS, *_ALONE)
-    found = set()
+    names = set()
     for callback in callbacks:
         left_out = isinstance(callback, (*_ALONE, chief_callbacks.Elsewhere)) or type(callback) in WRITERS
         if not left_out and not chief_callbacks.is_chiefs(callback):
             continue
         holds = looks_at_batches(callback) or getattr(callback, "save_best_only", False)
         if holds or not isinstance(callback, writers):
-            found.add(type(callback).__name__)
-    return sorted(found)
+            names.add(type(callback).__name__)
+    return sorted(names)
 
 
 @contextlib.contextmanager
@@ -202,21 +202,21 @@ def prepared(model, callbacks):
         listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     if communicator.is_chief(model.distribute_strategy):
         _warn_of_test_batches(listed)
-    # a callback of one worker alone is enough: what is exchanged after a batch needs all
+    # a callback on one worker is enough: exchanges after a batch need all workers
     looking = any(looks_at_batches(c) for c in listed)
     unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
-    told = np.array([looking, len(unknown), any(map(_sees_begins, listed))], np.int32)
-    ((looking, writing, begins),) = communicator.sum_over_workers(model.distribute_strategy, [told])
+    flags = np.array([looking, len(unknown), any(map(_sees_begins, listed))], np.int32)
+    ((looking, writing, begins),) = communicator.sum_over_workers(model.distribute_strategy, [flags])
     batches = bool(looking)
     ends, kept = contextlib.ExitStack(), listed
     if not communicator.is_chief(model.distribute_strategy):
         kept = list(_redirected(listed, lambda: ends.enter_context(scratch.folder())))
     agreement = _BatchAgreement(bool(begins)) if batches else _Agreement()
-    after = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
-    kept = [c for c in kept if c not in after]
+    later = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
+    kept = [c for c in kept if c not in later]
     if writing:
         kept = _watched(kept, unknown, model.distribute_strategy)
-    kept = [*kept, agreement, *after]
+    kept = [*kept, agreement, *later]
     if given is not None:
         agreement.set_model(model)
         given.callbacks[:] = kept
@@ -229,31 +229,31 @@ def prepared(model, callbacks):
 
 
 def _warn_of_test_batches(callbacks: list) -> None:
-    """Says which callbacks are told of what a validation step gave here, which is no value of all rows."""
+    """Warns of callbacks that receive the logs of validation steps, which cover only this worker's rows."""
 
     def takes(callback) -> bool:
         hook, local = callback.on_test_batch_end, getattr(callback, "raytf_local_batches", False)
         own = "on_test_batch_end" in vars(callback) or not hook.__module__.startswith(("keras.", "raytf."))
         return own and not local
 
-    if told := sorted({type(c).__name__ for c in callbacks if takes(c)}):
+    if names := sorted({type(c).__name__ for c in callbacks if takes(c)}):
         warnings.warn(
-            f"The logs of on_test_batch_end are those of a worker's own rows ({', '.join(told)}): use on_test_end or "
+            f"The logs of on_test_batch_end are those of a worker's own rows ({', '.join(names)}): use on_test_end or "
             "on_epoch_end, whose logs are those of all rows",
             stacklevel=2,
         )
 
 
 def _may_write(callback) -> bool:
-    """Whether it is not known what a callback does, which runs on all workers."""
+    """Whether a callback runs on all workers, and may write files."""
     module = type(callback).__module__.partition(".")[0]
     return module not in ("keras", "raytf") and not chief_callbacks.is_chiefs(callback)
 
 
 def _watched(callbacks: list, unknown: list[str], strategy) -> list:
-    """The callbacks, between two that look at which files they write."""
-    before = double_writes.Before()
-    if healing.here.place is not None:  # of workers who may have seen an epoch end
-        before.looking = healing.here.place.agreed["looking"]
+    """Returns the callbacks, between two callbacks that record which files they write."""
+    first = double_writes.Before()
+    if healing.here.place is not None:  # the other workers may have seen the end of an epoch
+        first.looking = healing.here.place.agreed["looking"]
     total = lambda counts: communicator.sum_over_workers(strategy, [counts])[0]
-    return [before, *callbacks, double_writes.After(before, unknown, total, communicator.is_chief(strategy))]
+    return [first, *callbacks, double_writes.After(first, unknown, total, communicator.is_chief(strategy))]

@@ -1,4 +1,4 @@
-"""Callbacks that are the chief's alone: those of trackers (W&B, MLflow), and what the user says is."""
+"""Callbacks that only the chief runs: trackers (W&B, MLflow), and callbacks of `raytf.on_chief`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import keras
 
 from raytf.errors import ConfigError
 
-# Packages whose callbacks log to the one run of a training; known by name, so that nothing is imported.
+# Packages whose callbacks log to the one run of a training; by name, so that nothing is imported.
 _TRACKERS = ("mlflow", "wandb")
-# Where such a callback says whether it logs batches: W&B's two, MLflow's, and what W&B's is called by its users.
+# Attributes for the logging of batches: two of W&B, one of MLflow, and a common name for W&B's.
 _FREQUENCIES = ("logging_batch_wise", "log_batch_frequency", "log_every_n_steps", "log_freq")
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
 class Elsewhere(keras.callbacks.Callback):
-    """Stands on the other workers for a callback of the chief."""
+    """Replaces a callback of the chief on the other workers; does nothing."""
 
 
 def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Callback:
@@ -59,7 +59,7 @@ def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Call
 
 
 def _here() -> bool:
-    """Whether this process is the chief of its cluster, or alone."""
+    """Whether this process is the chief of its cluster, or the only process."""
     known = json.loads(os.environ.get("TF_CONFIG") or "{}")
     task = known.get("task", {"type": "chief"})
     if task["type"] != "worker":
@@ -68,21 +68,20 @@ def _here() -> bool:
 
 
 def is_chiefs(callback) -> bool:
-    """Whether a callback runs on the chief alone, as it says or as it is a tracker's."""
+    """Whether only the chief runs a callback: it is marked so, or belongs to a tracker."""
     return getattr(callback, "raytf_on_chief", False) or any(map(_of_tracker, type(callback).__mro__))
 
 
 def tracks_batches(callback) -> bool | None:
-    """Whether a tracker's callback was told to log batches; None for others, and where it does not say.
+    """Whether a tracker's callback logs batches; None for other callbacks, and if it has no such setting.
 
-    Trackers' callbacks have hooks for batches even where they log epochs; to give these global values would cost a
-    collective a step.
+    Trackers' callbacks have batch hooks even if they log epochs; global values for them would cost a collective a step.
     """
     own = [kind for kind in type(callback).__mro__ if any(hook in vars(kind) for hook in BATCH_HOOKS)]
-    if not own or not _of_tracker(own[0]):  # a subclass of the user's has hooks of its own
+    if not own or not _of_tracker(own[0]):  # a user's subclass has its own hooks
         return None
-    told = [getattr(callback, name) for name in _FREQUENCIES if hasattr(callback, name)]
-    return any(value not in (None, False, 0, "epoch") for value in told) if told else None
+    settings = [getattr(callback, name) for name in _FREQUENCIES if hasattr(callback, name)]
+    return any(value not in (None, False, 0, "epoch") for value in settings) if settings else None
 
 
 def _of_tracker(kind: type) -> bool:

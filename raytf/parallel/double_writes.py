@@ -1,7 +1,7 @@
-"""Files that callbacks of several workers write: one warning where two processes of a host have opened the same.
+"""Warns once if callbacks of two workers on one host write the same file.
 
-Looks at the first epoch that ends: at what Python's `open` is asked for while callbacks run. What libraries open
-themselves (HDF5, TensorFlow's) is not seen.
+It records the files that Python's `open` opens while callbacks run at the end of the first epoch. Files that libraries
+open themselves (HDF5, TensorFlow) are not seen.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-# Each file counts in one of so many places; two different ones in one place, among a few, are rare.
+# Number of counters; each file uses one. Two of a few files rarely share one.
 _PLACES = 1 << 14
-# The paths that are noted at present, or None; an audit hook stays for the life of a process.
+# The recorded paths, or None; an audit hook cannot be removed from a process.
 _noted: set[str] | None = None
 _hooked = False
 
@@ -32,26 +32,26 @@ def _hook(event: str, arguments) -> None:
 
 
 def note(on: bool) -> set[str]:
-    """Begins, or ends, to note what is opened for writing; gives what was noted."""
+    """Starts or ends the recording of files opened for writing; returns the recorded paths."""
     global _noted, _hooked
     if on and not _hooked:
         sys.addaudithook(_hook)
         _hooked = True
-    found, _noted = _noted or set(), set() if on else None
-    return found
+    paths, _noted = _noted or set(), set() if on else None
+    return paths
 
 
 _looks: list[weakref.ref] = []
 
 
 def looking() -> bool:
-    """Whether the end of an epoch is still to be looked at in the `fit` that runs, as on all its workers."""
-    before = _looks[0]() if _looks else None
-    return before is not None and before.looking
+    """Whether the running `fit` still has to check the end of an epoch, as on all its workers."""
+    callback = _looks[0]() if _looks else None
+    return callback is not None and callback.looking
 
 
 class Before(keras.callbacks.Callback):
-    """Stands before the user's callbacks, as `After` stands behind them."""
+    """Starts the recording before the user's callbacks; `After` ends it after them."""
 
     raytf_local_batches = True
 
@@ -66,13 +66,13 @@ class Before(keras.callbacks.Callback):
 
 
 class After(keras.callbacks.Callback):
-    """Compares what the workers' callbacks wrote at the end of the first epoch; every worker must have one.
+    """Compares the files that the workers' callbacks wrote at the end of the first epoch; every worker must have one.
 
     Args:
-        before: the `Before` of this worker.
-        names: of the classes of callbacks that may have written.
+        before: The `Before` callback of this worker.
+        names: Names of callback classes that may have written.
         total: total(array) -> the sum over all workers.
-        chief: whether this worker warns.
+        chief: Whether this worker warns.
     """
 
     raytf_local_batches = True
@@ -86,10 +86,10 @@ class After(keras.callbacks.Callback):
             return
         self._before.looking = False
         paths = {_place(path): path for path in sorted(note(False))}
-        mine = np.zeros(_PLACES, np.int32)
-        mine[list(paths)] = 1
-        everyones = self._total(mine)
-        shared = [path for place, path in paths.items() if everyones[place] > 1 and os.path.isfile(path)]
+        written = np.zeros(_PLACES, np.int32)
+        written[list(paths)] = 1
+        everyones = self._total(written)
+        shared = [path for index, path in paths.items() if everyones[index] > 1 and os.path.isfile(path)]
         if shared and self._chief:
             warnings.warn(
                 f"Callbacks of several workers write {', '.join(shared)}: keep the one that does (of "
@@ -100,5 +100,5 @@ class After(keras.callbacks.Callback):
 
 
 def _place(path: str) -> int:
-    """Where a file of this host counts; whether the same path on another host is the same file is not known."""
+    """Returns the counter of a file of this host; equal paths on different hosts count separately."""
     return zlib.crc32(f"{socket.gethostname()}:{path}".encode()) % _PLACES

@@ -1,4 +1,4 @@
-"""Datasets under several workers: whose rows they hold, and how many steps they give."""
+"""Datasets with several workers: which rows they contain, and how many steps they have."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from raytf.parallel import model_optimizers
 
 
 class _EpochIterator(backend_trainer.TFEpochIterator):
-    """Follows `steps_per_execution` when it changes within an epoch, where the number of batches is known."""
+    """Supports a change of `steps_per_execution` within an epoch if the number of batches is known."""
 
     _rest: tuple | None = None
 
     def begin_at(
         self, step: int, dataset: tf.data.Dataset, first: tuple[int, Callable[[], tf.data.Dataset]] | None = None
     ) -> None:
-        """Says where the next epoch begins; batches are numbered as in a whole one.
+        """Sets the begin of the next epoch; batches keep their numbers.
 
         Args:
-            step: those before were made already, by another process.
-            dataset: the batches from there on.
-            first: (steps of the first execution, which are all that `dataset` has; what gives the batches behind
-                them), where other workers are within an execution of several steps.
+            step: Number of steps that another process has made already.
+            dataset: The batches from there on.
+            first: (steps of the first execution, which are all batches of `dataset`; function that returns the later
+                batches), if other workers are within an execution of several steps.
         """
         self._rest = step, dataset, first
 
@@ -46,10 +46,10 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
             yield from super()._enumerate_iterator()
             return
         self.data_adapter.on_epoch_begin()
-        (self._steps_seen, rest, first), self._rest = self._rest or (0, None, None), None
+        (self._steps_seen, remaining, first), self._rest = self._rest or (0, None, None), None
         if self._steps_seen < self._num_batches:
             whole = self._get_iterator()
-            iterator = iter(whole if rest is None else self._distribute(rest, self._distribute_strategy))
+            iterator = iter(whole if remaining is None else self._distribute(remaining, self._distribute_strategy))
         while self._steps_seen < self._num_batches:
             begin = self._steps_seen
             steps = self.steps_per_execution if first is None else first[0]
@@ -62,7 +62,7 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
 
 
 class _WorkerEpochIterator(_EpochIterator):
-    """Takes a dataset that is this worker's part as it is, and knows how many steps a distributed one has."""
+    """Uses a dataset that is this worker's part unchanged, and computes the steps of a distributed dataset."""
 
     def __init__(self, distribute_strategy=None, *args, **kwargs):
         EpochIterator.__init__(self, *args, **kwargs)
@@ -81,7 +81,7 @@ class _WorkerEpochIterator(_EpochIterator):
             return strategy.experimental_distribute_dataset(dataset)
         if not worker_part.is_worker_part(dataset):
             if policy == tf.data.experimental.AutoShardPolicy.OFF:
-                # each batch is cut into one for each worker, so the number of batches is not that of the steps
+                # each batch is split into one for each worker, so batches and steps differ in number
                 self.data_adapter._raytf_unknown_batches = True
                 self._num_batches = None
             return strategy.experimental_distribute_dataset(dataset)
@@ -98,7 +98,7 @@ class _WorkerEpochIterator(_EpochIterator):
 
 @patch((backend_trainer, "TFEpochIterator"))
 def epoch_iterator(original, *args, distribute_strategy=None, **kwargs):
-    """The iterator of `fit` takes this worker's part as it is, and follows `steps_per_execution`."""
+    """Makes the iterator of `fit` use this worker's part unchanged, and follow `steps_per_execution`."""
     kind = _WorkerEpochIterator if many_replicas(distribute_strategy) else _EpochIterator
     made = kind(*args, distribute_strategy=distribute_strategy, **kwargs)
     _newest[:] = [weakref.ref(made)]
@@ -109,19 +109,19 @@ _newest: list[weakref.ref] = []
 
 
 def newest_iterator():
-    """The epoch iterator that was made last; in `on_train_begin` of a first callback, that of its `fit`."""
+    """Returns the last epoch iterator; in `on_train_begin` of the first callback, that is the iterator of its `fit`."""
     return _newest[0]()
 
 
 def _example_batch(iterator, strategy, eager: bool):
-    """A batch with the shapes and dtypes of the data, as far as a step's graph knows them, too.
+    """Returns a batch with the shapes and dtypes of the data, as far as a step's graph has them.
 
-    No row is read for it: a generator would not give it again, and a dataset that shuffles would shuffle otherwise.
+    It reads no row: a generator would not repeat it, and a shuffling dataset would change its order.
 
     Args:
-        iterator: an epoch iterator.
-        strategy: its.
-        eager: the model's step runs without a graph, and may need to know every size.
+        iterator: An epoch iterator.
+        strategy: The strategy of the iterator.
+        eager: Whether the model's step runs without a graph, and may need all sizes.
     """
     dataset = iterator._distributed_dataset
     spec = tf.nest.map_structure(replica_spec, dataset.element_spec)
@@ -142,7 +142,7 @@ def _example_batch(iterator, strategy, eager: bool):
 
 
 def _example(spec):
-    if isinstance(spec, tf.OptionalSpec):  # Keras' for a part that a generator leaves out
+    if isinstance(spec, tf.OptionalSpec):  # Keras uses it for a part that a generator omits
         return None
     if isinstance(spec, tf.TensorSpec) and spec.shape[1:].is_fully_defined():
         return tf.zeros([*(size or 2 for size in spec.shape[:1]), *spec.shape[1:]], spec.dtype)
@@ -153,7 +153,7 @@ def _example(spec):
 def maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     """Builds from shapes: Keras reads a batch, and reduces it over replicas as if it were a tensor."""
     strategy = self.distribute_strategy
-    given = keras_objects.given_strategy(self) is not None  # without one Keras builds nothing before the first step
+    given = keras_objects.given_strategy(self) is not None  # otherwise Keras builds at the first step
     if not many_replicas(strategy) and not (given and model_optimizers.decides_itself(self)):
         return original(self, iterator, data_batch)
     built = (self.built or not model_optimizers.has_call(self)) and all(

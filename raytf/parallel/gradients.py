@@ -1,9 +1,9 @@
-"""Gradients of the global batch: in a step of `fit` they are summed where a tape gives them.
+"""Gradients of the global batch: in a step of `fit` they are summed when a tape computes them.
 
-What the user does with them then, as clipping, is done to what one process would have. The mean over the rows of all
-workers is linear, and the mean of what is alike on all workers is the same again. So an optimizer may take the mean
-of whatever it is given: a function of gradients that were summed, of others, or of both; it leaves out what is known
-to be alike.
+Later changes of gradients, such as clipping, then apply to the gradients that one process would have. The mean over the
+rows of all workers is linear. The mean of values that are equal on all workers changes nothing. So an optimizer may
+average any gradients that it gets: functions of summed gradients, of others, or of both. It skips gradients that are
+known to be equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raytf.compat.tensorflow import may_record
 from raytf.parallel import local_sgd, own_loops
 from raytf.parallel import step as step_module
 
-# Operations between a gradient's sum and the optimizer that are looked at; beyond them it is summed once more.
+# Operations that are searched between a gradient's sum and the optimizer; beyond them it is summed again.
 _MOST_OPERATIONS = 100_000
 _READS = ("ReadVariableOp", "ResourceGather")
 _CALLS = ("If", "While", "Case", "StatefulPartitionedCall")
@@ -31,32 +31,32 @@ _CALLS = ("If", "While", "Case", "StatefulPartitionedCall")
 
 @patch((tf.GradientTape, "gradient"))
 def gradient(original, self, target, sources, output_gradients=None, unconnected_gradients="none"):
-    """`GradientTape.gradient`; of weights, in a step, those of the global batch."""
+    """Replaces `GradientTape.gradient`: within a step, returns gradients of weights over the global batch."""
     step = _summing_step()
     if step is None:
-        found = original(self, target, sources, output_gradients, unconnected_gradients)
-        own_loops.note_taped(_of_variables(sources, found))
-        return found
+        grads = original(self, target, sources, output_gradients, unconnected_gradients)
+        own_loops.note_taped(_of_variables(sources, grads))
+        return grads
     flat = tf.nest.flatten(sources)
     places = [i for i, source in enumerate(flat) if _is_alike(step, source)]
     if output_gradients is None and len(places) == len(flat):
         output_gradients = _upstream(step, target)
-    with step_module.within(differentiates=True):  # TensorFlow's own backward functions have tapes within them
-        found = original(self, target, sources, output_gradients, unconnected_gradients)
-    return _with_sums(step, found, places)
+    with step_module.within(differentiates=True):  # TensorFlow's backward functions contain tapes
+        grads = original(self, target, sources, output_gradients, unconnected_gradients)
+    return _with_sums(step, grads, places)
 
 
 @patch((tf.GradientTape, "jacobian"))
 def jacobian(original, self, target, sources, *args, **kwargs):
-    """`GradientTape.jacobian`; likewise, where a row of it is that of a value, and not that of a row of the batch."""
+    """Replaces `GradientTape.jacobian` in the same way, if its rows belong to values, and not to rows of the batch."""
     step = _summing_step()
     if step is None:
         return original(self, target, sources, *args, **kwargs)
     with step_module.within(differentiates=True):
-        found = original(self, target, sources, *args, **kwargs)
-    if any(_is_of_rows(step, one) for one in tf.nest.flatten(target)):
-        return found
-    return _with_sums(step, found, [i for i, s in enumerate(tf.nest.flatten(sources)) if _is_alike(step, s)])
+        grads = original(self, target, sources, *args, **kwargs)
+    if any(_is_of_rows(step, value) for value in tf.nest.flatten(target)):
+        return grads
+    return _with_sums(step, grads, [i for i, s in enumerate(tf.nest.flatten(sources)) if _is_alike(step, s)])
 
 
 def _of_variables(sources, found) -> list:
@@ -65,14 +65,14 @@ def _of_variables(sources, found) -> list:
 
 
 def _summing_step() -> step_module.Step | None:
-    """The step whose tapes sum; None where gradients are a worker's own."""
+    """Returns the step whose tapes sum, or None if gradients stay local."""
     step = step_module.current()
     if step is None or getattr(step_module.state, "differentiates", False) or not step_module.in_replica_of_many():
         return None
     strategy = tf.distribute.get_strategy()
     if local_sgd.every(strategy) > 1:
         return None
-    if step.is_nested() and local_replicas(strategy) > 1:  # what joins several devices of a process cannot stand there
+    if step.is_nested() and local_replicas(strategy) > 1:  # a collective of several devices cannot be nested there
         warnings.warn(
             "A tape in a tf.function, tf.cond or tf.while_loop of a step gives each device's own gradients where one "
             "process has several devices; an optimizer sums them, and what is done to them before, such as clipping, "
@@ -84,7 +84,7 @@ def _summing_step() -> step_module.Step | None:
 
 
 def _with_sums(step: step_module.Step, found, places: Sequence[int]):
-    """A nest of gradients, of which those at some places are summed; what has no floats is left to the optimizer."""
+    """Returns a nest of gradients with those at `places` summed; gradients without floats are left to the optimizer."""
     flat = tf.nest.flatten(found)
     places = [i for i in places if flat[i] is not None and flat[i].dtype.is_floating]
     if not places:
@@ -96,7 +96,7 @@ def _with_sums(step: step_module.Step, found, places: Sequence[int]):
 
 
 def _recorded_mean(step: step_module.Step, gradients: Sequence) -> list:
-    """Means over the rows of all, through which a tape can differentiate that may record here, or around here."""
+    """Returns the means over the rows of all workers; differentiable if a tape may record here or outside."""
     summed = _differentiable_mean(gradients) if may_record() or step.is_nested() else mean(gradients)
     for value in summed:
         step.note_alike(_content(value))
@@ -104,9 +104,9 @@ def _recorded_mean(step: step_module.Step, gradients: Sequence) -> list:
 
 
 def _differentiable_mean(gradients: Sequence) -> list:
-    """`mean` with a gradient: with the weights that losses have, the mean over workers is its own adjoint.
+    """Returns `mean` with a gradient: with the weights of losses, the mean over workers is its own adjoint.
 
-    Of slices each worker has the values of all, one worker's after the other's, and those of its own flow back.
+    For slices each worker has the values of all workers, by rank, and the gradients of its own flow back.
     """
     slices = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
     own = _own_slices([gradients[i].values for i in slices])
@@ -117,63 +117,65 @@ def _differentiable_mean(gradients: Sequence) -> list:
             tf.IndexedSlices(c, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else c
             for c, g in zip(contents, gradients, strict=True)
         ]
-        found = mean(given)
+        averaged = mean(given)
 
         def back(*upstream):
-            flowing = _differentiable_mean(upstream[: len(found)])
+            flowing = _differentiable_mean(upstream[: len(averaged)])
             for i, (start, count) in zip(slices, own, strict=True):
                 flowing[i] = flowing[i][start : start + count]
             return flowing
 
-        return [*map(_content, found), *(found[i].indices for i in slices)], back
+        return [*map(_content, averaged), *(averaged[i].indices for i in slices)], back
 
     contents = means(*map(_content, gradients))
-    found = list(contents[: len(gradients)])
+    averaged = list(contents[: len(gradients)])
     for i, indices in zip(slices, contents[len(gradients) :], strict=True):
-        found[i] = tf.IndexedSlices(found[i], indices, gradients[i].dense_shape)
-    return found
+        averaged[i] = tf.IndexedSlices(averaged[i], indices, gradients[i].dense_shape)
+    return averaged
 
 
 def _own_slices(values: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Where this worker's slices begin among those of all, and how many they are."""
+    """Returns (begin among the slices of all workers, number) of this worker's slices, for each value."""
     if not values:
         return []
     context = tf.distribute.get_replica_context()
     index, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
     own = tf.stack([tf.shape(value)[0] for value in values])
     (counts,) = all_sum([tf.one_hot(index, replicas, dtype=tf.int32)[:, None] * own])
-    before = tf.reduce_sum(counts[:index], 0)
-    return [(before[i], own[i]) for i in range(len(values))]
+    offsets = tf.reduce_sum(counts[:index], 0)
+    return [(offsets[i], own[i]) for i in range(len(values))]
 
 
 def _upstream(step: step_module.Step, target):
-    """Upstream gradients for a loss that is not reduced: it is a sum over rows, and the mean over rows that of sums.
+    """Returns upstream gradients for an unreduced loss, whose gradient is a sum over rows: they undo the later mean.
 
-    None where no value of the loss may stand for rows. All workers decide that alike.
+    None if no value of the loss may belong to rows. All workers decide that alike.
     """
     flat = tf.nest.flatten(target)
-    if not all(isinstance(one, tf.Tensor) and one.dtype.is_floating for one in flat):
+    if not all(isinstance(value, tf.Tensor) and value.dtype.is_floating for value in flat):
         return None
-    if all(one.shape.rank in (None, 0) for one in flat):
+    if all(value.shape.rank in (None, 0) for value in flat):
         return None
     scale = step.upscale(tf.float64)
-    found = [tf.ones_like(one) * (tf.cast(scale, one.dtype) if _is_of_rows(step, one) else 1) for one in flat]
-    return tf.nest.pack_sequence_as(target, found)
+    upstream = [
+        tf.ones_like(value) * (tf.cast(scale, value.dtype) if _is_of_rows(step, value) else 1) for value in flat
+    ]
+    return tf.nest.pack_sequence_as(target, upstream)
 
 
 def _is_of_rows(step: step_module.Step, value) -> bool:
-    """Whether a value of the loss has as many numbers as there are rows, as far as its shape says."""
+    """Whether a value of the loss has one number for each row, as far as its shape is known."""
     if not value.shape.rank:
         return False
     rows = tf.get_static_value(step.rows)
     return value.shape[0] is None or (rows is not None and value.shape[0] == max(int(rows), 1))
 
 
-# ------------------------------------------------------------------------------------------ what is alike
+# ----------------------------------------------------------------------------------------- equal values
 
 
 def _is_alike(step: step_module.Step, source) -> bool:
-    """Whether what is differentiated by is the same on all workers: a weight, or a function of weights alone."""
+    """Whether all workers have the same source: a weight, or a function of weights only."""
     if isinstance(source, (keras.Variable, tf.Variable)):
         known = getattr(source, "synchronization", None) not in ("on_read", tf.VariableSynchronization.ON_READ)
         if known:
@@ -183,30 +185,30 @@ def _is_alike(step: step_module.Step, source) -> bool:
 
 
 def _note_weight(step: step_module.Step, variable) -> None:
-    # `keras.Variable.handle` would be that of a cast value within a layer's call
+    # `keras.Variable.handle` would be the handle of a cast value within a layer's call
     held = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
     if held is not None:
         step.note_alike(held.handle)
 
 
 def known_alike(step: step_module.Step, value) -> bool:
-    """Whether a tensor, or slices, of a graph are a function of summed gradients and weights alone.
+    """Whether a tensor of a graph, or slices, depend only on summed gradients and weights.
 
-    That a constant is the same on all workers is taken for granted, as that of a learning rate is.
+    Constants are assumed to be equal on all workers, as for a learning rate.
     """
     if value is None:
         return True
     value = _content(value)
     if step.is_alike(value):
         return True
-    seen, left, found = set(), [value], False
+    seen, left, depends = set(), [value], False
     while left:
         tensor = left.pop()
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         if step.is_alike(tensor):
-            found = True
+            depends = True
         elif len(seen) > _MOST_OPERATIONS:
             return False
         else:
@@ -214,15 +216,15 @@ def known_alike(step: step_module.Step, value) -> bool:
             if inputs is None:
                 return False
             left += inputs
-    if found:
+    if depends:
         step.note_alike(value)
-    return found
+    return depends
 
 
 def follows_rows(value) -> bool:
-    """Whether a tensor may be a function of a batch, or of chance; variables count as the same everywhere."""
+    """Whether a tensor may depend on a batch, or on random numbers; variables count as equal on all workers."""
     if tf.executing_eagerly():
-        return True  # where it comes from is not known
+        return True  # its origin is unknown
     seen, left = set(), [value]
     while left:
         tensor = left.pop()
@@ -240,7 +242,7 @@ def follows_rows(value) -> bool:
 
 
 def _inputs_of(tensor) -> list | None:
-    """The tensors that one is a function of, in this graph or one around it; None where it is more than that."""
+    """Returns the tensors that a tensor is a function of, in its graph or an outer one; None if it depends on more."""
     if tf.executing_eagerly() or hasattr(tensor, "numpy"):
         return None
     operation = tensor.op
@@ -260,11 +262,11 @@ def _content(gradient):
 
 
 def for_optimizer(grads: Sequence, weights: Sequence) -> list:
-    """What an optimizer is given, as gradients of the global batch.
+    """Returns the gradients of the global batch for an optimizer.
 
     Args:
-        grads: gradients, some of which may be None.
-        weights: variables that all workers have alike.
+        grads: Gradients; some may be None.
+        weights: Variables with equal values on all workers.
     """
     step = step_module.current()
     if step is None:
@@ -272,14 +274,14 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
     for variable in weights:
         _note_weight(step, variable)
     left = [i for i, g in enumerate(grads) if not known_alike(step, g)]
-    found = list(grads)
+    results = list(grads)
     for i, value in zip(left, mean([grads[i] for i in left]) if left else [], strict=True):
-        found[i] = value
-    return found
+        results[i] = value
+    return results
 
 
 def mean(grads: Sequence) -> list:
-    """Gradients of the global batch: in a step of `fit` the mean over rows, elsewhere the sum over replicas."""
+    """Returns gradients of the global batch: the mean over rows in a step of `fit`, otherwise the sum over replicas."""
     step = step_module.current()
     ring = gradient_ring.of(tf.distribute.get_strategy())
     in_ring = [i for i, g in enumerate(grads) if ring is not None and isinstance(g, tf.Tensor) and g.dtype.is_floating]
@@ -303,10 +305,10 @@ def mean(grads: Sequence) -> list:
 
 
 def _in_collectives(grads, step, rows):
-    """The same through TensorFlow's collectives; `rows` are those of all workers where they are known already."""
+    """Returns the same through TensorFlow's collectives; `rows` is the number of all workers' rows if it is known."""
     if step is None:
         return all_sum(grads)
-    # a sum over the rows of all may be larger than float16 can be, where their mean is not
+    # a sum over all rows may exceed float16 although their mean does not
     local = [_map_dense(lambda d: _weighted(wide(d), step), g) for g in grads]
     if rows is None:
         *local, rows = all_sum([*local, tf.cast(step.rows, _wide(local))])
@@ -318,7 +320,7 @@ def _in_collectives(grads, step, rows):
 
 
 def _wide(grads):
-    """A dtype for the row count: that of the first gradient, so that it shares its collective, unless too narrow."""
+    """Returns a dtype for the row count: the first gradient's, to share its collective, if it is wide enough."""
     dtype = next((g.dtype for g in grads if isinstance(g, tf.Tensor)), tf.float32)
     return dtype if dtype in (tf.float32, tf.float64) else tf.float32
 
@@ -334,12 +336,12 @@ def _weighted(gradient, step: step_module.Step):
 
 
 def _of_rows(gradient, step: step_module.Step):
-    """Zeros where this worker has no row; a placeholder row may give NaN, and NaN times zero rows is NaN."""
+    """Returns zeros if this worker has no row: a placeholder row may produce NaN, and NaN times zero rows is NaN."""
     return tf.where(step.rows > 0, gradient, tf.zeros_like(gradient)) if step.partial else gradient
 
 
 def of_this_worker(grads: Sequence) -> list:
-    """This worker's gradients alone, zeros where it has no row."""
+    """Returns this worker's local gradients, zeros if it has no row."""
     step = step_module.current()
     if step is None:
         return list(grads)

@@ -1,7 +1,7 @@
-"""What a user's function does with the rows of a batch, found out by trying it on a batch and on its halves.
+"""Classifies a user's function of a batch by its results on a batch and on the halves of that batch.
 
-The rows are made up, and nothing that a trial changes stays. A function that compares rows gives something else for a
-row when others stand beside it; a mean over a batch is the mean of those of its halves, a sum their sum.
+The rows are synthetic, and no change of a trial persists. A function that compares rows has other results for a row
+next to different ones. The mean over a batch is the mean of its halves' means, a sum the sum of their sums.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from keras import tree
 
 from raytf.parallel import step as step_module
 
-# Of a batch that is tried; functions that take rows in twos or threes take its halves, too.
+# Rows of a tried batch; its halves suit functions that use rows in twos or threes.
 _ROWS = 24
 _FEW_ROWS = 4
-# Numbers of one tensor that is tried, at most; dimensions between rows and the last one are made small then.
+# Maximum size of one tried tensor; above it, dimensions between the rows and the last one shrink.
 _MOST_NUMBERS = 1 << 21
 _SMALL, _UNKNOWN_SIZE = 4, 4
-# In the place of a number of rows: whatever has a dimension has rows.
+# A number of rows: every tensor with a dimension has rows.
 ANY = -1
-# Numbers by which labels say that they are missing, beside those in a function's own code.
+# Numbers that mark labels as missing, in addition to those in a function's own code.
 _MISSING = (-1.0, -100.0, -999.0, -9999.0, 255.0)
 _MOST_MISSING, _LARGEST, _DEEPEST = 11, 1e9, 3
 # Ways in which values of halves make the value of the whole.
@@ -36,13 +36,13 @@ SAME, MEAN, SUM = "same", "mean", "sum"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What trials of a function have found.
+    """The result of a function's trials.
 
     Args:
-        ways: in which the values of halves make that of the whole, of `SAME`, `MEAN` and `SUM`; all where every value
-            was zero.
-        rows: whether the function gives values row by row, each of which depends on its own row alone.
-        why: what went wrong, where nothing was found out; or "" where it draws random numbers.
+        ways: How the values of halves make the value of the whole: `SAME`, `MEAN` and `SUM`; all if every value was
+            zero.
+        rows: Whether the function returns a value for each row, which depends on that row only.
+        why: Error of the trials if they have no result, "" if the function draws random numbers, otherwise None.
     """
 
     ways: frozenset[str] = frozenset()
@@ -51,17 +51,17 @@ class Outcome:
 
     @property
     def unknown(self) -> bool:
-        """Whether nothing was found out."""
+        """Whether the trials have no result."""
         return self.why is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Labels of which a function may leave some out: a mean over the others is none over rows.
+    """Labels of which a function may skip some: a mean over the remaining ones is no mean over rows.
 
     Args:
-        labels: a nest of tensors, of those that a function is given.
-        code: what the user wrote, in which the numbers may stand that such labels have.
+        labels: Nest of the labels' tensors among the function's arguments.
+        code: User code that may contain the values of skipped labels.
     """
 
     labels: Any
@@ -71,30 +71,30 @@ class Missing:
 def outcome(
     function: Callable, given: Any, rows: int | None = ANY, draws: bool = True, missing: Missing | None = None
 ) -> Outcome:
-    """Tries a function on a batch and on its halves, with rows that are made up.
+    """Tries a function on a batch and on its halves, with synthetic rows.
 
     Args:
         function: function(given) -> a tensor or a nest of tensors.
-        given: a nest of tensors, symbolic or not, and of what else it takes.
-        rows: see `has_rows`.
-        draws: whether it may draw random numbers, so that two calls in a row may differ.
-        missing: labels of which some may be missing.
+        given: Nest of tensors, symbolic or not, and other arguments.
+        rows: Number of rows, see `has_rows`.
+        draws: Whether it may draw random numbers, so that two calls may differ.
+        missing: Labels of which some may be missing.
     """
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     error: Exception | None = None
     with tf.init_scope(), step_module.within(step=None, whole_batch=None, trial=True):
         for kind in range(3):
             try:
-                found.append(_tried(function, given, rows, kind, draws))
+                outcomes.append(_tried(function, given, rows, kind, draws))
             except Exception as raised:
                 error = raised
-        if missing is not None and any(one.rows or MEAN in one.ways for one in found):
-            found += _tried_with_missing(function, given, rows, draws, missing)
-    if any(one.unknown for one in found) or not found:
-        return Outcome(why=f"{type(error).__name__}: {error}" if not found else "")
-    telling = [one for one in found if one.ways != frozenset((SAME, MEAN, SUM)) or one.rows] or found
-    ways = frozenset.intersection(*(one.ways for one in telling))
-    return Outcome(ways, all(one.rows for one in found))
+        if missing is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
+            outcomes += _tried_with_missing(function, given, rows, draws, missing)
+    if any(trial.unknown for trial in outcomes) or not outcomes:
+        return Outcome(why=f"{type(error).__name__}: {error}" if not outcomes else "")
+    telling = [trial for trial in outcomes if trial.ways != frozenset((SAME, MEAN, SUM)) or trial.rows] or outcomes
+    ways = frozenset.intersection(*(trial.ways for trial in telling))
+    return Outcome(ways, all(trial.rows for trial in outcomes))
 
 
 def known(
@@ -108,13 +108,13 @@ def known(
     draws: bool = True,
     missing: Missing | None = None,
 ) -> Outcome:
-    """`outcome`, tried once for each function and shapes of a model; see there.
+    """Returns `outcome`, computed once for each function and shapes of a model.
 
     Args:
-        step: of the replica that is traced or runs.
-        owner: what the function belongs to.
-        place: of the function among those that belong to it.
-        missing: see `outcome`.
+        step: The step of the replica that is traced or runs.
+        owner: The object that the function belongs to.
+        function, given, rows, draws, missing: As for `outcome`.
+        place: Index of the function among those of `owner`.
     """
     key = (id(owner), place, *(_signature(leaf, rows) for leaf in tree.flatten(given)))
     trials = {} if step.notes is None else step.notes.trials
@@ -133,29 +133,29 @@ def _signature(leaf: Any, rows: int | None) -> Any:
 def _tried_with_missing(
     function: Callable, given: Any, rows: int | None, draws: bool, missing: Missing
 ) -> list[Outcome]:
-    """Outcomes with labels that are missing; none of numbers that the function does not take."""
-    found: list[Outcome] = []
+    """Returns outcomes with missing labels; skips numbers that the function refuses."""
+    outcomes: list[Outcome] = []
     numbers = _numbers_in(missing.code)
     left = [numbers, [float("nan")]]
     while left:
         gone = _Gone({id(leaf) for leaf in tree.flatten(missing.labels)}, left.pop(0))
         try:
-            found.append(_tried(function, given, rows, 0, draws, gone))
-        except Exception:  # such as of a class that there is not, where another is what is left out
+            outcomes.append(_tried(function, given, rows, 0, draws, gone))
+        except Exception:  # such as an unknown class, although another number marks missing labels
             left += [[number] for number in gone.numbers] if len(gone.numbers) > 1 else []
-    return found
+    return outcomes
 
 
 def _numbers_in(code: Sequence[Any]) -> list[float]:
-    """Whole numbers of functions' code, of what they refer to, and of objects' attributes; and the usual ones."""
-    found: dict[float, None] = {}
+    """Returns integers in functions' code, in values that they use, and in objects' attributes, and the usual ones."""
+    numbers: dict[float, None] = {}
 
     def look(value, depth: int) -> None:
         if isinstance(value, (bool, complex)) or depth > _DEEPEST:
             return
         if isinstance(value, (int, float, np.integer, np.floating)):
             if value == round(value) if abs(value) < _LARGEST else False:
-                found.setdefault(float(value))
+                numbers.setdefault(float(value))
         elif isinstance(value, types.CodeType):
             for constant in value.co_consts:
                 look(constant, depth)
@@ -165,19 +165,19 @@ def _numbers_in(code: Sequence[Any]) -> list[float]:
             look(value.__code__, depth)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             named = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-            for one in (*cells, *named, *(value.__defaults__ or ())):
-                look(one, depth + 1)
+            for item in (*cells, *named, *(value.__defaults__ or ())):
+                look(item, depth + 1)
 
-    for one in code:
-        look(one, 0)
-        for attribute in getattr(one, "__dict__", {}).values():
+    for item in code:
+        look(item, 0)
+        for attribute in getattr(item, "__dict__", {}).values():
             look(attribute, 1)
-    return [*dict.fromkeys((*found, *_MISSING))][:_MOST_MISSING]
+    return [*dict.fromkeys((*numbers, *_MISSING))][:_MOST_MISSING]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gone:
-    """The ids of labels, and the numbers that some of their rows have."""
+    """The ids of labels, and the numbers that mark rows as missing."""
 
     labels: set[int]
     numbers: Sequence[float]
@@ -204,7 +204,7 @@ def _tried(
 
 
 def _compared(whole: Sequence[np.ndarray], first: Sequence, second: Sequence, count: int) -> Outcome:
-    """What the values of a batch and of its halves, of as many rows each, say of the function."""
+    """Returns the outcome for the values of a batch and of its halves, which have equal numbers of rows."""
     ways = set()
     if all(len({a.shape for a in three}) == 1 for three in zip(whole, first, second, strict=True)):
         if all(map(_alike, whole, first)) and all(map(_alike, whole, second)):
@@ -221,13 +221,13 @@ def _compared(whole: Sequence[np.ndarray], first: Sequence, second: Sequence, co
 
 
 def _values(value: Any) -> list[np.ndarray]:
-    found = []
+    arrays = []
     for leaf in tree.flatten(value):
         tensor = tf.convert_to_tensor(leaf)
-        found.append(
+        arrays.append(
             (tensor if tensor.dtype.is_floating or tensor.dtype.is_integer else tf.cast(tensor, tf.int32)).numpy()
         )
-    return found
+    return arrays
 
 
 def _alike(a: np.ndarray, b: np.ndarray) -> bool:
@@ -237,18 +237,18 @@ def _alike(a: np.ndarray, b: np.ndarray) -> bool:
     tolerance = 0.0
     if kind.is_floating:
         eps = float(np.spacing(np.ones((), a.dtype)))
-        tolerance = 4 * eps if kind.size == 2 else max(100 * eps, 1e-6)  # which may have been computed in float32
+        tolerance = 4 * eps if kind.size == 2 else max(100 * eps, 1e-6)  # float64 may have been computed in float32
     a, b = a.astype(np.float64), b.astype(np.float64)
     size = np.max(np.abs(a), where=np.isfinite(a), initial=0.0)
     return np.allclose(a, b, rtol=tolerance, atol=tolerance * size, equal_nan=True)
 
 
 def has_rows(leaf: Any, rows: int | None) -> bool:
-    """Whether a tensor has a first dimension that may be that of the batch.
+    """Whether a tensor has a first dimension that may be the one of the batch.
 
     Args:
-        leaf: of a nest; it may be no tensor.
-        rows: of the batch, where they are known as the step is traced; or None, or `ANY`.
+        leaf: A leaf of a nest, which may be no tensor.
+        rows: Number of rows of the batch if it is known while the step is traced, or None, or `ANY`.
     """
     shape = getattr(leaf, "shape", None)
     if shape is None or tf.TensorShape(shape).rank in (None, 0):
@@ -257,7 +257,7 @@ def has_rows(leaf: Any, rows: int | None) -> bool:
 
 
 def _sizes(given: Any, rows: int | None) -> tuple[int, dict[int, int]]:
-    """(rows to be tried, {place of a dimension: its size} of those that are to be made small)."""
+    """Returns (number of rows to try, {index of a dimension to shrink: its size})."""
     inner = [_inner(leaf) for leaf in tree.flatten(given) if has_rows(leaf, rows)]
     largest = max(inner, key=math.prod, default=[])
     if math.prod(largest) * _ROWS <= _MOST_NUMBERS:
@@ -273,12 +273,12 @@ def _inner(leaf: Any) -> list[int]:
 def _made_up(
     given: Any, rows: int | None, count: int, kind: int, small: dict[int, int], gone: _Gone | None = None
 ) -> Any:
-    """The nest with `count` rows in the place of those of each tensor; what has none is left as it is.
+    """Returns the nest with `count` synthetic rows in each tensor with rows; other values are unchanged.
 
     Args:
-        kind: of numbers, 0 to 2.
-        small: see `_sizes`.
-        gone: of labels some rows of the second half, but the last one, have these numbers.
+        kind: Kind of numbers, 0 to 2.
+        small: Dimensions to shrink, see `_sizes`.
+        gone: Labels in which some rows of the second half, except for the last row, have these numbers.
     """
     random = np.random.default_rng(kind)
     first = next((leaf for leaf in tree.flatten(given) if has_rows(leaf, rows)), None)
@@ -288,11 +288,11 @@ def _made_up(
             return leaf
         inner = [min(size, _SMALL) if small.get(i) == size else size for i, size in enumerate(_inner(leaf))]
         dtype, shape = tf.as_dtype(leaf.dtype), (count, *inner)
-        # the rows of the halves differ, so that what is no mean shows it
+        # the rows of the halves differ, to reveal a function that is no mean
         second = (np.arange(count) >= count // 2).reshape(count, *[1] * len(inner))
         numbers = random.uniform(0.05, 0.55, shape) + 0.4 * second
         if not dtype.is_floating or (kind == 2 and leaf is first):
-            numbers = numbers > 0.5  # a class that every loss knows
+            numbers = numbers > 0.5  # a class that every loss accepts
         elif kind == 1:
             numbers = random.normal(size=shape) * (1 + second) + second
         made_up = tf.cast(tf.constant(numbers, tf.bool if numbers.dtype == bool else tf.float64), dtype)
@@ -304,11 +304,11 @@ def _made_up(
 
 
 def _with_gone(made_up: tf.Tensor, count: int, numbers: Sequence[float]) -> tf.Tensor:
-    """Labels of which the rows of the second half, but the last one, have other numbers, as far as their type has."""
+    """Returns labels with these numbers in the second half, except for its last row, as far as their dtype allows."""
     values, kind = made_up.numpy(), made_up.dtype
     fit = [n for n in numbers if kind.is_floating or kind.min <= n <= kind.max]
     rows = range(count // 2, count - 1)
-    if len(fit) > len(rows):  # few rows, which are large: in each place another number
+    if len(fit) > len(rows):  # few large rows: a different number in each position
         places = values[rows.start : rows.stop]
         values[rows.start : rows.stop] = np.resize(np.array(fit), places.shape).astype(places.dtype)
         return tf.constant(values, kind)

@@ -1,12 +1,9 @@
-"""The end of an iterator over a `tf.data` pipeline, which may take TensorFlow up to a minute, holds up nobody.
+"""Ends iterators over `tf.data` pipelines in the background, as TensorFlow may take up to a minute for it.
 
-An iterator whose pipeline is tuned while it runs has a thread that looks at it ever more seldom, at last each minute.
-Who ends the iterator waits for that thread, and about each third time (TensorFlow 2.21) it is not woken, but sleeps on:
-up to as long as the iterator has been in use. Of several workers all would wait for one, at the end of an epoch.
-
-Python's end alone waits, as it does without raytf: what is freed with an iterator asks for Python's lock (functions
-keep the places in which they were traced), and a thread that asks for it while Python ends is ended itself, within a
-destructor in C++, which aborts the process.
+An iterator with autotuning has a thread that wakes up ever more rarely, at last once a minute. The end of the iterator
+waits for that thread. In about a third of all cases (TensorFlow 2.21) the thread is not woken. It sleeps for up to the
+iterator's age. All workers would wait for one of them at the end of an epoch. Only the exit of Python waits: a thread
+that requests Python's lock in a C++ destructor then aborts the process.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from raytf.compat.tensorflow import OwnedIterator, dataset_of, take_resource
 
 logger = logs.get_logger(__name__)
 
-# At the end of Python: after so long it says what it waits for, and no longer than TensorFlow's minute and some more.
+# Seconds of waiting at Python's exit before a message; `timeouts` limits the wait to a little over a minute.
 _QUIET_INTERVAL = 5.0
 
 
 class _Ends:
-    """The iterators that end in threads of their own. It has no lock: who is interrupted by an end may hold that."""
+    """The iterators that end in separate threads. It has no lock, as the code that an end interrupts may hold it."""
 
     def __init__(self):
         self._held: dict[int, list] = {}
@@ -39,11 +36,11 @@ class _Ends:
 
     @property
     def closed(self) -> bool:
-        """Whether no more is taken, as Python ends."""
+        """Whether no more iterators are accepted, as Python exits."""
         return self._closed or sys.is_finalizing()
 
     def begin(self, held: list) -> None:
-        """Frees what a list alone holds, in another thread."""
+        """Frees the contents of a list in another thread, if only the list holds them."""
         self._held[id(held)] = held
         _thread.start_new_thread(self._free, (held,))
 
@@ -52,13 +49,13 @@ class _Ends:
         del self._held[id(held)]
 
     def close(self) -> None:
-        """Waits for all, which go on without Python's lock."""
+        """Waits for all of them; they need no Python lock to continue."""
         self._closed = True
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while self._held:
             waited = time.monotonic() - began
-            if waited > _QUIET_INTERVAL and not told:
-                told = True
+            if waited > _QUIET_INTERVAL and not warned:
+                warned = True
                 logger.warning(
                     "this process ends when TensorFlow has freed its iterators over tf.data, which may take a minute"
                 )
@@ -70,7 +67,7 @@ class _Ends:
             time.sleep(0.01)
 
     def forget(self) -> None:
-        """In a fork, which has none of the threads: what they hold is never freed."""
+        """Forgets them in a fork, which has none of the threads: their contents are never freed."""
         self._of_parents.append(self._held)
         self._held = {}
 
@@ -82,18 +79,18 @@ os.register_at_fork(after_in_child=_ends.forget)
 
 @patch((OwnedIterator, "__del__"))
 def end(original, self):
-    """An iterator ends in a thread of its own, and not in the training's, if TensorFlow may keep it waiting."""
+    """Ends an iterator in a separate thread instead of the training's, if TensorFlow may wait for it."""
     if _ends.closed:
         return
     dataset = dataset_of(self)
     resource = None if dataset is None else take_resource(self)
     if resource is None or tf.is_symbolic_tensor(resource):
         return
-    with tf.init_scope():  # a function may be traced meanwhile, where TensorFlow warns of who asks
+    with tf.init_scope():  # a function may be traced meanwhile, and TensorFlow would warn of this read
         tunes = dataset.options().autotune.enabled is not False
     if not tunes:
         return
-    # Its functions are called until the end. The list alone holds both, so that they go in that thread.
+    # Its functions are called until the end. Only the list holds both, so that the thread frees them.
     held = [resource, dataset]
     del resource, dataset
     _ends.begin(held)

@@ -1,8 +1,8 @@
-"""State that layers keep themselves, beside weights: counters, running means, codebooks.
+"""Joins the state of layers other than weights: counters, running means, codebooks.
 
-Where a variable's `aggregation` says how workers' values become one, they do when a step assigns it: "sum" adds what
-each worker adds to it, "mean" is the mean over the rows of all, "only_first_replica" is the chief's. Without one each
-worker has its own until the epoch ends; that is said once, for each variable that follows the rows of a batch.
+A variable's `aggregation` defines how workers' values are joined at each assignment in a step. "sum" adds the changes
+of all workers, "mean" is the mean over all rows, "only_first_replica" is the chief's value. Without it each worker has
+its own value until the epoch ends. A warning names each such variable once if it depends on a batch's rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raytf.parallel import step as step_module
 
 
 def assigned(variable: keras.Variable, value) -> bool:
-    """Assigns a variable within a step, with what all workers assign; False where it is not joined, and not assigned.
+    """Assigns a variable within a step, joined over all workers; returns False, without assigning, if it is not joined.
 
     Called in a replica's context.
     """
@@ -34,14 +34,14 @@ def assigned(variable: keras.Variable, value) -> bool:
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
     held = keras_objects.held_by(variable)
     value = tf.cast(value, held.dtype)
-    # a replica that assigned it by TensorFlow's way would meet the others once more
-    mine = strategy.experimental_local_results(held)[_number_here(context, strategy)]
-    mine.assign(_joined(step, context, variable.aggregation, tf.convert_to_tensor(mine), value))
+    # TensorFlow's own assignment would start another collective of the replicas
+    local = strategy.experimental_local_results(held)[_number_here(context, strategy)]
+    local.assign(_joined(step, context, variable.aggregation, tf.convert_to_tensor(local), value))
     return True
 
 
 def of_shared(step: step_module.Step, variable: keras.Variable, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """What a replica assigns to a variable that all replicas share, and that adds up or averages what they assign."""
+    """Returns the value that a replica assigns to a variable that all replicas share, and that joins their values."""
     if getattr(step_module.state, "reduced", False):
         return value
     if not step_module.says_how_to_join(variable):
@@ -74,11 +74,11 @@ def _joined(step: step_module.Step, context, aggregation: str, before: tf.Tensor
 
 
 class States:
-    """The states of a model's layers that no `aggregation` joins, as far as the layers are the user's own.
+    """The states of a model's own layers that no `aggregation` joins, except for layers of Keras.
 
     Args:
-        model: its layers are built.
-        named: paths that were named already; more are added.
+        model: A model with built layers.
+        named: Paths of variables that were named in a warning already; more are added.
     """
 
     def __init__(self, model, named: set[str]):
@@ -92,7 +92,7 @@ class States:
         }
 
     def note(self, step: step_module.Step, variable: keras.Variable, value) -> None:
-        """Warns once of a variable that is assigned something which follows the rows of this worker."""
+        """Warns once of a variable whose assigned value depends on the rows of this worker."""
         layer = self._layers.get(id(variable))
         if layer is None or variable.path in self._named or tf.executing_eagerly():
             return
@@ -101,10 +101,10 @@ class States:
         self._named.add(variable.path)
         if not communicator.is_chief(tf.distribute.get_strategy()):
             return
-        what = "the mean of all workers'" if keras.backend.is_float_dtype(variable.dtype) else "the chief's"
+        kept = "the mean of all workers'" if keras.backend.is_float_dtype(variable.dtype) else "the chief's"
         warnings.warn(
             f"{type(layer).__name__} {layer.name!r} keeps {variable.path!r}, which follows the rows of a batch: each "
-            f"worker has its own, of its rows, and {what} after each epoch, which is not what one process would have. "
+            f"worker has its own, of its rows, and {kept} after each epoch, which is not what one process would have. "
             'Say in add_weight how they are joined: aggregation="sum" adds up what each worker adds to it, "mean" '
             'takes the mean over the rows of all, and "only_first_replica" the chief\'s',
             stacklevel=2,

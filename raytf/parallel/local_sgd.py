@@ -1,8 +1,8 @@
-"""Local steps: each worker follows its own gradients, and parameters are averaged every few steps.
+"""Local SGD: each worker applies its own gradients, and parameters are averaged every few steps.
 
-Local SGD (S. U. Stich, "Local SGD converges fast and communicates little", 2019): parameters travel once in `every`
-steps, in the place of the gradients of each. Slots of optimizers stay local between the ends of epochs, where they are
-averaged too, so that a run that goes on from a checkpoint goes on with what the others had.
+S. U. Stich, "Local SGD converges fast and communicates little", 2019: parameters are sent once in `every` steps,
+instead of the gradients of each step. Optimizer slots stay local until the end of an epoch, where they are averaged
+too. So a run that resumes from a checkpoint continues from the state of all workers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def attach(strategy, every: int) -> None:
 
 
 def every(strategy) -> int:
-    """Steps between two averages; 1 where gradients are summed."""
+    """Returns the number of steps between two averages, or 1 if gradients are summed."""
     return _every.get(strategy.extended, 1)
 
 
 def average_when_due(iterations, variables: Sequence) -> None:
-    """In a replica context, after a step: the mean over workers of variables, when `every` steps have been made."""
+    """Averages variables over the workers when `every` steps have been made; in a replica context, after a step."""
     strategy = tf.distribute.get_strategy()
     replicas = strategy.num_replicas_in_sync
 
@@ -49,7 +49,7 @@ def average_when_due(iterations, variables: Sequence) -> None:
 
 
 def averaged_at_ends(model) -> list:
-    """Variables that are local between the ends of epochs: parameters, and floating slots of the optimizers."""
+    """Returns variables that are local until the end of an epoch: parameters, and floating slots of the optimizers."""
     if every(model.distribute_strategy) == 1:
         return []
     slots = [v for o in model_optimizers.of(model).values() for v in o.variables if v is not keras_objects.rate_of(o)]

@@ -1,4 +1,4 @@
-"""Losses under several workers: the mean over workers, weighted with their rows, is the loss of the global batch."""
+"""Losses with several workers: the mean over workers, weighted by their rows, is the loss of the global batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytf.compat.patching import patch
 from raytf.parallel import halves, step_logs, whole_batch
 from raytf.parallel import step as step_module
 
-# Functions of Keras' losses that compare rows, with some arguments at least.
+# Functions of Keras' losses that compare rows, at least with some arguments.
 _COMPARING = ("circle", "dice", "tversky")
 
 
@@ -26,7 +26,7 @@ _COMPARING = ("circle", "dice", "tversky")
 def reduce_weighted_values(
     original, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
 ):
-    """A worker's loss, such that the mean over workers weighted with their rows is the loss of the global batch."""
+    """Scales a worker's loss so that the mean over workers, weighted by rows, is the loss of the global batch."""
     step = step_module.current()
     loss = original(values, sample_weight, mask, reduction, dtype)
     if step is not None and len(values.shape) == 0:
@@ -46,7 +46,7 @@ def reduce_weighted_values(
         return loss
     divisor = tf.where(step.rows > 0, divisor, 0.0)
     (total,) = all_sum([divisor])
-    own = tf.where(step.rows > 0, divisor + added, 0.0)  # what Keras has divided by here
+    own = tf.where(step.rows > 0, divisor + added, 0.0)  # divisor that Keras used in this process
     return loss * tf.cast(tf.math.divide_no_nan(own, total + added), loss.dtype) * step.upscale(loss.dtype)
 
 
@@ -56,23 +56,23 @@ def _has_rows(y_pred) -> bool:
 
 @patch((loss_module.Loss, "__call__"))
 def loss_call(original, self, y_true, y_pred, sample_weight=None):
-    """`Loss.__call__`; where `call` compares rows, or returns a scalar of its own, it is given the global batch."""
+    """Replaces `Loss.__call__`: if `call` compares rows, or returns its own scalar, it gets the global batch."""
     step = step_module.current()
     if step is None or not _has_rows(y_pred):
         return original(self, y_true, y_pred, sample_weight)
     given = y_true, y_pred, sample_weight
-    whole = lambda its: original(self, *its)
+    call = lambda args: original(self, *args)
     if _is_by_row(step, self, y_true, y_pred):
         with step_module.within(scalar=False):
             value = original(self, *given)
             scalar = step_module.state.scalar
         if not scalar:
             return value
-    return whole_batch.computed(step, whole, given)
+    return whole_batch.computed(step, call, given)
 
 
 def _is_by_row(step: step_module.Step, loss, y_true, y_pred) -> bool:
-    """Whether a loss has a value for each row that needs no other, or this cannot be found out."""
+    """Whether a loss has a value for each row that needs no other row, or this cannot be determined."""
     function = getattr(loss, "fn", None)
     keras_own = lambda it: (getattr(it, "__module__", None) or "").startswith("keras.")
     known = keras_own(type(loss)) and (function is None or keras_own(function))
@@ -84,8 +84,8 @@ def _is_by_row(step: step_module.Step, loss, y_true, y_pred) -> bool:
         return loss.call(*tree.map_structure(as_tensor, given))
 
     missing = halves.Missing(y_true, [loss, loss.call, function])
-    found = halves.known(step, loss, call, (y_true, y_pred), missing=missing)
-    return _taken_as_by_row(found, f"The loss {loss.name!r}")
+    result = halves.known(step, loss, call, (y_true, y_pred), missing=missing)
+    return _taken_as_by_row(result, f"The loss {loss.name!r}")
 
 
 def _taken_as_by_row(found: halves.Outcome, what: str) -> bool:
@@ -113,21 +113,21 @@ class _UserLoss:
         given = y_true, y_pred, sample_weight
         if step is None or not _has_rows(y_pred):
             return self.loss(*given)
-        function = lambda its: self.loss(*its)
+        function = lambda args: self.loss(*args)
         missing = halves.Missing(y_true, [self.loss, type(self.loss).__call__])
-        found = halves.known(step, self.loss, function, given, missing=missing)
-        if not found.unknown and not found.rows:
+        result = halves.known(step, self.loss, function, given, missing=missing)
+        if not result.unknown and not result.rows:
             return whole_batch.computed(step, function, given)
         value = self.loss(*given)
         if len(value.shape) == 0:
             return whole_batch.computed(step, function, given)
-        _taken_as_by_row(found, f"The loss {getattr(self.loss, 'name', None) or type(self.loss).__name__!r}")
+        _taken_as_by_row(result, f"The loss {getattr(self.loss, 'name', None) or type(self.loss).__name__!r}")
         return value
 
 
 @patch((compile_utils.CompileLoss, "build"))
 def compile_loss_build(original, self, y_true, y_pred):
-    """Losses that are no plain `Loss` are wrapped, so that they, too, are given the global batch."""
+    """Wraps losses that are no plain `Loss`, so that they get the global batch, too."""
     original(self, y_true, y_pred)
     losses = keras_objects.flat_losses(self)
     for i, entry in enumerate(losses):
@@ -138,33 +138,33 @@ def compile_loss_build(original, self, y_true, y_pred):
 
 @patch((loss_module, "scale_loss_for_distribution"), (loss_module, "unscale_loss_for_distribution"))
 def scale_for_distribution(original, value):
-    """In a step a loss is not divided by the number of replicas: gradients are weighted with rows instead."""
-    within = step_module.current() is not None or whole_batch.current() is not None or step_module.is_trial()
-    return value if within else original(value)
+    """Leaves a loss undivided by the number of replicas in a step: gradients are weighted by rows instead."""
+    unscaled = step_module.current() is not None or whole_batch.current() is not None or step_module.is_trial()
+    return value if unscaled else original(value)
 
 
 # ---------------------------------------------------------------------------------------------- compute_loss
 
 
 def own_compute_loss(model) -> bool:
-    """Whether a model computes its loss in a way of its own."""
+    """Whether a model has its own `compute_loss`."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 
 def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
-    """A `compute_loss` of the user's; what is no mean over rows is computed on the rows of all replicas."""
+    """Calls the user's `compute_loss`; if it is no mean over rows, it is computed on the rows of all replicas."""
     step = step_module.current()
     if step is None:
         return original(*args, **kwargs)
-    call = lambda its: original(*its[0], **its[1])
+    call = lambda arguments: original(*arguments[0], **arguments[1])
     given, rows = (args, kwargs), step.known_rows
     labels = inspect.signature(original).bind(*args, **kwargs).arguments.get("y")
-    found = halves.known(step, model, call, given, rows, missing=halves.Missing(labels, [original]))
-    if halves.MEAN not in found.ways and not found.rows and not found.unknown:
+    result = halves.known(step, model, call, given, rows, missing=halves.Missing(labels, [original]))
+    if halves.MEAN not in result.ways and not result.rows and not result.unknown:
         return whole_batch.computed(step, call, _needed(original, call, given, rows), rows)
-    if found.why:
+    if result.why:
         warnings.warn(
-            f"{type(model).__name__}.compute_loss could not be tried on rows that are made up ({found.why}): it is "
+            f"{type(model).__name__}.compute_loss could not be tried on rows that are made up ({result.why}): it is "
             "taken for a mean over rows. If it is something else, compute it from the arguments of compute_loss alone, "
             "and it is computed on the rows of all workers",
             stacklevel=2,
@@ -173,7 +173,7 @@ def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
 
 
 def _needed(original: Callable, call: Callable, given: tuple, rows: int | None) -> tuple:
-    """The arguments, without inputs that are not looked at: nothing is gathered for them."""
+    """Returns the arguments without unused inputs, so that those are not gathered."""
     bound = inspect.signature(original).bind(*given[0], **given[1])
     if bound.arguments.get("x") is None:
         return given
@@ -187,7 +187,7 @@ def _needed(original: Callable, call: Callable, given: tuple, rows: int | None) 
 
 @patch((keras.layers.Layer, "__call__"))
 def layer_call(original, self, *args, **kwargs):
-    """`Layer.__call__`; what a layer is called with is kept for `add_loss`, as long as the call lasts."""
+    """Replaces `Layer.__call__`: keeps the arguments for `add_loss` during the call."""
     if step_module.current() is None:
         return original(self, *args, **kwargs)
     calls = getattr(step_module.state, "calls", None) or []
@@ -196,46 +196,48 @@ def layer_call(original, self, *args, **kwargs):
 
 
 class _Call:
-    """A call of a layer, and how many losses it has added so far."""
+    """A call of a layer, and the number of losses that it has added."""
 
     def __init__(self, layer, original: Callable, args, kwargs):
         self.layer, self._original, self.given, self.added = layer, original, (args, kwargs), 0
 
     def losses(self, given, training: bool | None = None) -> list:
-        """What the layer adds when it is called with something else."""
+        """Returns the losses that the layer adds for other arguments."""
         args, kwargs = given
         if training is not None and keras_objects.takes_training(self.layer):
             kwargs = kwargs | {"training": training}
-        found: list = []
-        with step_module.within(adding=(self.layer, found)):
+        losses: list = []
+        with step_module.within(adding=(self.layer, losses)):
             self._original(self.layer, *args, **kwargs)
-        return found
+        return losses
 
 
 @patch((keras.layers.Layer, "add_loss"))
 def add_loss(original, self, loss):
-    """`Layer.add_loss`; the sum of a batch's rows is scaled, so that the mean over workers is that of all rows.
+    """Replaces `Layer.add_loss`: scales a sum over rows, so that the mean over workers is the sum over all rows.
 
-    Each replica has a list of its own: Keras keeps one for all, which replicas that take turns would clear.
+    Each replica has its own list: Keras keeps one for all, which replicas that take turns would clear.
     """
     if step_module.is_trial():
-        layer, found = getattr(step_module.state, "adding", None) or (None, None)
+        layer, trial_losses = getattr(step_module.state, "adding", None) or (None, None)
         if layer is self:
-            found += [keras.ops.sum(one) for one in tree.flatten(loss)]
+            trial_losses += [keras.ops.sum(item) for item in tree.flatten(loss)]
         return
     original(self, loss)
     step, shown = step_module.current(), step_logs.seen()
     if step is None or shown is None:
         return
-    call = next((one for one in reversed(getattr(step_module.state, "calls", None) or []) if one.layer is self), None)
-    for one in tree.flatten(loss):
-        added = one if call is None else _added(step, call, one)
+    call = next(
+        (item for item in reversed(getattr(step_module.state, "calls", None) or []) if item.layer is self), None
+    )
+    for item in tree.flatten(loss):
+        added = item if call is None else _added(step, call, item)
         shown.added.setdefault(id(self), []).append(added)
 
 
 @patch((keras.layers.Layer, "_clear_losses"))
 def clear_losses(original, self):
-    """`Layer._clear_losses`, which the call of a model begins with; a trial leaves what was added."""
+    """Replaces `Layer._clear_losses`, which begins each call of a model; a trial clears nothing."""
     if step_module.is_trial():
         return
     original(self)
@@ -245,33 +247,35 @@ def clear_losses(original, self):
 
 @patch((keras.layers.Layer, "_get_own_losses"))
 def own_losses(original, self):
-    """`Layer._get_own_losses`; this replica's, or their means over the rows of all in what is computed on all rows."""
+    """Replaces `Layer._get_own_losses`: returns this replica's losses, or means over all rows in functions of those."""
     shown, whole = step_logs.seen(), whole_batch.current()
     if shown is None or (whole is None and step_module.current() is None and not step_module.is_trial()):
         return original(self)
     added = shown.added.get(id(self), [])
     if step_module.is_trial():
-        return [tf.zeros((), one.dtype) for one in added]
-    return list(added) if whole is None else [whole_batch.mean_over_replicas(whole.step, one) for one in added]
+        return [tf.zeros((), part.dtype) for part in added]
+    return list(added) if whole is None else [whole_batch.mean_over_replicas(whole.step, part) for part in added]
 
 
 def _added(step: step_module.Step, call: _Call, loss: tf.Tensor) -> tf.Tensor:
-    place = call.added
+    index = call.added
     call.added += 1
 
     def one(given):
-        # without noise and statistics of a batch, unless it is added in training alone
+        # without noise and batch statistics, unless it is added in training only
         without = call.losses(given, training=False)
-        return without[place] if place < len(without) else call.losses(given, training=True)[place]
+        return without[index] if index < len(without) else call.losses(given, training=True)[index]
 
-    found = halves.known(step, call.layer, one, call.given, step.known_rows, place=place)
-    if found.ways & {halves.SAME, halves.MEAN} or (found.unknown and not found.why):
+    result = halves.known(step, call.layer, one, call.given, step.known_rows, place=index)
+    if result.ways & {halves.SAME, halves.MEAN} or (result.unknown and not result.why):
         return loss
-    if halves.SUM in found.ways:
+    if halves.SUM in result.ways:
         return keras.ops.sum(loss) * step.upscale(loss.dtype)
-    what = f"could not be tried on rows that are made up ({found.why})" if found.why else "is neither a mean nor a sum"
+    fault = (
+        f"could not be tried on rows that are made up ({result.why})" if result.why else "is neither a mean nor a sum"
+    )
     warnings.warn(
-        f"A loss that the layer {call.layer.name!r} adds {what}: each worker computes it from its own rows, and their "
+        f"A loss that the layer {call.layer.name!r} adds {fault}: each worker computes it from its own rows, and their "
         "mean is taken. Add a mean or a sum over rows, or compute it in compute_loss, from y_pred",
         stacklevel=2,
     )
@@ -280,9 +284,9 @@ def _added(step: step_module.Step, call: _Call, loss: tf.Tensor) -> tf.Tensor:
 
 @patch((keras.metrics.Mean, "update_state"))
 def mean_update_state(original, self, values, sample_weight=None):
-    """`Mean.update_state`; a scalar that stands for a batch counts by the rows it stands for, and a step for one.
+    """Replaces `Mean.update_state`: a scalar for a batch counts by its rows, and all scalars of a step count as one.
 
-    As in one process, so that an epoch goes on with another number of workers where one was stopped.
+    This equals one process, so an epoch can resume with another number of workers.
     """
     step = step_module.current()
     if step is not None and sample_weight is None and len(getattr(values, "shape", (1,))) == 0:

@@ -1,5 +1,7 @@
-"""Metrics and moving statistics under several workers: local during an epoch, global at its end, and where a part of it
-is kept."""
+"""Metrics and moving statistics with several workers.
+
+They are local during an epoch, and joined at its end or for a checkpoint within it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from raytf.parallel import step as step_module
 
 
 def _averaged_variables(model) -> list:
-    """Floating-point state that workers update from their own rows, such as moving statistics."""
+    """Returns floating-point state that workers update from their own rows, such as moving statistics."""
     metrics = {id(v) for v in model.metrics_variables}
     return [v for v in step_module.step_variables(model) if id(v) not in metrics]
 
@@ -37,7 +39,7 @@ def synchronize(model):
 
 
 def _totals(model, assign: bool) -> tuple[list, list]:
-    """([(metric variable, global value)], [(moving statistic, its mean over workers)]), which are assigned or not."""
+    """Returns ([(metric variable, global value)], [(moving statistic, mean over workers)]); may assign the means."""
     strategy = model.distribute_strategy
     metrics = [v for v in model.metrics_variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE]
     averaged = [*_averaged_variables(model), *local_sgd.averaged_at_ends(model)]
@@ -53,127 +55,130 @@ def _totals(model, assign: bool) -> tuple[list, list]:
 
 
 def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, dict]:
-    """Where an epoch stands after some of its steps; every worker calls it at the same step.
+    """Returns the state of an epoch after some of its steps; every worker calls it at the same step.
 
     Args:
-        model: a model in `fit`.
-        logs: what the last step returned here.
-        assign: give moving statistics their mean over workers, as at the end of an epoch.
+        model: A model in `fit`.
+        logs: Result of the last step on this worker.
+        assign: Whether to assign moving statistics their mean over workers, as at the end of an epoch.
 
     Returns:
-        The variables of each metric over the rows of all workers, for `go_on`; [(moving statistic, its mean)], where
-        they were not assigned; and the logs that the epoch would have, were this its last step.
+        The variables of each metric over the rows of all workers, for `go_on`; [(moving statistic, its mean)], if they
+        were not assigned; and the logs of the epoch, if this were its last step.
     """
     own = [list(metric.variables) for metric in model.metrics]
     if not many_replicas(model.distribute_strategy):
-        return [[np.asarray(v) for v in its] for its in own], [], dict(keras_objects.epoch_logs(model, logs))
+        return [[np.asarray(v) for v in group] for group in own], [], dict(keras_objects.epoch_logs(model, logs))
     totals, means = _totals(model, assign)
     local, rows = model.__dict__.get("_raytf_last", (logs, 1))
-    known = {id(v): np.asarray(total) for v, total in totals}
-    values = [[known[id(v)] if id(v) in known else _chiefs_own(model, v) for v in its] for its in own]
+    sums = {id(v): np.asarray(total) for v, total in totals}
+    values = [[sums[id(v)] if id(v) in sums else _chiefs_own(model, v) for v in group] for group in own]
     return values, [] if assign else means, _logs(model, local, rows, totals, epoch=True)
 
 
 def together(
     model, variables: Sequence, each: Sequence[Sequence[np.ndarray]], behind: Collection[int] = ()
 ) -> list[np.ndarray]:
-    """What workers would have together, as at the end of an epoch; for one that cannot reach the others.
+    """Returns the joined values of all workers, as at an epoch's end, if a worker cannot reach the others.
 
     Args:
-        model: a model in `fit`, with one replica a worker.
-        variables: metrics', moving statistics and others.
-        each: their values on each worker, by rank.
-        behind: ranks whose values are those of a step before.
+        model: A model in `fit`, with one replica for each worker.
+        variables: Variables of metrics, moving statistics and others.
+        each: Their values on each worker, by rank.
+        behind: Ranks whose values are one step older.
 
     Returns:
-        Sums of metrics, means of moving statistics, and of all else the values of the first worker that is not behind.
+        Sums of metrics, means of moving statistics, and for others the values of the first worker not in `behind`.
     """
     counted = {id(v) for v in model.metrics_variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE}
     averaged = {id(v) for v in _averaged_variables(model)}
     first = next(rank for rank in range(len(each)) if rank not in behind)
-    found = []
+    joined = []
     for variable, *values in zip(variables, *each, strict=True):
         once = variable.aggregation in ("only_first_replica", "none")
         if id(variable) in averaged:
             whole = sum(np.asarray(wide(tf.convert_to_tensor(value))) for value in values)
-            found.append((whole / len(values)).astype(values[0].dtype))
+            joined.append((whole / len(values)).astype(values[0].dtype))
         elif id(variable) in counted and not once:
             whole = sum(values)
-            found.append((whole / len(values) if variable.aggregation == "mean" else whole).astype(values[0].dtype))
+            joined.append((whole / len(values) if variable.aggregation == "mean" else whole).astype(values[0].dtype))
         else:
-            found.append(values[0 if id(variable) in counted else first])
-    return found
+            joined.append(values[0 if id(variable) in counted else first])
+    return joined
 
 
 def logs_of(model, values: Mapping[int, np.ndarray]) -> dict[str, float]:
-    """The logs that the epoch would have, were its last step the last one; for a worker that cannot reach the others.
+    """Returns the epoch's logs as if the last step ended it, for a worker that cannot reach the others.
 
     Args:
-        model: in `fit`.
-        values: of the metrics' variables, by their ids, over the rows of all workers.
+        model: A model in `fit`.
+        values: Values of the metrics' variables over the rows of all workers, by the variables' ids.
 
     Raises:
-        RaytfError: a `train_step` of the user's returns something else, of which each worker knows its own.
+        RaytfError: A user's `train_step` returns other values, which are local to each worker.
     """
-    last_logs(model, model.__dict__["_raytf_last"])  # raises where they are others
+    last_logs(model, model.__dict__["_raytf_last"])  # raises if the logs have other values
     pairs = [(v, tf.convert_to_tensor(values[id(v)])) for v in model.metrics_variables]
     with keras.StatelessScope(state_mapping=pairs):
         return {name: float(value) for name, value in model.get_metrics_result().items()}
 
 
 def _chiefs_own(model, variable) -> np.ndarray:
-    """The value of a variable that cannot be summed, in this process; a read from outside would sum it."""
+    """Returns this process's value of a variable that cannot be summed; a read outside of a replica would sum it."""
     strategy = model.distribute_strategy
     value = strategy.run(lambda: tf.identity(variable.value))
     return np.asarray(strategy.experimental_local_results(value)[0])
 
 
 def described(model) -> list[str]:
-    """What tells a model's metrics from others: classes, and names without the number that Keras counts up."""
+    """Returns a description of a model's metrics: classes, and names without the number that Keras increments."""
 
     def told(metric) -> str:
-        within = [told(each) for each in getattr(metric, "metrics", ())]
-        return f"{type(metric).__name__} {re.sub(r'_[0-9]+$', '', metric.name)}" + (f" {within}" if within else "")
+        parts = [told(part) for part in getattr(metric, "metrics", ())]
+        return f"{type(metric).__name__} {re.sub(r'_[0-9]+$', '', metric.name)}" + (f" {parts}" if parts else "")
 
     return [told(metric) for metric in model.metrics]
 
 
 def go_on(model, values: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[int]:
-    """Gives metrics that were reset what `standing` said, so that sums over any number of workers go on from there.
+    """Restores reset metrics from the values of `standing`, so that sums over any number of workers continue.
 
-    The first replica gets sums, and the others keep what they were reset to; means, and what counts once, all get.
+    The first replica gets the sums, and the others keep the values of the reset. All get means, and values that count
+    once.
 
     Args:
-        model: in `fit`, at the beginning of an epoch.
-        values: of each metric; the last ones may be left out where they have no variables.
-        names: what `described` gave.
+        model: A model in `fit`, at the beginning of an epoch.
+        values: Variables of each metric; the last metrics may be omitted if they have no variables.
+        names: Result of `described`.
 
     Returns:
-        The places of metrics that have no variables yet, as these are made with the first step; see `add`.
+        The indices of metrics without variables, which are built with the first step; see `add`.
 
     Raises:
-        ValueError: the model has other metrics.
+        ValueError: The model has other metrics.
     """
-    metrics, mine = list(model.metrics), described(model)
-    if mine != list(names) or len(metrics) < len(values):
-        raise ValueError(f"{', '.join(mine)}, after {', '.join(names)}")
+    metrics, description = list(model.metrics), described(model)
+    if description != list(names) or len(metrics) < len(values):
+        raise ValueError(f"{', '.join(description)}, after {', '.join(names)}")
     late, pairs = [], []
     for i, metric in enumerate(metrics):
-        own, its = list(metric.variables), values[i] if i < len(values) else []
-        if its and not own:
+        variables, saved = list(metric.variables), values[i] if i < len(values) else []
+        if saved and not variables:
             late.append(i)
-        elif [v.shape for v in its] != [tuple(v.shape) for v in own]:
+        elif [v.shape for v in saved] != [tuple(v.shape) for v in variables]:
             raise ValueError(f"a metric {metric.name!r} with other variables")
         else:
-            pairs += zip(own, its, strict=True)
+            pairs += zip(variables, saved, strict=True)
     _replace(model, pairs, added=False)
     return late
 
 
 def add(model, values: Mapping[int, Sequence[np.ndarray]]) -> None:
-    """Adds to metrics that were made by the first step what they had summed before; see `go_on`."""
+    """Adds earlier sums to metrics that were built by the first step; see `go_on`."""
     metrics = list(model.metrics)
-    _replace(model, [p for i, its in values.items() for p in zip(metrics[i].variables, its, strict=True)], added=True)
+    _replace(
+        model, [p for i, saved in values.items() for p in zip(metrics[i].variables, saved, strict=True)], added=True
+    )
 
 
 def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
@@ -185,46 +190,46 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
     shared = [(v, value) for v, value in pairs if step_module.is_shared(v)]
     for variable, value in shared:
         variable.assign(variable.value + value if added else value)
-    each = [(v, value) for v, value in pairs if not step_module.is_shared(v)]
+    local = [(v, value) for v, value in pairs if not step_module.is_shared(v)]
 
     def replica():
         first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
-        for variable, value in each:
-            before = tf.convert_to_tensor(variable.value)
-            total = tf.cast(value, before.dtype)
-            summed = variable.aggregation == "sum" and before.dtype in exchange.SUMMABLE
+        for variable, value in local:
+            old = tf.convert_to_tensor(variable.value)
+            total = tf.cast(value, old.dtype)
+            summed = variable.aggregation == "sum" and old.dtype in exchange.SUMMABLE
             if added:
-                total = before + total
-            elif summed:  # what the others were reset to, too
-                total = total - before * tf.cast(strategy.num_replicas_in_sync - 1, before.dtype)
-            variable.assign(tf.where(first, total, before) if summed else total)
+                total = old + total
+            elif summed:  # subtracts the reset values of the other replicas
+                total = total - old * tf.cast(strategy.num_replicas_in_sync - 1, old.dtype)
+            variable.assign(tf.where(first, total, old) if summed else total)
 
-    if each:
+    if local:
         traced_apart(lambda: strategy.run(replica), autograph=False)()
 
 
 def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
-    """What a step returned here, by the names of metrics, for a worker that has not made it.
+    """Returns the last step's (logs by metric name, with zeros; number of rows), for a worker that has not made it.
 
     Args:
-        model: in `fit`.
-        last: (logs, rows) of the step, as the model's execution has noted them.
+        model: A model in `fit`.
+        last: (logs, rows) of the step, as recorded by the model's execution.
 
     Raises:
-        RaytfError: a `train_step` of the user's returns something else, which is another worker's own.
+        RaytfError: A user's `train_step` returns other values, which are local to another worker.
     """
     logs, rows = last
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in model.metrics_variables]
-    with keras.StatelessScope(state_mapping=zeros):  # a read would sum them over workers
+    with keras.StatelessScope(state_mapping=zeros):  # avoids a read, which would sum them over workers
         names = list(model.get_metrics_result())
-        found, variables = step_logs.notes_of(model).found, _variables_of_names(model)
-    if not isinstance(logs, dict) or step_logs.by_metrics(found, logs, variables) != set(names):
+        trace, variables = step_logs.notes_of(model).found, _variables_of_names(model)
+    if not isinstance(logs, dict) or step_logs.by_metrics(trace, logs, variables) != set(names):
         raise RaytfError("the logs of its last step were its own")
     return dict.fromkeys(names, 0.0), int(rows)
 
 
 def finish_logs(model, logs: Mapping) -> None:
-    """Has an epoch whose steps were all made before end with the logs that `standing` gave after the last of them."""
+    """Makes an epoch without remaining steps end with the logs that `standing` returned after its last step."""
     model.__dict__["_raytf_logs"] = dict(logs)
 
 
@@ -234,11 +239,10 @@ def _is_read_as_a_sum(held) -> bool:
 
 @patch((backend_core.Variable, "_direct_assign"))
 def direct_assign(original, self, value):
-    """`Variable._direct_assign`; under CentralStorageStrategy, where replicas share variables, each changes its part.
+    """Replaces `Variable._direct_assign`: with CentralStorageStrategy, each replica adds its part to shared variables.
 
-    Keras' metrics write what they read and something more, and TensorFlow adds what all replicas write, so that what
-    was there before counted once for each of them. What is no sum becomes the mean. A replica without rows changes
-    nothing.
+    Keras' metrics write their old value plus a change. TensorFlow adds the writes of all replicas, so the old value
+    would count once for each of them. Values other than sums become the mean. A replica without rows changes nothing.
     """
     assigned.tell(self)
     held = keras_objects.held_by(self)
@@ -246,13 +250,13 @@ def direct_assign(original, self, value):
     if shown is not None:
         shown.written.add(id(self))
     if whole is not None and self.aggregation == "sum" and _is_read_as_a_sum(held):
-        before = tf.convert_to_tensor(held)
-        value = tf.where(whole.counts, tf.cast(value, before.dtype), before)
+        old = tf.convert_to_tensor(held)
+        value = tf.where(whole.counts, tf.cast(value, old.dtype), old)
     written = getattr(step_module.state, "written", None)
     if written is not None and not getattr(step_module.state, "reduced", False):
         written[id(self)] = self
     if tf.distribute.in_cross_replica_context() and _is_read_as_a_sum(held):
-        # with a read of it, which nobody asks for, all workers would meet for each variable of each metric
+        # a read, which is not needed, would be a collective for each variable of each metric
         held.assign(tf.cast(value, held.dtype), read_value=False)
         return
     if tf.distribute.in_cross_replica_context():
@@ -262,13 +266,13 @@ def direct_assign(original, self, value):
         if not joined_state.assigned(self, value):
             original(self, value)
         return
-    before = tf.convert_to_tensor(held)
-    value = tf.cast(value, before.dtype)
+    old = tf.convert_to_tensor(held)
+    value = tf.cast(value, old.dtype)
     step = step_module.current()
     if step is not None:
-        value = joined_state.of_shared(step, self, before, value)
+        value = joined_state.of_shared(step, self, old, value)
     if self.aggregation == "sum":
-        held.assign_add(value - before)
+        held.assign_add(value - old)
     elif self.aggregation == "none":
         tf.distribute.get_replica_context().merge_call(functools.partial(_assign_mean, held), args=(value,))
     else:
@@ -302,7 +306,7 @@ def _synchronize_function(strategy, metrics, averaged, assign):
 
 
 def _summed(metrics: Sequence, values: Sequence[tf.Tensor], others: Sequence[tf.Tensor] = ()) -> tuple[list, list]:
-    """In a replica: (the values of metrics' variables over all replicas, the sums of others)."""
+    """Returns (the values of metrics' variables over all replicas, the sums of others), in a replica."""
     context = tf.distribute.get_replica_context()
     first = tf.equal(context.replica_id_in_sync_group, 0)
     local = [
@@ -326,14 +330,14 @@ def _counts_once(variable) -> bool:
 
 
 def may_compare(metric) -> bool:
-    """Whether it is not known that a metric sums over rows: it is a user's, or wraps a function."""
+    """Whether a metric may be no sum over rows: it is a user's, or wraps a function."""
     return type(metric) is keras.metrics.MeanMetricWrapper or not type(metric).__module__.startswith("keras.")
 
 
 def update_state(metric, original, *args, **kwargs):
-    """`Metric.update_state` of a metric of the user's; what is no sum over rows is given the rows of all replicas.
+    """Replaces `update_state` of a user's metric: one that is no sum over rows gets the rows of all replicas.
 
-    One replica counts then, for all.
+    Then one replica counts, for all.
     """
     step = step_module.current()
     given, rows = (args, kwargs), None if step is None else step.known_rows
@@ -341,17 +345,17 @@ def update_state(metric, original, *args, **kwargs):
         return original(*args, **kwargs)
 
     def added(its):
-        """What the metric's variables hold behind an update, if they were zero before."""
+        """Returns the values of the metric's variables after an update from zeros."""
         variables = list(metric.variables)
         with keras.StatelessScope(state_mapping=[(v, tf.zeros(v.shape, v.dtype)) for v in variables]) as scope:
             original(*its[0], **its[1])
         return [scope.get_current_value(v) for v in variables]
 
-    found = halves.known(step, metric, added, given, rows)
-    if halves.SUM in found.ways or found.unknown:
-        if found.why:
+    outcome = halves.known(step, metric, added, given, rows)
+    if halves.SUM in outcome.ways or outcome.unknown:
+        if outcome.why:
             warnings.warn(
-                f"The metric {metric.name!r} could not be tried on rows that are made up ({found.why}): it is taken "
+                f"The metric {metric.name!r} could not be tried on rows that are made up ({outcome.why}): it is taken "
                 "for one that sums over rows. If it does not, each worker's rows count for themselves",
                 stacklevel=2,
             )
@@ -360,7 +364,7 @@ def update_state(metric, original, *args, **kwargs):
 
 
 def result(metric, original):
-    """`Metric.result` in a step: it is kept whose result a tensor is; in eager mode it is that over all rows."""
+    """Replaces `Metric.result` in a step: records the metric of each result; in eager mode it covers all rows."""
     shown, step = step_logs.seen(), step_module.current()
     if shown is None:
         return original()
@@ -368,20 +372,20 @@ def result(metric, original):
     if step is not None and tf.executing_eagerly():
         value = _over_all_rows(metric, step, shown, original)
     flat = value.items() if isinstance(value, dict) else [(None, value)]
-    for key, each in flat:
-        shown.results[id(each)] = each, step_logs.Origin(metric, key)
+    for key, part in flat:
+        shown.results[id(part)] = part, step_logs.Origin(metric, key)
     return value
 
 
 def before_step(model, shown: step_logs.StepObservations) -> None:
-    """Keeps what metrics hold before a step, where this replica may have no rows in it."""
+    """Saves the values of metrics before a step in which this replica may have no rows."""
     step = step_module.current()
     if step is not None and step.partial:
         shown.before = {id(v): tf.identity(v.value) for v in model.metrics_variables}
 
 
 def result_in_step(origin: step_logs.Origin) -> tf.Tensor:
-    """A metric's result over the rows of all replicas, in a step, behind its updates."""
+    """Returns a metric's result over the rows of all replicas, in a step, after its updates."""
     metric = origin.metric
     value = _over_all_rows(metric, step_module.current(), step_logs.seen(), metric.result)
     return value if origin.key is None else value[origin.key]
@@ -403,21 +407,21 @@ def _over_all_rows(metric, step: step_module.Step, shown: step_logs.StepObservat
 
 
 def global_logs(model, logs, rows, epoch: bool = False):
-    """The logs that one process would have, of an execution of steps or of an epoch; see `step_logs`."""
+    """Returns the logs that one process would have for an execution of steps or an epoch; see `step_logs`."""
     return _logs(model, logs, rows, synchronize(model), epoch)
 
 
 def _logs(model, logs, rows, totals, epoch: bool):
-    found = step_logs.notes_of(model).found
+    trace = step_logs.notes_of(model).found
     logs = logs if isinstance(logs, dict) else {}
     with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
         results = dict(model.get_metrics_result())
         named = set()
-        if epoch or all(origin.metric is not None for origin in found.origins):
-            named = step_logs.by_metrics(found, logs, _variables_of_names(model))
+        if epoch or all(origin.metric is not None for origin in trace.origins):
+            named = step_logs.by_metrics(trace, logs, _variables_of_names(model))
         if named == set(results) == set(logs):
             return results
-        whole = step_logs.of_all_workers(model.distribute_strategy, logs, rows, found, _result_of)
+        whole = step_logs.of_all_workers(model.distribute_strategy, logs, rows, trace, _result_of)
         return whole | {name: results[name] for name in named}
 
 
@@ -427,17 +431,17 @@ def _result_of(origin: step_logs.Origin):
 
 
 def _variables_of_names(model) -> dict[str, list]:
-    """The names of the metrics' results, and the variables behind each."""
-    found = {}
+    """Returns the variables of each metric result, by the name of the result."""
+    variables = {}
     for metric in model.metrics:
         value = metric.result()
-        found |= dict.fromkeys(value if isinstance(value, dict) else [metric.name], metric.variables)
-    return found
+        variables |= dict.fromkeys(value if isinstance(value, dict) else [metric.name], metric.variables)
+    return variables
 
 
 @patch((backend_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"))
 def get_metrics_result_or_logs(original, self, logs):
-    """Logs of an epoch are those of all workers' rows; of one that had no steps left, those of the steps before."""
+    """Returns an epoch's logs over the rows of all workers; for an epoch without remaining steps, the saved logs."""
     known = self.__dict__.pop("_raytf_logs", None)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""Optimizers of a model: `model.optimizer`, and those that a `train_step` of its own applies, as a GAN's does."""
+"""Optimizers of a model: `model.optimizer`, and those that its own `train_step` applies, as in a GAN."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ _STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step
 
 
 def of(model) -> dict:
-    """The optimizers that are attributes of a model or its layers, alone or in lists and dicts: {name: optimizer}.
+    """Returns {name: optimizer} of a model's and its layers' attributes, alone or in lists and dicts.
 
-    Keras keeps the state of just these in its files. The names are the same in each process that builds the model.
+    Keras saves the state of the same optimizers. The names are equal in each process that builds the model.
     """
     from raytf.compat.keras import BaseOptimizer
 
-    found: dict[int, tuple[str, BaseOptimizer]] = {}
+    named: dict[int, tuple[str, BaseOptimizer]] = {}
     looked_at = (BaseOptimizer, dict, list, tuple)
 
     def look(name, value):
         if isinstance(value, BaseOptimizer):
-            found.setdefault(id(value), (name, value))
+            named.setdefault(id(value), (name, value))
             return
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in parts:
-            if isinstance(part, looked_at):  # called at each checkpoint: a model has thousands of attributes
+            if isinstance(part, looked_at):  # called at each checkpoint, and a model has thousands of attributes
                 look(f"{name}.{key}", part)
 
     if model.optimizer is not None:
         look("optimizer", model.optimizer)
     for i, layer in enumerate(keras_objects.layers_of(model)):
-        its = vars(layer)
-        for name in sorted(name for name, value in its.items() if isinstance(value, looked_at)):
-            look(f"{i}.{name}" if i else name, its[name])
-    return dict(found.values())
+        attributes = vars(layer)
+        for name in sorted(name for name, value in attributes.items() if isinstance(value, looked_at)):
+            look(f"{i}.{name}" if i else name, attributes[name])
+    return dict(named.values())
 
 
 def variables(model) -> list:
-    """The variables of all optimizers of a model, each once."""
+    """Returns the variables of all optimizers of a model, each once."""
     return list({id(v): v for optimizer in of(model).values() for v in optimizer.variables}.values())
 
 
 def has_call(model) -> bool:
-    """Whether a model computes something from its inputs; one with a `train_step` of its own need not, as a GAN."""
+    """Whether a model computes something from its inputs; with its own `train_step` it need not, as a GAN."""
     import keras
 
     return type(model).call is not keras.Model.call
 
 
 def decides_itself(model, method: str = "fit") -> bool:
-    """Returns whether only the model's own code knows what data `fit`, `evaluate` or `predict` takes.
+    """Returns whether only the model's own code defines the data that `fit`, `evaluate` or `predict` accepts.
 
     Args:
-        model: a `keras.Model`.
+        model: A `keras.Model`.
         method: "fit", "evaluate" or "predict".
     """
     return _is_own(model, method) or _is_own(model, _STEPS[method])
@@ -70,18 +70,19 @@ def _is_own(model, name: str) -> bool:
 
 
 def build(model, data_batch, method: str = "fit") -> None:
-    """Builds a compiled model, as Keras does before its first step; `model.optimizer` too, the others as it steps.
+    """Builds a compiled model and `model.optimizer`, as Keras does before the first step; a step builds other
+    optimizers.
 
-    Keras calls the model on the batch's first part. A step of the model's own need not: where that fails, the step is
-    traced, and decides.
+    Keras calls the model on the batch's first part. A model's own step may not do that: if the call fails, the step is
+    traced instead.
 
     Args:
-        model: a compiled `keras.Model`.
-        data_batch: tensors with the shapes and dtypes of a batch.
-        method: "fit" or "evaluate": whose step the batch is for.
+        model: A compiled `keras.Model`.
+        data_batch: Tensors with the shapes and dtypes of a batch.
+        method: "fit" or "evaluate", whose step the batch is for.
 
     Raises:
-        ConfigError: the model has a `fit` of its own, and is not built.
+        ConfigError: The model has its own `fit`, and is not built.
     """
     if has_call(model):
         try:
@@ -102,7 +103,7 @@ def unbuilt(model) -> list:
 
 
 def _build_by_step(model, data_batch, method: str) -> None:
-    """Builds the layers that a step of the model's own uses by tracing it; nothing runs, and no weight changes."""
+    """Builds the layers that a model's own step uses by tracing it; nothing runs, and no weight changes."""
     import tensorflow as tf
 
     from raytf.compat.keras import BaseOptimizer
@@ -125,13 +126,13 @@ def _build_by_step(model, data_batch, method: str) -> None:
 
 
 def noted(model) -> dict[str, dict]:
-    """What `FILE` of a checkpoint says: for which of the model's weights each optimizer was built.
+    """Returns the content of `FILE` in a checkpoint: the model's weights for which each optimizer was built.
 
     Raises:
-        ConfigError: one trains weights that are not the model's, which no checkpoint would hold.
+        ConfigError: An optimizer trains weights outside of the model, which no checkpoint contains.
     """
     places = {id(v): i for i, v in enumerate(model.weights)}
-    found = {}
+    entries = {}
     for name, optimizer in of(model).items():
         if not optimizer.built:
             continue
@@ -142,32 +143,32 @@ def noted(model) -> dict[str, dict]:
                 f"{name}, which trains {keras_objects.trained_by(optimizer)[trained.index(None)].name!r}",
                 "Make the layers attributes of the model",
             )
-        found[name] = {"class": type(optimizer).__name__, "weights": trained}
-    return found
+        entries[name] = {"class": type(optimizer).__name__, "weights": trained}
+    return entries
 
 
 def build_as_saved(folder: str, model) -> None:
-    """Builds the optimizers of a built model for the weights for which they were when `noted` was called.
+    """Builds the optimizers of a built model for the weights that `noted` recorded.
 
     Raises:
-        ConfigError: the model has other optimizers, or fewer weights.
-        DamagedCheckpointError: what was noted cannot be read.
+        ConfigError: The model has other optimizers, or fewer weights.
+        DamagedCheckpointError: The file cannot be read.
     """
     path = os.path.join(folder, FILE)
-    if not os.path.lexists(path):  # of a version that knew one optimizer
+    if not os.path.lexists(path):  # written by a version with one optimizer
         return
-    mine, weights = of(model), model.weights
+    optimizers, weights = of(model), model.weights
     for name, saved in checkpoint_files.read_json(folder, FILE).items():
         if type(saved) is not dict or type(saved.get("weights")) is not list or type(saved.get("class")) is not str:
             raise checkpoint_files.damaged(os.path.basename(os.path.normpath(folder)), f"{FILE} has no right {name!r}")
-        here = type(mine[name]).__name__ if name in mine else "none"
+        current = type(optimizers[name]).__name__ if name in optimizers else "none"
         trained = saved["weights"]
-        if here != saved["class"] or not all(type(i) is int and 0 <= i < len(weights) for i in trained):
+        if current != saved["class"] or not all(type(i) is int and 0 <= i < len(weights) for i in trained):
             raise ConfigError(
                 "A run that resumes needs the optimizers that it had, for the same weights",
-                f"{name}: {here} after {saved['class']} for {len(trained)} weights; the model has {len(weights)}",
+                f"{name}: {current} after {saved['class']} for {len(trained)} weights; the model has {len(weights)}",
                 "Build the same model, each part of it before the first step, or give the run another name",
             )
-        if not mine[name].built:
+        if not optimizers[name].built:
             with model.distribute_strategy.scope():
-                mine[name].build([weights[i] for i in trained])
+                optimizers[name].build([weights[i] for i in trained])

@@ -1,4 +1,4 @@
-"""A user's `train_step` or `test_step` with what raytf looks at and replaces in the model's own functions meanwhile."""
+"""Runs a user's `train_step` or `test_step` with raytf's replacements of the model's functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raytf.parallel import step as step_module
 
 
 def step_of(model, function: Callable, training: bool) -> Callable:
-    """A step of a model that notes where its logs come from, and computes on all rows what compares rows.
+    """Returns a model's step that records the origin of its logs, and computes functions that compare rows on all rows.
 
     Args:
-        model: of the step.
-        function: its `train_step` or `test_step`.
-        training: which of them.
+        model: The model of the step.
+        function: `train_step` or `test_step` of the model.
+        training: Whether it is the train step.
     """
     notes = step_logs.notes_of(model)
     many = many_replicas(model.distribute_strategy)
@@ -27,15 +27,15 @@ def step_of(model, function: Callable, training: bool) -> Callable:
     @functools.wraps(function)
     def step(data):
         shown = step_logs.StepObservations(notes)
-        with contextlib.ExitStack() as within, step_module.within(seen=shown):
+        with contextlib.ExitStack() as stack, step_module.within(seen=shown):
             for metric in _metrics_of(model):
-                within.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))
+                stack.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))
                 if many and metrics.may_compare(metric):
                     update = functools.partial(metrics.update_state, metric)
-                    within.enter_context(patched_of(metric, "update_state", update))
+                    stack.enter_context(patched_of(metric, "update_state", update))
             if many and losses.own_compute_loss(model):
                 compute = functools.partial(losses.compute_loss, model)
-                within.enter_context(patched_of(model, "compute_loss", compute))
+                stack.enter_context(patched_of(model, "compute_loss", compute))
             metrics.before_step(model, shown)
             outputs = function(data)
             outputs, origins = step_logs.resolved(outputs, shown, metrics.result_in_step)
@@ -46,6 +46,6 @@ def step_of(model, function: Callable, training: bool) -> Callable:
 
 
 def _metrics_of(model) -> Iterator:
-    """The metrics of a model; those that `compile` got one by one."""
+    """Yields the metrics of a model; those of `compile` one by one."""
     for metric in model.metrics:
         yield from metric.metrics if isinstance(metric, compile_utils.CompileMetrics) else [metric]

@@ -1,8 +1,8 @@
-"""Gradients in loops of users' own, under `strategy.run`: a tape gives a replica's own, and an optimizer sums them.
+"""Gradients in users' own loops under `strategy.run`: tapes return local gradients, and optimizers sum them.
 
-What lies between the two is to act on the sums, as in one process. So where an optimizer is given a function of what
-tapes gave, that function is computed once more, of the sums: its operations are copied in the graph. What the loop has
-summed itself is not summed again.
+Operations between both shall apply to the sums, as in one process. So an optimizer computes the function of the tapes'
+gradients again on their sums. It copies the function's operations in the graph. Sums that the loop computes itself are
+not summed again.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from raytf.parallel import step as step_module
 
 _READS = ("ReadVariableOp", "ResourceGather")
 _TAPED, _ALIKE = "taped", "alike"
-# Beyond so many a gradient is summed as it is given.
+# Number of operations beyond which a gradient is summed unchanged.
 _MOST_OPERATIONS = 50_000
 
 
 class Loop:
-    """What tapes and sums have given to the replica that this thread traces or runs."""
+    """Records results of tapes and sums in the replica that this thread traces or runs."""
 
     def __init__(self):
-        self._of_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # names, as tensors hold their graph
+        self._of_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by name: tensors hold their graph
         self._eager: dict[int, tuple] = {}
         self.warned = False
 
     def note(self, tensor, kind: str) -> None:
-        """Keeps whether a tensor is a tape's, or the same on all replicas."""
+        """Records whether a tensor comes from a tape, or is equal on all replicas."""
         if hasattr(tensor, "numpy"):
             self._eager[id(tensor)] = tensor, kind
         else:
@@ -39,11 +39,11 @@ class Loop:
 
     @property
     def has_taped(self) -> bool:
-        """Whether a tape has given a gradient outside of graphs."""
+        """Whether a tape has computed a gradient outside of graphs."""
         return any(kind == _TAPED for _, kind in self._eager.values())
 
     def kind_of(self, tensor) -> str | None:
-        """What was noted."""
+        """Returns the recorded kind of a tensor, or None."""
         if hasattr(tensor, "numpy"):
             return self._eager.get(id(tensor), (None, None))[1]
         return self._of_graphs.get(tensor.graph, {}).get(tensor.name)
@@ -61,7 +61,7 @@ def _is_one() -> bool:
 
 
 def note_taped(gradients) -> None:
-    """Notes gradients with respect to variables, in a loop of the user's own."""
+    """Records gradients with respect to variables, in a user's own loop."""
     if _is_one():
         for gradient in gradients:
             if isinstance(gradient, tf.Tensor):
@@ -70,24 +70,24 @@ def note_taped(gradients) -> None:
 
 @patch((tf.distribute.ReplicaContext, "all_reduce"))
 def all_reduce(original, self, reduce_op, value, options=None):
-    """`ReplicaContext.all_reduce`; an optimizer does not sum again what is a function of its results."""
-    found = original(self, reduce_op, value, options)
+    """Replaces `ReplicaContext.all_reduce`: an optimizer does not sum functions of its results again."""
+    results = original(self, reduce_op, value, options)
     if _is_one():
-        for one in tf.nest.flatten(found, expand_composites=True):
-            _loop().note(one, _ALIKE)
-    return found
+        for tensor in tf.nest.flatten(results, expand_composites=True):
+            _loop().note(tensor, _ALIKE)
+    return results
 
 
 def for_optimizer(grads: Sequence, total) -> list:
-    """What an optimizer is given in a loop of the user's own, as gradients of all replicas.
+    """Returns the gradients of all replicas for an optimizer in a user's own loop.
 
     Args:
-        grads: gradients, some of which may be None.
+        grads: Gradients; some may be None.
         total: total(gradients) -> their sums over replicas.
     """
     if not _is_one():
         return total(grads)
-    loop, found = _loop(), list(grads)
+    loop, results = _loop(), list(grads)
     ways = {i: _Way(loop, _content(g)) for i, g in enumerate(grads) if g is not None}
     changed = [i for i, way in ways.items() if way.taped and way.operations]
     liftable = all(ways[i].liftable and isinstance(grads[i], tf.Tensor) for i in changed)
@@ -109,11 +109,11 @@ def for_optimizer(grads: Sequence, total) -> list:
     if left or sources:
         summed = total([*(grads[i] for i in left), *sources])
         for i, value in zip(left, summed, strict=False):
-            found[i] = value
+            results[i] = value
         values = {t.name: value for t, value in zip(sources, summed[len(left) :], strict=True)}
         for i in lifted:
-            found[i] = ways[i].of(values)
-    return found
+            results[i] = ways[i].of(values)
+    return results
 
 
 def _content(gradient):
@@ -121,13 +121,13 @@ def _content(gradient):
 
 
 class _Way:
-    """From what tapes gave to a gradient that an optimizer is given.
+    """The operations from tapes' gradients to a gradient for an optimizer.
 
     Attributes:
-        alike: whether it is a function of variables, and of what the loop has summed itself.
-        taped: the tapes' gradients that it is a function of.
-        operations: that lie between, in order.
-        liftable: whether these can be computed of something else.
+        alike: Whether it is a function of variables and of the loop's own sums.
+        taped: The tapes' gradients that it is a function of.
+        operations: The operations between both, in order.
+        liftable: Whether these can be computed on other values.
     """
 
     def __init__(self, loop: Loop, tensor):
@@ -138,20 +138,20 @@ class _Way:
         if kind is not None:
             self.taped = [tensor] if kind == _TAPED else []
             return
-        if hasattr(tensor, "numpy"):  # where it comes from is not known
+        if hasattr(tensor, "numpy"):  # its origin is unknown
             self.taped, self.operations, self.liftable = ([tensor], [None], False) if loop.has_taped else ([], [], True)
             return
         seen, unknown, summed = self._look(loop)
         self.alike = summed and not unknown and not self.taped
         ends = {t.name for t in self.taped}
-        for operation in tensor.graph.get_operations() if self.taped else ():  # in the order in which they were made
+        for operation in tensor.graph.get_operations() if self.taped else ():  # in order of creation
             if operation.name in seen and any(t.name in ends for t in operation.inputs):
                 self.operations.append(operation)
                 ends |= {t.name for t in operation.outputs}
                 self.liftable &= not operation.op_def.is_stateful
 
     def _look(self, loop: Loop) -> tuple[set[str], bool, bool]:
-        """(names of operations before, whether some are more than functions, whether one is the loop's own sum)."""
+        """Returns (names of earlier operations, whether some are no pure functions, whether one is the loop's sum)."""
         seen, left, unknown, summed = set(), [self._tensor], False, False
         looked: set[str] = set()
         while left:
@@ -174,7 +174,7 @@ class _Way:
         return seen, unknown, summed
 
     def of(self, values: dict[str, tf.Tensor]) -> tf.Tensor:
-        """The same function of other values, by the names of those in `taped`."""
+        """Returns the same function of other values, by the names of the tensors in `taped`."""
         graph, values = self._tensor.graph, dict(values)
         for operation in self.operations:
             attributes = {k: v for k, v in operation.node_def.attr.items() if k != "_class"}
@@ -186,7 +186,7 @@ class _Way:
                 op_def=operation.op_def,
                 name=f"{operation.name}_of_all",
             )
-            for before, after in zip(operation.outputs, made.outputs, strict=True):
-                after.set_shape(before.shape)
-                values[before.name] = after
+            for source, copy in zip(operation.outputs, made.outputs, strict=True):
+                copy.set_shape(source.shape)
+                values[source.name] = copy
         return values[self._tensor.name]

@@ -1,7 +1,7 @@
-"""What a step changes besides its update: metrics, moving statistics, seeds, counters.
+"""A worker's own state: variables that a step changes besides its update, such as metrics, moving statistics, seeds.
 
-Another worker does not have it, or has it as it is within the next step. So each worker passes it on after every step
-to the next one of the ring, for a process that takes its place when it is lost; see `raytf.collectives.healing`.
+Other workers do not have it, or have it as of the next step. So each worker sends it to the next one of the ring after
+every step, for its replacement worker; see `raytf.collectives.healing`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from raytf.parallel import step as step_module
 
 
 def variables_of(model) -> list:
-    """The variables, in the same order on all workers of a model."""
+    """Returns the variables, in the same order on all workers of a model."""
     states = [v for layer in keras_objects.layers_of(model) for v in keras_objects.own_variables(layer)[1]]
     shared = keras_objects.shared_seed()
-    # one that comes later, and that no step draws from, is there for a callback of one worker alone
-    ours = model.__dict__.setdefault("_raytf_shared_seed", {id(v) for v in shared}) | _written(model).keys()
-    seeds = [*keras_objects.seeds_of_layers(model), *(v for v in shared if id(v) in ours)]
+    # later seeds that no step draws from belong to a callback of one worker only
+    shared_ids = model.__dict__.setdefault("_raytf_shared_seed", {id(v) for v in shared}) | _written(model).keys()
+    seeds = [*keras_objects.seeds_of_layers(model), *(v for v in shared if id(v) in shared_ids)]
     return list({id(v): v for v in (*model.metrics_variables, *states, *seeds)}.values())
 
 
 def bytes_of(model) -> int | None:
-    """How many bytes they have; None where some have no fixed number."""
-    found = variables_of(model)
-    if any(tf.as_dtype(v.dtype) in NO_NUMBERS for v in found):
+    """Returns their number of bytes; None if some have no fixed number."""
+    variables = variables_of(model)
+    if any(tf.as_dtype(v.dtype) in NO_NUMBERS for v in variables):
         return None
-    return sum(map(communicator.bytes_of, found))
+    return sum(map(communicator.bytes_of, variables))
 
 
 def passing_on(model, replica_step):
-    """A replica's step that passes on what it has changed, where the workers' ring can be healed."""
+    """Returns a replica's step that also sends its own state to the next worker, if the workers' ring can recover."""
     holder = gradient_ring.of(model.distribute_strategy)
     if holder is None or not healing.here.armed:
         return replica_step
@@ -56,38 +56,38 @@ def passing_on(model, replica_step):
 
 
 def _written(model) -> dict[int, keras.Variable]:
-    """By id: what steps assign that is no update of an optimizer; noted while they are traced."""
+    """Returns the variables, by id, that steps assign outside of optimizers' updates; recorded during tracing."""
     return model.__dict__.setdefault("_raytf_written", {})
 
 
 def written_early(model) -> list[str]:
-    """Paths of variables that a step may change before its gradients are summed, and that are no own state.
+    """Returns paths of variables, other than own state, that a step may change before its gradients are summed.
 
-    While a worker waits in a step they are not what they were before it.
+    While a worker waits in a step, they do not have their values from before the step.
     """
     own = {id(v) for v in variables_of(model)}
     return sorted(v.path for key, v in _written(model).items() if key not in own)
 
 
 def began(model) -> None:
-    """Passes on what a worker has at the begin of an epoch; every worker calls it."""
+    """Sends a worker's own state at the begin of an epoch; every worker calls it."""
     healing.here.began(gradient_ring.of(model.distribute_strategy), content_of(model))
 
 
 def averaged(model) -> None:
-    """Passes on what a worker has behind a checkpoint that has averaged it over workers; every worker calls it."""
+    """Sends a worker's own state after a checkpoint that averaged it over workers; every worker calls it."""
     if healing.here.armed:
         healing.here.averaged(gradient_ring.of(model.distribute_strategy), content_of(model))
 
 
 def resumes(model) -> None:
-    """Passes on what callbacks that look at batches may have changed since the last step, as an `evaluate` does."""
+    """Sends own state that callbacks that read batches may have changed since the last step, as `evaluate` does."""
     if healing.here.armed and model.__dict__.get("_raytf_sync_batches"):
         healing.here.resumes(gradient_ring.of(model.distribute_strategy), content_of(model))
 
 
 def content_of(model) -> bytes:
-    """The values of these variables, which `take` takes."""
+    """Returns the values of these variables as bytes, for `take`."""
     variables = variables_of(model)
     key = [id(v) for v in variables]
     known, function = model.__dict__.get("_raytf_own_state", (None, None))
@@ -102,26 +102,26 @@ def content_of(model) -> bytes:
 
 
 def alike(model) -> list:
-    """The variables that all workers have alike: all others of a model, and those of its optimizers."""
+    """Returns the variables that are equal on all workers: all others of a model and its optimizers."""
     own = {id(v) for v in variables_of(model)}
     return list({id(v): v for v in (*model.variables, *model_optimizers.variables(model)) if id(v) not in own}.values())
 
 
 def check_alike(model) -> None:
-    """After a loss that was survived: all workers must have the same weights and state of optimizers.
+    """Checks after a recovery that all workers have equal weights and optimizer state.
 
     Raises:
-        RaytfError: they have not.
+        RaytfError: They differ.
     """
     healing.here.healed = False
-    mine = 0
+    digest = 0
     for variable in alike(model):
-        mine = zlib.crc32(here(model.distribute_strategy, variable), mine)
+        digest = zlib.crc32(here(model.distribute_strategy, variable), digest)
     ring = gradient_ring.of(model.distribute_strategy).ring
-    found = np.zeros(ring.size, np.int64)
-    found[ring.rank] = mine
-    (found,) = communicator.sum_over_workers(model.distribute_strategy, [found])
-    if len(set(found.tolist())) > 1:
+    digests = np.zeros(ring.size, np.int64)
+    digests[ring.rank] = digest
+    (digests,) = communicator.sum_over_workers(model.distribute_strategy, [digests])
+    if len(set(digests.tolist())) > 1:
         raise RaytfError(
             "A worker can be replaced in place where a step changes weights by its summed gradients alone, received: "
             "other weights on some workers after the step in which one was replaced. A train_step that changes them "
@@ -131,16 +131,16 @@ def check_alike(model) -> None:
 
 
 def take(model, content: bytes) -> None:
-    """Gives a model what another worker has passed on.
+    """Restores a model's own state from bytes of another worker.
 
     Raises:
-        ValueError: it was another model's.
+        ValueError: The bytes are of another model.
     """
     _assign(model.distribute_strategy, variables_of(model), values_of(model, content))
 
 
 def values_of(model, content: bytes) -> list[np.ndarray]:
-    """The values of `variables_of` that a worker has passed on; raises ValueError, see `take`."""
+    """Returns the values of `variables_of` from another worker's bytes; raises ValueError, see `take`."""
     values, begin = [], 0
     for variable in variables_of(model):
         kind = tf.as_dtype(variable.dtype).as_numpy_dtype
@@ -153,18 +153,18 @@ def values_of(model, content: bytes) -> list[np.ndarray]:
 
 
 def put(model, values: Sequence[np.ndarray]) -> None:
-    """Gives the variables values in this process alone, from any thread, also while a step of the model waits."""
+    """Assigns the variables in this process only, from any thread, also while a step of the model waits."""
     put_each(model.distribute_strategy, zip(variables_of(model), values, strict=True))
 
 
 def here(strategy, variable) -> np.ndarray:
-    """What a variable holds in this process, as bytes; its own memory where TensorFlow shows that."""
+    """Returns the value of a variable in this process as bytes, without a copy if TensorFlow allows it."""
     array = communicator.read(strategy.experimental_local_results(keras_objects.held_by(variable))[0])
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def put_each(strategy, pairs: Iterable[tuple]) -> None:
-    """`put` of (variable, value)."""
+    """Assigns each (variable, value) like `put`."""
     for variable, value in pairs:
         (local,) = strategy.experimental_local_results(keras_objects.held_by(variable))
         local.assign(value)

@@ -1,9 +1,9 @@
-"""Arrays that Python functions give to TensorFlow (generators, `PyDataset`, `tf.numpy_function`) stay as they are.
+"""Protects arrays that Python functions return to TensorFlow (generators, `PyDataset`, `tf.numpy_function`).
 
-TensorFlow takes an array without a copy where its memory begins at a multiple of 64 bytes, as a quarter of small arrays
-do, and each page of a file that is mapped. And an operation that has the last reference to a tensor may write its
-result into the tensor's memory (TensorFlow 2.20 and 2.21): under several replicas the labels of a generator that gives
-parts of an array were overwritten in that array, for all epochs to come. Such arrays are copied first.
+TensorFlow uses an array without a copy if its address is a multiple of 64 bytes. This holds for a quarter of small
+arrays and all pages of mapped files. An operation with the last reference to a tensor may overwrite the tensor's memory
+(TensorFlow 2.20 and 2.21). With several replicas, a generator's label array was overwritten so, for all later epochs.
+Such arrays are copied first.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from raytf.compat.tensorflow import FuncRegistry, gives_memory, registered
 
 @patch((FuncRegistry, "insert"))
 def insert(original, self, func):
-    """Which functions are raytf's own, whose memory is for TensorFlow alone, is known when they are made known."""
+    """Records which functions are raytf's own, whose memory only TensorFlow uses, when they are registered."""
     registered(func)
     return original(self, func)
 
 
 @patch((FuncRegistry, "__call__"))
 def call(original, self, token, device, args):
-    """TensorFlow gets memory of its own from a Python function, and not that of the user's arrays."""
+    """Returns copies of the user's arrays to TensorFlow from a Python function."""
     given = original(self, token, device, args)
     if gives_memory(self.get(token)):
         return given
@@ -32,6 +32,6 @@ def call(original, self, token, device, args):
 
 
 def _own(value):
-    """A value, or a copy of an array that TensorFlow would take as it is; what is not aligned it copies itself."""
+    """Returns a value, or a copy of an array that TensorFlow would use in place; it copies unaligned arrays itself."""
     taken = isinstance(value, np.ndarray) and value.dtype != object and value.ctypes.data % ALIGNED == 0
     return value.copy() if taken else value

@@ -1,4 +1,4 @@
-"""One replica's step under several workers: what it knows of its rows, and the variables that it changes."""
+"""One replica's step with several workers: its number of rows, and the variables that it changes."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from raytf.compat.keras import backend_core
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import AggregatingVariable, context
 
-# Of the replica that this thread traces or runs: "step", and how `multiworker_gradients` is at work in it.
+# State of the replica that this thread traces or runs, such as its `step`.
 state = threading.local()
 
 
 class Step:
-    """What one replica knows of the step that it is tracing or running."""
+    """The state of one replica's step while it is traced or runs."""
 
     def __init__(self, rows: tf.Tensor, partial: bool, shared: frozenset[int] = frozenset(), states=None):
-        self.rows = rows  # int32 scalar, this replica's real rows
+        self.rows = rows  # int32 scalar, number of this replica's real rows
         self.partial = partial  # whether the number of rows may differ between replicas or steps
-        self.shared = shared  # ids of variables of all replicas to which one without rows must not add
-        self.states = states  # a `joined_state.States`, or None where nobody is to be told of them
+        self.shared = shared  # ids of shared variables that a replica without rows must not change
+        self.states = states  # a `joined_state.States`, or None to warn of no states
         self._global_rows: list[tf.Tensor] = []
-        self._alike: dict[int, object] = {}  # by id: tensors that are the same on all workers
+        self._alike: dict[int, object] = {}  # by id: tensors with equal values on all workers
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def note_alike(self, tensor) -> None:
-        """Keeps that a tensor, or the handle of a variable, is the same on all workers."""
+        """Records that a tensor, or the handle of a variable, is equal on all workers."""
         self._alike[id(tensor)] = tensor
 
     def is_alike(self, tensor) -> bool:
-        """Whether that was noted of a tensor."""
+        """Whether a tensor was recorded as equal on all workers."""
         return id(tensor) in self._alike
 
     def is_nested(self) -> bool:
-        """Whether the code that is traced now lies in a function, condition or loop within the step."""
+        """Whether the code that is traced is in a function, condition or loop within the step."""
         return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
 
     def global_rows(self) -> tf.Tensor:
-        """Rows of all replicas, float64 scalar of at least 1; costs a collective at the first call in a step.
+        """Returns the rows of all replicas, float64 scalar of at least 1; the first call in a step costs a collective.
 
-        What a branch of a `tf.cond` or the body of a `tf.while_loop` found out is not known outside of it.
+        The result of a branch of `tf.cond` or a body of `tf.while_loop` cannot be used outside of it.
         """
         known = next((total for total in self._global_rows if _is_visible(total)), None)
         if known is None:
@@ -58,24 +58,24 @@ class Step:
         return known
 
     def upscale(self, dtype) -> tf.Tensor:
-        """Global rows over this replica's rows: undoes the weight that the gradients will get."""
+        """Returns global rows over this replica's rows, which reverts the later weight of the gradients."""
         return tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
 
     @property
     def known_rows(self) -> int | None:
-        """The length of what has rows, where it is known as the step is traced; that of a placeholder is one."""
+        """The number of rows if it is known while the step is traced, at least 1: a placeholder has one row."""
         rows = tf.get_static_value(self.rows)
         return None if rows is None else max(int(rows), 1)
 
     @property
     def notes(self):
-        """What is known of the model's functions, see `step_logs.Notes`; None outside of a model's own step."""
+        """Facts about the model's functions, see `step_logs.Notes`; None outside of a model's own step."""
         seen = getattr(state, "seen", None)
         return None if seen is None else seen.notes
 
 
 def _is_visible(tensor) -> bool:
-    """Whether code that is traced or runs now may use a tensor: of this graph, of one around it, or of none."""
+    """Whether the current code may use a tensor: of this graph, of an outer graph, or an eager tensor."""
     if tf.executing_eagerly() or (tf.is_tensor(tensor) and hasattr(tensor, "numpy")):
         return True
     graph = tf.compat.v1.get_default_graph()
@@ -85,24 +85,24 @@ def _is_visible(tensor) -> bool:
 
 
 def current() -> Step | None:
-    """The step of `fit` or `evaluate` that this thread traces or runs, or None outside of one."""
+    """Returns the step of `fit` or `evaluate` that this thread traces or runs, or None outside of one."""
     return getattr(state, "step", None)
 
 
 def is_trial() -> bool:
-    """Whether a user's function is tried on rows that are made up; see `halves`."""
+    """Whether a user's function is tried on synthetic rows; see `halves`."""
     return getattr(state, "trial", False)
 
 
 @contextlib.contextmanager
 def within(**values):
     """Sets fields of `state` for the block."""
-    before = {name: getattr(state, name, None) for name in values}
+    previous = {name: getattr(state, name, None) for name in values}
     vars(state).update(values)
     try:
         yield
     finally:
-        vars(state).update(before)
+        vars(state).update(previous)
 
 
 def in_replica_of_many() -> bool:
@@ -111,12 +111,12 @@ def in_replica_of_many() -> bool:
 
 
 def first_leaf(x):
-    """The first tensor of a nest of inputs."""
+    """Returns the first tensor of a nest of inputs."""
     return next(leaf for leaf in tree.flatten(x) if leaf is not None)
 
 
 def count_rows(leaf) -> tuple[tf.Tensor, bool]:
-    """The number of rows of a batch, and whether it may change from step to step, or is none."""
+    """Returns the number of rows of a batch, and whether it may vary between steps, or be 0."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32), True
     if isinstance(leaf, tf.SparseTensor):
@@ -128,13 +128,13 @@ def count_rows(leaf) -> tuple[tf.Tensor, bool]:
 
 
 def local_parts(strategy, data):
-    """A batch for the replicas of this process, of which each gets its share of the rows.
+    """Splits a batch by rows for the replicas of this process.
 
-    Keras gives the batch of `train_on_batch` to each replica whole: what is counted or summed would count for each.
+    Keras passes the whole batch of `train_on_batch` to each replica: counts and sums would be multiplied.
 
     Args:
-        strategy: a `tf.distribute.Strategy`.
-        data: a nest of tensors or arrays, with the rows first, and of what has none; or what is divided already.
+        strategy: A `tf.distribute.Strategy`.
+        data: Nest of tensors or arrays with the rows first, and other values; or data that is split already.
     """
     replicas = local_replicas(strategy) if many_replicas(strategy) else 1
     leaves = [leaf for leaf in tree.flatten(data) if len(getattr(leaf, "shape", ()))]
@@ -156,16 +156,16 @@ def _rows_of(leaf, start: int, stop: int) -> tf.Tensor | tf.RaggedTensor | tf.Sp
     if not isinstance(leaf, tf.SparseTensor):
         part = leaf[start:stop]
         return part if isinstance(part, tf.RaggedTensor) else tf.convert_to_tensor(part)
-    others = leaf.dense_shape[1:]
-    begin = tf.concat([tf.constant([start], tf.int64), tf.zeros_like(others)], 0)
-    return tf.sparse.slice(leaf, begin, tf.concat([tf.constant([stop - start], tf.int64), others], 0))
+    inner = leaf.dense_shape[1:]
+    begin = tf.concat([tf.constant([start], tf.int64), tf.zeros_like(inner)], 0)
+    return tf.sparse.slice(leaf, begin, tf.concat([tf.constant([stop - start], tf.int64), inner], 0))
 
 
 def with_placeholder(data, rows):
-    """Puts one row of zeros in the place of an empty batch: layers and losses need not survive zero rows."""
+    """Replaces an empty batch by one row of zeros: layers and losses may not support zero rows."""
 
     def fill(tensor):
-        if isinstance(tensor, tf.SparseTensor):  # without rows it has no values either
+        if isinstance(tensor, tf.SparseTensor):  # without rows it has no values
             size = tf.concat([tf.maximum(tensor.dense_shape[:1], 1), tensor.dense_shape[1:]], 0)
             filled = tf.SparseTensor(tensor.indices, tensor.values, size)
             filled.set_shape([None, *tensor.shape[1:]])
@@ -187,11 +187,11 @@ def with_placeholder(data, rows):
 
 
 def step_variables(model) -> list:
-    """Variables that a forward pass changes by what it sees: metrics and moving statistics (no frozen weights).
+    """Returns variables that a forward pass updates: metrics and moving statistics (no frozen weights).
 
-    Those of synchronized layers are left out: they follow the rows of all replicas, as what is joined where it is
-    assigned. So are numbers that are no floats: a step that is counted is one on every replica, and a condition on the
-    count must hold on all or none.
+    It omits variables of synchronized layers, which follow the rows of all replicas, and variables that are joined at
+    assignment. It also omits integers: a step counts as one on every replica, and a condition on the count must hold on
+    all or none.
     """
     own = [layer for layer in keras_objects.layers_of(model) if not getattr(layer, "synchronized", False)]
     states = [
@@ -205,40 +205,40 @@ def step_variables(model) -> list:
 
 @patch((backend_core.Variable, "_initialize_with_initializer"))
 def initialize(original, self, initializer):
-    """`Variable._initialize_with_initializer`; what a step makes while it is traced is made at once, as outside of it.
+    """Replaces `Variable._initialize_with_initializer`: initializes variables of a traced step at once.
 
-    An optimizer that was not built before makes its slots there. TensorFlow would put their initial values, which the
-    chief sends to all, into a condition inside the step, where such collectives lose their keys.
+    An optimizer that was not built before creates its slots there. TensorFlow would broadcast the chief's initial
+    values in a condition inside the step. Such collectives lose their keys there.
     """
     if tf.executing_eagerly() or not in_replica_of_many():
         original(self, initializer)
         return
     strategy = tf.distribute.get_strategy()
-    # a graph that knows nothing: the function's own lets it make variables in its way, in eager mode, too
+    # an empty graph: the function's own would create variables in its own way, also in eager mode
     with tf.init_scope(), tf.Graph().as_default(), context.eager_mode(), strategy.scope():
         original(self, initializer)
 
 
 def is_shared(variable) -> bool:
-    """Whether all replicas have one variable, as under CentralStorageStrategy."""
+    """Whether all replicas share one variable, as under CentralStorageStrategy."""
     return isinstance(keras_objects.held_by(variable), AggregatingVariable)
 
 
 def is_joined(variable) -> bool:
-    """Whether a variable's `aggregation` says how replicas' values of it become one when they are assigned."""
+    """Whether a variable's `aggregation` defines how replicas' values are joined when they are assigned."""
     return says_how_to_join(variable) and not is_shared(variable)
 
 
 def says_how_to_join(variable) -> bool:
-    """Whether that is said of it, and it is no metric's, which is joined when an epoch ends."""
+    """Whether it has an `aggregation`, and is no metric's variable, which is joined when an epoch ends."""
     return variable.aggregation != "none" and variable.synchronization != "on_read"
 
 
 def one_replica_step(model, function, states=None):
-    """Wraps `train_step` or `test_step`: (data) -> (its outputs, this replica's rows); `states` see `Step`."""
+    """Wraps `train_step` or `test_step`: (data) -> (its outputs, this replica's rows); `states` as for `Step`."""
 
     def step(data):
-        # without this, what needs no data (the count of iterations) runs once more when the data has ended
+        # otherwise, operations without data (the count of iterations) run once more at the end of the data
         with tf.control_dependencies([t for t in tree.flatten(data) if isinstance(t, tf.Tensor)]):
             return on_batch(data)
 
@@ -249,14 +249,14 @@ def one_replica_step(model, function, states=None):
             with within(step=Step(rows, partial, states=states)):
                 return function(data), rows
         variables = step_variables(model)
-        shared = frozenset(id(v) for v in variables if is_shared(v))  # these are never changed in vain
+        shared = frozenset(id(v) for v in variables if is_shared(v))  # steps without rows never change these
         variables = [v for v in variables if id(v) not in shared]
-        before = [tf.identity(v.value) for v in variables]
+        old = [tf.identity(v.value) for v in variables]
         with within(step=Step(rows, partial, shared, states)):
             outputs = function(with_placeholder(data, rows))
 
         def put_back():
-            for variable, value in zip(variables, before, strict=True):
+            for variable, value in zip(variables, old, strict=True):
                 variable.assign(value)
             return True
 

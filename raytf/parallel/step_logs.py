@@ -1,14 +1,10 @@
-"""Logs of a step as one process has them, whatever a `train_step` or `test_step` of the user's returns.
+"""Logs of a step as in one process, for any `train_step` or `test_step` of the user.
 
-* What a metric's `result()` gave is that metric's result over the rows of all workers, whatever name it has.
-* What was computed from such results is computed from those over all rows.
-* Any other number is taken for a mean over this worker's rows: the mean over workers, weighted with their rows. So a
-  mean over rows is exact, and what is alike on all workers stays. A sum over rows is none: return its mean, or keep a
-  `keras.metrics.Sum`.
-* What has a value for each row has those of the rows of all workers, in their order.
-
-A name alone says nothing, but as in Keras: where a step returns the names of all metrics and no other, the metrics that
-the step has updated stand for them at the end of an epoch. One that nothing has updated does not.
+* The `result()` of a metric becomes its result over the rows of all workers; values computed from results follow.
+* Other numbers count as a mean over this worker's rows, and become the mean weighted by rows. Return no sum over rows,
+  but its mean, or use a `keras.metrics.Sum`.
+* Values for each row become the values of all workers' rows, in order.
+* As in Keras, updated metrics replace a step's logs at an epoch's end, if both have the same names.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ from raytf.parallel import step as step_module
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a value of logs comes from.
+    """The origin of a value in logs.
 
     Args:
-        metric: whose result it is, or None.
-        key: of the value, where results are a dict.
-        by_row: whether it has a value for each row.
+        metric: The metric whose result it is, or None.
+        key: Key of the value, if results are a dict.
+        by_row: Whether it has a value for each row.
     """
 
     metric: Any = None
@@ -44,11 +40,11 @@ class Origin:
 
 @dataclasses.dataclass
 class StepTrace:
-    """What a step's trace has shown.
+    """The result of a step's trace.
 
     Args:
-        origins: of the flat values that it returns.
-        written: ids of the variables that it assigns.
+        origins: Origins of the flat values that it returns.
+        written: Ids of the variables that it assigns.
     """
 
     origins: Sequence[Origin] = ()
@@ -57,13 +53,13 @@ class StepTrace:
 
 @dataclasses.dataclass
 class Notes:
-    """What is known of the functions of a model, by their traces.
+    """Facts about the functions of a model, from their traces.
 
     Args:
-        trials: see `halves.known`.
-        of: what the train step (True) and the test step (False) have shown.
-        last: which of them ran last.
-        gathers: whether a step gathers the rows of all replicas.
+        trials: Outcomes of trials, see `halves.known`.
+        of: Traces of the train step (True) and the test step (False).
+        last: Key in `of` of the step that ran last.
+        gathers: Whether a step gathers the rows of all replicas.
     """
 
     trials: dict = dataclasses.field(default_factory=dict)
@@ -73,20 +69,20 @@ class Notes:
 
     @property
     def found(self) -> StepTrace:
-        """Of the step that ran last."""
+        """The trace of the step that ran last."""
         return self.of.get(self.last, StepTrace())
 
 
 @dataclasses.dataclass
 class StepObservations:
-    """What a step that is traced, or runs, has shown so far.
+    """The observations so far in a step that is traced or runs.
 
     Args:
-        notes: of its model.
-        results: by id of a tensor: (the tensor, its origin).
-        written: see `StepTrace`.
-        before: by id of a metric's variable: its value when the step began, where a replica may have no rows.
-        added: by id of a layer: what it has added with `add_loss`.
+        notes: Notes of its model.
+        results: By id of a tensor: (the tensor, its origin).
+        written: Ids of assigned variables, see `StepTrace`.
+        before: By id of a metric's variable: its value when the step began, if a replica may have no rows.
+        added: By id of a layer: its losses from `add_loss`.
     """
 
     notes: Notes
@@ -97,12 +93,12 @@ class StepObservations:
 
 
 def notes_of(model) -> Notes:
-    """The notes of a model."""
+    """Returns the notes of a model."""
     return model.__dict__.setdefault("_raytf_notes", Notes())
 
 
 def seen() -> StepObservations | None:
-    """What the step that this thread traces or runs has shown, or None outside of one."""
+    """Returns the observations of the step that this thread traces or runs, or None outside of one."""
     return getattr(step_module.state, "seen", None)
 
 
@@ -110,12 +106,12 @@ def seen() -> StepObservations | None:
 
 
 def resolved(outputs: Any, shown: StepObservations, result: Callable[[Origin], tf.Tensor]) -> tuple[Any, list[Origin]]:
-    """(what a replica's step returns, the origins of its flat values).
+    """Returns (outputs of a replica's step, the origins of its flat values).
 
     Args:
-        outputs: of the user's function.
-        shown: by it.
-        result: result(origin) -> what a metric has over the rows of all replicas.
+        outputs: Outputs of the user's function.
+        shown: Observations of the step.
+        result: result(origin) -> a metric's result over the rows of all replicas.
     """
     step = step_module.current()
     leaves, origins = tree.flatten(outputs), []
@@ -133,9 +129,9 @@ def resolved(outputs: Any, shown: StepObservations, result: Callable[[Origin], t
 
 
 def _from_results_of_all(leaf: tf.Tensor, shown: StepObservations, result: Callable, copies: dict) -> tf.Tensor:
-    """A tensor of a graph as it would be, had the metrics' results in it been those over all rows."""
+    """Returns a graph's tensor, computed from the metrics' results over all rows instead of local ones."""
     if hasattr(leaf, "numpy") or not hasattr(leaf, "op"):
-        return leaf  # in eager mode the results were those of all from the start
+        return leaf  # in eager mode the results cover all rows already
     from_results = _ancestors(leaf)
     given = [(t, origin) for t, origin in shown.results.values() if getattr(t, "op", None) in from_results]
     if not given:
@@ -147,18 +143,18 @@ def _from_results_of_all(leaf: tf.Tensor, shown: StepObservations, result: Calla
 
 
 def _ancestors(tensor: tf.Tensor) -> set:
-    """The operations of its graph that a tensor is computed by."""
-    found, ahead = set(), [tensor.op]
+    """Returns the operations of its graph that compute a tensor."""
+    operations, ahead = set(), [tensor.op]
     while ahead:
         op = ahead.pop()
-        if op not in found:
-            found.add(op)
+        if op not in operations:
+            operations.add(op)
             ahead += [given.op for given in op.inputs]
-    return found
+    return operations
 
 
 def _copied(tensor: tf.Tensor, copies: dict[int, tf.Tensor]) -> tf.Tensor:
-    """A tensor, computed from others in the place of some that it is computed from."""
+    """Returns a tensor, computed from `copies` instead of some of its sources."""
     done: dict[Any, list] = {}
 
     def of(one):
@@ -187,10 +183,10 @@ def _copied(tensor: tf.Tensor, copies: dict[int, tf.Tensor]) -> tf.Tensor:
 
 
 def joined(strategy, outputs: Any, rows: Any, found: StepTrace) -> tuple[Any, tf.Tensor]:
-    """(what the replicas of this process return together, the number of their rows)."""
+    """Returns (joined outputs of the replicas of this process, the number of their rows)."""
     local = strategy.experimental_local_results
-    each = local(rows)
-    total = each[0] if len(each) == 1 else tf.add_n(each)
+    counts = local(rows)
+    total = counts[0] if len(counts) == 1 else tf.add_n(counts)
     leaves = tree.flatten(outputs)
     for i, (leaf, origin) in enumerate(zip(leaves, found.origins, strict=True)):
         values = local(leaf)
@@ -199,12 +195,12 @@ def joined(strategy, outputs: Any, rows: Any, found: StepTrace) -> tuple[Any, tf
         elif origin.by_row:
             leaves[i] = tf.concat(values, 0)
         else:
-            leaves[i] = _weighted([tf.convert_to_tensor(v) for v in values], each, total)
+            leaves[i] = _weighted([tf.convert_to_tensor(v) for v in values], counts, total)
     return tree.pack_sequence_as(outputs, leaves), total
 
 
 def _weighted(values: Sequence[tf.Tensor], rows: Sequence[tf.Tensor], total: tf.Tensor) -> tf.Tensor:
-    """The mean over replicas, weighted with their rows; in float64 of what is no float."""
+    """Returns the mean over replicas, weighted by their rows; in float64 for integers."""
     kind = values[0].dtype if values[0].dtype.is_floating else tf.float64
     wide = [tf.cast(v, tf.float64) * tf.cast(n, tf.float64) for v, n in zip(values, rows, strict=True)]
     wide = [tf.where(n > 0, v, tf.zeros_like(v)) for v, n in zip(wide, rows, strict=True)]
@@ -215,35 +211,35 @@ def _weighted(values: Sequence[tf.Tensor], rows: Sequence[tf.Tensor], total: tf.
 
 
 def by_metrics(found: StepTrace, logs: Mapping, names: Mapping[str, Sequence]) -> set[str]:
-    """The names of logs that metrics stand for, where a step returns the names of all of them.
+    """Returns the names in logs that metrics replace, if a step returns the names of all of them.
 
     Args:
-        found: what the step has shown.
-        logs: what it returned.
-        names: the variables behind each name of the metrics' results.
+        found: Trace of the step.
+        logs: Logs that it returned.
+        names: Variables of each metric result, by the name of the result.
     """
     if set(logs) != set(names):
         return set()
-    if not found.origins:  # a step of another process
+    if not found.origins:  # another process ran the step
         return set(names)
     results = {name for name, value in _by_name(logs, found).items() if value.metric is not None}
-    return results | {name for name, its in names.items() if not its or any(id(v) in found.written for v in its)}
+    return results | {name for name, group in names.items() if not group or any(id(v) in found.written for v in group)}
 
 
 def _by_name(logs: Mapping, found: StepTrace) -> dict[str, Origin]:
-    """The origins of what is no nest."""
+    """Returns the origins of values that are no nests."""
     paths = [path for path, _ in tree.flatten_with_path(dict(logs))]
     return {path[0]: origin for path, origin in zip(paths, found.origins, strict=False) if len(path) == 1}
 
 
 def of_all_workers(strategy, logs: Mapping, rows: Any, found: StepTrace, result: Callable[[Origin], Any]) -> dict:
-    """The logs over the rows of all workers, see the head of this module.
+    """Returns the logs over the rows of all workers, see the module's docstring.
 
     Args:
-        logs: what the last step returned here.
-        rows: of this worker in it.
-        found: what that step has shown.
-        result: result(origin) -> what a metric has over all rows.
+        logs: Logs of the last step in this process.
+        rows: Number of this worker's rows in it.
+        found: Trace of that step.
+        result: result(origin) -> a metric's result over all rows.
     """
     leaves = tree.flatten(dict(logs))
     origins = [*found.origins, *[Origin()] * len(leaves)][: len(leaves)]
@@ -272,13 +268,15 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _gathered(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The rows of each array of all workers, in the order of their ranks."""
+    """Returns the rows of each array of all workers, by rank."""
     if not values or not communicator.spans_workers(strategy):
         return list(values)
     rank = rank_of(strategy)
-    mine = np.zeros((strategy.num_replicas_in_sync // communicator.local_replicas(strategy), len(values)), np.int64)
-    mine[rank] = [len(v) for v in values]
-    (counts,) = communicator.sum_over_workers(strategy, [mine])
+    row_counts = np.zeros(
+        (strategy.num_replicas_in_sync // communicator.local_replicas(strategy), len(values)), np.int64
+    )
+    row_counts[rank] = [len(v) for v in values]
+    (counts,) = communicator.sum_over_workers(strategy, [row_counts])
     placed = []
     for value, lengths in zip(values, counts.T, strict=True):
         kind = value.dtype if tf.as_dtype(value.dtype) in exchange.SUMMABLE else np.int32
@@ -287,4 +285,4 @@ def _gathered(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         whole[start : start + len(value)] = value
         placed.append(whole)
     sums = communicator.sum_over_workers(strategy, placed)
-    return [found.astype(value.dtype) for found, value in zip(sums, values, strict=True)]
+    return [total.astype(value.dtype) for total, value in zip(sums, values, strict=True)]

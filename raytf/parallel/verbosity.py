@@ -1,6 +1,6 @@
-"""What `verbose` of Keras' `fit`, `evaluate` and `predict` means in a train loop: it is the chief's.
+"""The meaning of `verbose` in Keras' `fit`, `evaluate` and `predict` within a train loop: only the chief prints.
 
-The bar of Keras, a line for each step where there is no terminal, is the driver's progress line here.
+The driver's progress line replaces the bar of Keras, which prints a line for each step without a terminal.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _current: dict[str, object] = {}
 
 @contextlib.contextmanager
 def of(chief: bool, line: Callable | None):
-    """Within it Keras shows what it is asked for on the chief alone, and TensorFlow's loggers warn once, and only warn.
+    """Limits Keras' output to the chief, and TensorFlow's loggers to warnings, each logged once, for the block.
 
     Args:
-        chief: whether this worker is.
-        line: gives a callback that shows a `fit` in the place of Keras' bar, or None where nothing does.
+        chief: Whether this worker is the chief.
+        line: Returns a callback that shows a `fit` instead of Keras' bar; None shows nothing.
     """
     loggers = tf.get_logger(), logging.getLogger("absl")
-    before = [(logger, logger.propagate, logger.level) for logger in loggers]
+    previous = [(logger, logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
         if logger.handlers:
-            logger.propagate = False  # Ray Train gives the root logger a handler that would say it again
+            logger.propagate = False  # Ray Train's handler of the root logger would log it again
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.WARNING)
     _current.update(chief=chief, line=line)
@@ -36,15 +36,15 @@ def of(chief: bool, line: Callable | None):
         yield
     finally:
         _current.clear()
-        for logger, propagate, level in before:
+        for logger, propagate, level in previous:
             logger.propagate = propagate
             logger.setLevel(level)
 
 
 def for_fit(verbose, callbacks):
-    """`verbose` and `callbacks` of a `fit` as they are for Keras.
+    """Returns `verbose` and `callbacks` of a `fit` for Keras.
 
-    By default, and for a bar (1), the chief's progress line is shown at the driver; 2 is Keras' line for each epoch.
+    By default, and for a bar (1), the driver shows the chief's progress line; 2 is Keras' line for each epoch.
     """
     if not _current:
         return verbose, callbacks
@@ -58,7 +58,7 @@ def for_fit(verbose, callbacks):
 
 
 def for_call(verbose):
-    """`verbose` of an `evaluate` or a `predict` as it is for Keras: nothing by default, else the chief's last line."""
+    """Returns `verbose` of an `evaluate` or `predict` for Keras: 0 by default, otherwise the chief's last line."""
     if not _current:
         return verbose
     return 2 if _current["chief"] and verbose in (1, 2) else 0

@@ -1,7 +1,7 @@
-"""Functions that are computed on the rows of all replicas, by each of them.
+"""Computes functions on the rows of all replicas, in each replica.
 
-Each replica has the same value; its gradient flows into the replica's own rows, and into all else that the function
-knows (weights of its own) as on one process.
+Each replica has the same value. Its gradient reaches the replica's own rows, as in one process. It also reaches all
+else that the function depends on, such as its own weights.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from raytf.parallel import step as step_module
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """What a function that is given the rows of all replicas needs to know.
+    """The context of a function that gets the rows of all replicas.
 
     Args:
-        step: of this replica.
-        counts: bool scalar, whether this replica is the one whose metrics count: the first that has rows.
+        step: Step of this replica.
+        counts: bool scalar, whether this replica's metrics count: it is the first that has rows.
     """
 
     step: step_module.Step
@@ -34,23 +34,23 @@ class Whole:
 
 
 def current() -> Whole | None:
-    """Of the function that is computed on all rows at present, or None."""
+    """Returns the context of the running function of all rows, or None."""
     return getattr(step_module.state, "whole_batch", None)
 
 
 def computed(step: step_module.Step, function: Callable, given: Any, rows: int | None = halves.ANY) -> Any:
-    """The value of function(given) for the rows of all replicas.
+    """Returns function(given) for the rows of all replicas.
 
-    In a step the gradient of a value is weighted with this replica's share of the rows: the part that flows into the
-    rows is scaled up before, and what else the function depends on gets, together, what one process would give it.
+    In a step the gradient of a value is weighted by this replica's share of the rows. So the part of the gradient for
+    the rows is scaled up first. Other dependencies get in total the gradient that one process would have.
 
     Args:
-        given: a nest of tensors, of which those with rows are gathered, and of what else there is.
-        rows: see `halves.has_rows`.
+        given: Nest of tensors and other values; tensors with rows are gathered.
+        rows: Number of rows, see `halves.has_rows`.
 
     Returns:
-        Scalars as they are. Of what has a value for each row, this replica's own; a sum of these has the gradient of
-        the sum over all rows.
+        Scalars unchanged. Of values for each row, this replica's own; a sum of these has the gradient of the sum over
+        all rows.
     """
     leaves = tree.flatten(given)
     places = [i for i, leaf in enumerate(leaves) if halves.has_rows(leaf, rows)]
@@ -69,10 +69,10 @@ def _is_by_row(value: Any) -> bool:
 
 
 def _own_part(step: step_module.Step, values: tf.Tensor, extent: tuple) -> tf.Tensor:
-    """Of a value for each row, or for some of them, this replica's; see `computed` for the gradient."""
+    """Returns this replica's part of values for each row, or for some rows; see `computed` for the gradient."""
     offset, total = extent
-    each = tf.equal(tf.shape(values)[0], total)  # else there are values for some rows, and nobody knows whose
-    begin, count = tf.where(each, offset, 0), tf.where(each, step.rows, tf.shape(values)[0])
+    complete = tf.equal(tf.shape(values)[0], total)  # otherwise the values are for some rows, whose replica is unknown
+    begin, count = tf.where(complete, offset, 0), tf.where(complete, step.rows, tf.shape(values)[0])
     own = values[begin : begin + count]
     shares = tf.reduce_sum(values) * tf.cast(
         tf.math.divide_no_nan(tf.cast(step.rows, tf.float64), step.global_rows() * tf.cast(tf.size(own), tf.float64)),
@@ -82,9 +82,9 @@ def _own_part(step: step_module.Step, values: tf.Tensor, extent: tuple) -> tf.Te
 
 
 def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple, tf.Tensor]:
-    """(each tensor of all replicas, (where the own rows of the first begin, how many it has), `Whole.counts`).
+    """Returns (tensors of all replicas, (begin of own rows, number of all rows) of the first one, `Whole.counts`).
 
-    They need not have as many rows as the batch, nor as each other.
+    The tensors may have other numbers of rows than the batch, and than each other.
     """
     context = tf.distribute.get_replica_context()
     index = context.replica_id_in_sync_group
@@ -93,28 +93,28 @@ def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple
     offsets, totals = tf.reduce_sum(counts[:index], 0), tf.reduce_sum(counts, 0)
     first = tf.equal(tf.cast(index, tf.int64), tf.argmax(tf.cast(counts[:, 0] > 0, tf.int32)))
     scale = step.upscale(tf.float64)
-    found = []
+    results = []
     for i, tensor in enumerate(tensors):
         whole = _gathered(tensor, own[i], offsets[i], totals[i], scale)
-        for of, keep in ((get_keras_mask, set_keras_mask), (logits_of, set_logits)):
-            noted = of(tensor)
+        for read, write in ((get_keras_mask, set_keras_mask), (logits_of, set_logits)):
+            noted = read(tensor)
             if noted is not None:
-                keep(whole, _gathered(noted, own[i], offsets[i], totals[i], scale))
-        found.append(whole)
-    return found, (offsets[0], totals[0]), first
+                write(whole, _gathered(noted, own[i], offsets[i], totals[i], scale))
+        results.append(whole)
+    return results, (offsets[0], totals[0]), first
 
 
 def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
-    """The rows of all replicas in order; gradients flow into the own rows alone, scaled."""
+    """Returns the rows of all replicas in order; gradients reach only the own rows, scaled."""
     if not tensor.dtype.is_floating:
         return _with_rows(_joined(tensor, rows, offset, total), tensor)
 
     @tf.custom_gradient
     def joined(own):
         def back(upstream):
-            upstream = tf.convert_to_tensor(upstream)  # slices, where rows were picked out
-            mine = upstream[offset : offset + rows] * tf.cast(scale, upstream.dtype)
-            return tf.pad(mine, [[0, tf.shape(own)[0] - rows]] + [[0, 0]] * (own.shape.rank - 1))
+            upstream = tf.convert_to_tensor(upstream)  # IndexedSlices, if rows were selected
+            own_gradient = upstream[offset : offset + rows] * tf.cast(scale, upstream.dtype)
+            return tf.pad(own_gradient, [[0, tf.shape(own)[0] - rows]] + [[0, 0]] * (own.shape.rank - 1))
 
         return _joined(own, rows, offset, total), back
 
@@ -122,7 +122,7 @@ def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
 
 
 def _joined(own: tf.Tensor, rows, offset, total) -> tf.Tensor:
-    """The rows of all replicas in order."""
+    """Returns the rows of all replicas in order."""
     if not spans_workers(tf.distribute.get_strategy()):
         return tf.distribute.get_replica_context().merge_call(_concatenated, args=(own, rows))
     placed = tf.pad(own[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (own.shape.rank - 1))
@@ -132,7 +132,7 @@ def _joined(own: tf.Tensor, rows, offset, total) -> tf.Tensor:
 
 
 def _concatenated(strategy, own, rows) -> tf.Tensor:
-    """The same in one process: TensorFlow's collectives cannot change their shapes within an execution of steps."""
+    """Returns the same in one process: TensorFlow's collectives cannot change shapes within an execution of steps."""
     local = strategy.experimental_local_results
     return tf.concat([part[:count] for part, count in zip(local(own), local(rows), strict=True)], 0)
 
@@ -144,7 +144,7 @@ def _with_rows(whole: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
 
 
 def mean_over_replicas(step: step_module.Step, value: tf.Tensor) -> tf.Tensor:
-    """The mean over the rows of all replicas of what is a mean over each one's; with the gradient of the own value."""
+    """Returns the mean over all rows, from a mean over each replica's rows; with the gradient of the own value."""
 
     @tf.custom_gradient
     def joined(own):

@@ -1,1 +1,1 @@
-"""Training on parameter servers: the coordinator, its servers, and the rows that workers read by themselves."""
+"""Training on parameter servers: the coordinator, its servers, and rows that workers read themselves."""

@@ -1,18 +1,9 @@
-"""The coordinator of a KerasTrainer with parameter servers: what `fit.train` is for strategies that train in step.
+"""The coordinator of a KerasTrainer with parameter servers; `fit.train` is its counterpart for other strategies.
 
-Keras 3 has no `fit` for a ParameterServerStrategy. Steps are made asynchronously, each by one worker on a whole batch,
-through TensorFlow's ClusterCoordinator. Every row is used once an epoch; only the few steps that a worker had when it
-died are given to another, and those of them that it had made are made again. At the end of an epoch the coordinator
-waits for all steps, and callbacks, validation and the checkpoint see a plain Keras model with the servers' values; so
-it does for a checkpoint within an epoch, and for an end.
-
-A server that dies takes variables with it, and TensorFlow cannot give them to another one under a coordinator that
-lives: its ClusterCoordinator raises an error, says that the job must start again from a checkpoint, and holds functions
-and resources that name the dead server's. So the coordinator ends, its process with it, and Ray Train starts another
-one, with servers and workers of its own, which goes on from the copy that the old one held in memory
-(`memory_every`; another process has it, so that it outlives the coordinator, too), or else from the last checkpoint.
-Such a copy is of all servers at once, when no step is being made: rows of steps behind it are used again by the steps
-that are made again, and no others.
+Keras 3 has no `fit` for a ParameterServerStrategy. TensorFlow's ClusterCoordinator schedules steps asynchronously, each
+on one worker with a whole batch. Every row is used once an epoch; only the steps of a worker that died are repeated. At
+epochs' ends, checkpoints and stops the coordinator waits for all steps. Callbacks, validation and checkpoints see a
+plain Keras model with the servers' values.
 """
 
 from __future__ import annotations
@@ -43,39 +34,39 @@ from raytf.worker.within_epoch import StepCheckpointCallback
 
 logger = logs.get_logger(__name__)
 
-# Steps that a worker is given at once: few enough that all workers end an epoch at about the same time.
+# Spans of each worker in an epoch, and most steps in a span: short spans let all workers end an epoch together.
 _SPANS_A_WORKER, _LONGEST_SPAN = 8, 32
 _POLL_INTERVAL = 0.05
-# What is begun ahead of what is made: little, as a checkpoint or an end waits for it. Spans of each worker, or seconds.
+# Steps that are scheduled ahead, as a checkpoint or a stop waits for them: spans for each worker, or seconds.
 _SPANS_AHEAD, _AHEAD_INTERVAL = 2, 0.5
 
 
 class StepCounter:
-    """Counts steps, for what `callbacks.FeedCallback` is with other strategies.
+    """Counts steps instead of `callbacks.FeedCallback`, which other strategies use.
 
     Args:
-        step: steps that were made before.
+        step: Number of steps before this training.
 
     Attributes:
-        step: steps that are made in all.
-        epoch_step: of these, those of the epoch that goes on.
+        step: Number of steps in all.
+        epoch_step: Number of steps of the current epoch.
     """
 
-    # where an epoch goes on after its last step nobody has to keep its metrics: the coordinator sums them
+    # infinite, as metrics of an epoch that resumes after its last step need no restore: the coordinator sums them
     steps = math.inf
 
     def __init__(self, step: int = 0):
         self.step, self.epoch_step = step, 0
 
     def go_on(self, epoch: int, step: int, skip: int = 0) -> None:
-        """Has an epoch go on after some steps, see `FeedCallback.go_on`; no row is skipped, as batches stay alike."""
+        """Resumes an epoch after some steps, see `FeedCallback.go_on`; it skips no row, as batches stay the same."""
         self.epoch_step = step
 
     def begin_at(self, step: int, dataset) -> None:
-        """What an iterator of Keras is told; here steps are asked for by their number."""
+        """Does nothing, unlike an iterator of Keras: the coordinator requests steps by number."""
 
     def advance(self, step: int) -> None:
-        """Says up to which step of the epoch all are made."""
+        """Sets the step of the epoch up to which all steps are complete."""
         self.step, self.epoch_step = self.step + step - self.epoch_step, step
 
 
@@ -83,12 +74,12 @@ class EpochRunner:
     """Runs epochs on the workers of a ParameterServerStrategy.
 
     Args:
-        model: compiled and built, outside the strategy.
-        strategy: a `tf.distribute.ParameterServerStrategy`.
-        servers: its servers.
-        feeds: `feed.Feed` by name: "train" and, if there is one, "validation".
-        partitioner: see `RemoteModel`.
-        steps_per_execution: steps that a worker makes at once, or None.
+        model: A compiled and built model, outside of the strategy.
+        strategy: A `tf.distribute.ParameterServerStrategy`.
+        servers: Its servers.
+        feeds: `feed.Feed` by name: "train", and maybe "validation".
+        partitioner: See `RemoteModel`.
+        steps_per_execution: Number of steps in a span, or None to choose it.
     """
 
     def __init__(self, model, strategy, servers: ServerGroup, feeds: dict[str, Feed], partitioner, steps_per_execution):
@@ -113,7 +104,7 @@ class EpochRunner:
                 return (done + 1, *totals)
 
             start = (tf.constant(0, tf.int64), *(tf.constant(value) for value in initial))
-            # one step after the other: what the servers hold must be what the step before left there
+            # sequentially, as each step must read what the step before has written to the servers
             _, *totals = tf.while_loop(lambda done, *_: done < count, one, start, parallel_iterations=1)
             return totals
 
@@ -122,20 +113,20 @@ class EpochRunner:
     def train(
         self, number: int, position: StepCounter, kept: StepCheckpointCallback | None, progress
     ) -> dict[str, float]:
-        """The steps of an epoch that are left.
+        """Trains the remaining steps of an epoch.
 
         Args:
-            number: of the epoch, from 0.
-            position: where it begins; counts the steps.
-            kept: keeps checkpoints within it, and ends it, each when all steps that have begun have ended; or None.
-            progress: progress(steps of the epoch that are done), called now and then; or None.
+            number: The epoch, from 0.
+            position: Counter of the steps, at the first step.
+            kept: Saves checkpoints within the epoch and stops it, each after all steps that have begun; or None.
+            progress: Function `progress(steps)` with the steps of the epoch so far, called now and then; or None.
 
         Returns:
-            The metrics, by name, of all its steps.
+            The metrics of the epoch, by name.
 
         Raises:
-            ServerLostError: a parameter server died.
-            StopTraining: the run was told to stop.
+            ServerLostError: A parameter server died.
+            StopTraining: The run was requested to stop.
         """
         logs = self._logs()
         while position.epoch_step < self.steps("train"):
@@ -148,36 +139,36 @@ class EpochRunner:
         return logs
 
     def _some(self, number: int, position: StepCounter, kept, progress) -> tuple[list, float]:
-        """(the metrics of the spans of steps up to the next checkpoint or end, since when no more were begun)."""
+        """Returns (metrics of the spans up to the next checkpoint or stop, time after which no more were scheduled)."""
         begin = first = position.epoch_step
         last = self.steps("train")
         if kept is not None:
             last = int(min(last, begin + kept.steps_to_next(position.step)))
         results, began = [], time.monotonic()
         with self._lost_servers():
-            before = self.remote.steps()
+            initial = self.remote.steps()
             while first < last:
-                made = self.remote.steps() - before
-                if kept is not None and first > begin and kept.wants(position.step + made):
+                steps_made = self.remote.steps() - initial
+                if kept is not None and first > begin and kept.wants(position.step + steps_made):
                     break
-                ahead = made + self._ahead(made / (time.monotonic() - began)) if kept is not None else last
+                ahead = steps_made + self._ahead(steps_made / (time.monotonic() - began)) if kept is not None else last
                 while first < min(last, begin + ahead):
                     first = self._begin("train", number, first, last, results)
-                self._look(progress, begin, before)
+                self._look(progress, begin, initial)
             stood_since = time.monotonic()
-            totals = self._finish(results, progress, begin, before)
+            totals = self._finish(results, progress, begin, initial)
         position.advance(first)
         return totals, stood_since
 
     def _ahead(self, rate: float) -> int:
-        """Steps that may wait or be made at once: all workers have some, and they end soon after the last has begun."""
+        """Returns how many steps to schedule ahead: enough for all workers, and few enough to end soon."""
         return int(max(_SPANS_AHEAD * self._longest("train") * self._servers.plan.num_workers, rate * _AHEAD_INTERVAL))
 
     def validate(self) -> dict[str, float]:
-        """All steps of the validation: the metrics, by name.
+        """Runs all steps of the validation, and returns the metrics by name.
 
         Raises:
-            ServerLostError: a parameter server died.
+            ServerLostError: A parameter server died.
         """
         results, first, last = [], 0, self.steps("validation")
         self.model.reset_metrics()
@@ -188,18 +179,18 @@ class EpochRunner:
         return self._add(totals)
 
     def push(self) -> None:
-        """`RemoteModel.push`; raises ServerLostError."""
+        """Copies changes of the model to the servers, see `RemoteModel.push`; raises ServerLostError."""
         with self._lost_servers():
             self.remote.push()
 
     def pull(self) -> None:
-        """`RemoteModel.pull`; raises ServerLostError."""
+        """Copies the servers' values to the model, see `RemoteModel.pull`; raises ServerLostError."""
         with self._lost_servers():
             self.remote.pull()
-        self._servers.check()  # one that Ray says is dead may answer a moment longer
+        self._servers.check()  # a server that is dead to Ray may still answer for a moment
 
     def _begin(self, name: str, epoch: int, first: int, last: int, results: list) -> int:
-        """Gives a worker the span that begins with a step and ends at `last` or before; the step behind it."""
+        """Schedules a span of steps from `first` to at most `last`; returns the step after it."""
         chunk = self._feeds[name].chunk_steps
         end = min(last, first + self._longest(name), (first // chunk + 1) * chunk)
         arguments = [tf.constant(value, tf.int64) for value in (epoch, first, end - first)]
@@ -207,13 +198,13 @@ class EpochRunner:
         return end
 
     def _longest(self, name: str) -> int:
-        """Steps that a worker may be given at once."""
+        """Returns the largest number of steps of a span."""
         feed = self._feeds[name]
         longest = self._steps or min(_LONGEST_SPAN, feed.steps // (_SPANS_A_WORKER * self._servers.plan.num_workers))
         return max(1, min(longest, int(SUPERBATCH // max(1, feed.shape.row_bytes * feed.global_batch))))
 
     def _add(self, totals: list[list[np.ndarray]]) -> dict[str, float]:
-        """Adds what the spans' steps have summed to the model's metrics; their results."""
+        """Adds the sums of the spans' steps to the model's metrics, and returns their results."""
         for i, (variable, initial) in enumerate(zip(self.model.metrics_variables, self._initial, strict=True)):
             variable.assign(np.array(variable) + sum(total[i] - initial for total in totals))
         return self._logs()
@@ -222,7 +213,7 @@ class EpochRunner:
         return pythonify_logs(self.model.get_metrics_result())
 
     def _finish(self, results: list, progress, begin: int, before: int) -> list[list[np.ndarray]]:
-        """Waits for the spans that have begun: the metrics of each."""
+        """Waits for all spans that have begun, and returns the metrics of each."""
         while not self._coordinator.done():
             self._look(progress, begin, before)
         return [[np.asarray(v) for v in result.fetch()] for result in results]
@@ -235,7 +226,7 @@ class EpochRunner:
 
     @contextlib.contextmanager
     def _lost_servers(self):
-        """TensorFlow's many errors of a server that is gone, as one."""
+        """Translates TensorFlow's many errors for a lost server into one."""
         try:
             yield
         except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError):
@@ -244,12 +235,19 @@ class EpochRunner:
             raise
 
     def steps(self, name: str) -> int:
-        """Steps of an epoch; 0 for a dataset that is not there."""
+        """Returns the number of steps of an epoch; 0 without such a dataset."""
         return self._feeds[name].steps if name in self._feeds else 0
 
 
 def train(task, session) -> dict[str, int] | None:
-    """Runs on the coordinator; see `fit.train`."""
+    """Trains on the coordinator; see `fit.train`.
+
+    If a server dies, its variables are lost, and TensorFlow cannot replace it under a running coordinator. Functions
+    and resources of the ClusterCoordinator refer to the dead server. So the coordinator's process ends, and Ray Train
+    starts another one, with new servers and workers. It resumes from the copy in memory (`memory_every`), or else from
+    the last checkpoint. Another process has that copy, so that it survives the coordinator. Such a copy is of all
+    servers at once, while no step runs: only rows of repeated steps are used again.
+    """
     config, strategy, servers = task.config, context.get_strategy(), context.servers()
     with session.checkpoint() as folder:
         state = checkpoint.read_state(folder) if folder else None
@@ -267,29 +265,31 @@ def train(task, session) -> dict[str, int] | None:
         _warn_of_batches(users)
         position = StepCounter(state.step if state else 0)
         checks = epoch_checks.EpochChecks(task.nan, users)
-        around = [*users, checks, *restored(folder, state, model, task, states, session)]
+        fit_callbacks = [*users, checks, *restored(folder, state, model, task, states, session)]
         workers = servers.plan.num_workers
-        around += figures.of_run(session.storage, position, config["batch_size"], 0, workers, users, None)
+        fit_callbacks += figures.of_run(session.storage, position, config["batch_size"], 0, workers, users, None)
         report = report_callback(task, data, states, state, session.report, steps=lambda: position.step)
-        before, after = resumed(folder, state, states, position, feeds["train"].order, lambda: position)
-        kept = within_epochs(task, feeds, position, report, session)
+        first_callbacks, last_callbacks = resumed(
+            folder, state, states, position, feeds["train"].order, lambda: position
+        )
+        step_checkpoints = within_epochs(task, feeds, position, report, session)
         steps = None if task.steps_per_execution == "auto" else task.steps_per_execution
         trainer = EpochRunner(model, strategy, servers, feeds, task.variable_partitioner, steps)
         progress = callbacks.ProgressCallback(task.board, config["batch_size"], None) if task.board else None
-        hooks = [*before, *around, *after, report, *kept]
+        hooks = [*first_callbacks, *fit_callbacks, *last_callbacks, report, *step_checkpoints]
         try:
             _fit(trainer, hooks, position, progress, state.epoch if state else 0, config["epochs"])
-        except StopTraining as told:
-            return {"step": told.step}
+        except StopTraining as stop:
+            return {"step": stop.step}
         except ServerLostError as error:
-            why = f"{error}. {_restored_from(position, kept[0] if kept else None)}"
+            why = f"{error}. {_restored_from(position, step_checkpoints[0] if step_checkpoints else None)}"
             logger.error(why)
             raise ServerLostError(why) from error
     return None
 
 
 def _restored_from(position: StepCounter, kept: StepCheckpointCallback | None) -> str:
-    """From where other servers get what a lost one held, as a sentence without a full stop."""
+    """Returns the source from which new servers restore variables of a lost one, as a sentence without a full stop."""
     began = position.step - position.epoch_step
     stored, held = max(began, kept.kept_step if kept else 0), kept.held_step if kept else 0
     source = f"the checkpoint of step {stored}" if stored else "the beginning of the run, as there is no checkpoint yet"
@@ -325,8 +325,8 @@ def _fit(trainer: EpochRunner, given: list, position: StepCounter, progress, fir
         model.reset_metrics()
         hooks.on_epoch_begin(epoch)
         trainer.push()
-        told = progress and (lambda done: progress.on_train_batch_end(done - 1))
-        logs = trainer.train(epoch, position, kept, told)
+        report_progress = progress and (lambda done: progress.on_train_batch_end(done - 1))
+        logs = trainer.train(epoch, position, kept, report_progress)
         validated: dict[str, float] = {}
         if trainer.steps("validation"):
             hooks.on_test_begin()

@@ -1,8 +1,8 @@
-"""A Keras model whose variables live on parameter servers, for steps that workers make each by itself.
+"""A Keras model with variables on parameter servers, for steps that workers make asynchronously.
 
-The coordinator holds the model itself, a plain one. Each of its variables is copied into one or more Keras variables on
-the servers: the partitioner says into how many, by rows. Workers compute with those in the place of the model's, and
-their optimizer changes those, by additions that the servers make one at a time. `pull` and `push` carry values between.
+The coordinator has the plain model. Each of its variables is copied into one or more Keras variables on the servers, as
+the partitioner divides its rows. Workers compute with these instead of the model's variables. Their optimizer updates
+them by additions, which a server executes one at a time. `pull` and `push` copy values between model and servers.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import tensorflow as tf
 from raytf.compat import keras_objects
 from raytf.errors import ConfigError
 
-# Of a seed generator's counter, between two steps: more than a model draws in one.
+# Step of a seed generator's counter between two training steps: more than a model draws in one.
 _DRAWS = 1 << 16
-# What an optimizer has as attributes that belong to no variable.
+# Types of an optimizer's attributes that are plain settings, and not variables.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.number, types.FunctionType)
 
 
 class RemoteModel:
-    """See the module.
+    """A Keras model with variables on parameter servers.
 
     Args:
-        model: compiled and built, outside any strategy.
-        strategy: a `tf.distribute.ParameterServerStrategy`.
-        partitioner: partitioner(shape, dtype) -> parts along each axis, as `tf.distribute.experimental.partitioners`
-            have them; None leaves variables whole. Only rows are cut.
+        model: A compiled and built model, outside of any strategy.
+        strategy: A `tf.distribute.ParameterServerStrategy`.
+        partitioner: Function `partitioner(shape, dtype)` that returns the number of parts along each axis, as
+            `tf.distribute.experimental.partitioners`. None leaves variables whole. Only rows are partitioned.
 
     Attributes:
-        parts: the server variables of each variable of the model, by its id.
+        parts: The server variables of each variable of the model, by its id.
 
     Raises:
-        ConfigError: the model trains in a way that workers cannot each by themselves.
+        ConfigError: Workers cannot train the model asynchronously.
     """
 
     def __init__(self, model, strategy, partitioner: Callable | None = None):
@@ -59,13 +59,13 @@ class RemoteModel:
             created = _built(self._optimizer, shards)
         self._decay_as_the_models()
         iterations = self._optimizer.iterations
-        # Keras reads, adds and writes, which loses steps where several workers do so
+        # Keras reads, adds and writes, which loses steps if several workers do so
         iterations.assign_add = lambda value: iterations.value.assign_add(tf.cast(value, iterations.dtype))
         self._tables = _tables(model)
         slots = self._matched(created)
         for variable, parts in slots:
             _write(parts, np.array(variable))
-        # each variable of the model and its optimizer, with what it is on the servers
+        # each variable of the model and its optimizer, with its server variables
         self._pairs = [*((v, self.parts[id(v)]) for v in (*self._trainable, *self._states)), *slots]
         self._seen = self._values()
         if any(len(parts) > 1 for parts in self.parts.values()) and self._optimizer.clipnorm is not None:
@@ -76,7 +76,7 @@ class RemoteModel:
             )
 
     def _decay_as_the_models(self) -> None:
-        """Leaves out of weight decay all parts of what the model's optimizer leaves out, by name or by variable."""
+        """Excludes all parts of a variable from weight decay if the model's optimizer excludes the variable."""
         whole = {
             keras_objects.key_of(self._optimizer, part): variable
             for variable in self._trainable
@@ -100,7 +100,7 @@ class RemoteModel:
                 f"{type(variable.constraint).__name__} of {variable.path}",
                 "Leave the constraint out, or partition larger variables only",
             )
-        made = []
+        shards = []
         for i, part in enumerate(np.array_split(value, parts)):
             shard = keras.Variable(
                 lambda shape, dtype, part=part: tf.constant(part, dtype),
@@ -110,29 +110,29 @@ class RemoteModel:
                 name=variable.name if parts == 1 else f"{variable.name}_part{i}",
             )
             shard.constraint = variable.constraint
-            made.append(shard)
-        return made
+            shards.append(shard)
+        return shards
 
     def _matched(self, created: list[tuple]) -> list[tuple[Any, list]]:
-        """(variable of the model's optimizer, its server variables) for each."""
+        """Returns (variable of the model's optimizer, its server variables) for each variable."""
         whole = _built(_copied(self._model.optimizer), self._trainable)
         first = np.cumsum([0, *(len(self.parts[id(v)]) for v in self._trainable)])
         owner = {shard: i for i, start in enumerate(first[:-1]) for shard in range(start, first[i + 1])}
         by_key: dict[tuple, list] = {}
-        others = []
+        unkeyed = []
         for key, variable in created:
             if key is None:
-                others.append(variable)
+                unkeyed.append(variable)
             else:
                 by_key.setdefault((owner[key[0]], key[1]), []).append(variable)
-        others = iter(others)
+        unkeyed = iter(unkeyed)
         return [
-            (mine, [next(others)] if key is None else by_key[key])
-            for mine, (key, _) in zip(self._model.optimizer.variables, whole, strict=True)
+            (variable_of_model, [next(unkeyed)] if key is None else by_key[key])
+            for variable_of_model, (key, _) in zip(self._model.optimizer.variables, whole, strict=True)
         ]
 
     def steps(self) -> int:
-        """Steps that workers have made."""
+        """Returns the number of steps that workers have made."""
         return int(self._optimizer.iterations.value.numpy())
 
     def pull(self) -> None:
@@ -142,25 +142,25 @@ class RemoteModel:
         self._seen = self._values()
 
     def push(self) -> None:
-        """Copies what has changed in the model, since it was last the same, to the servers."""
-        for before, (variable, parts) in zip(self._seen, self._pairs, strict=True):
-            now = np.array(variable)
-            if not np.array_equal(before, now):
-                _write(parts, now)
+        """Copies variables of the model that have changed since the last `pull` to the servers."""
+        for seen, (variable, parts) in zip(self._seen, self._pairs, strict=True):
+            current = np.array(variable)
+            if not np.array_equal(seen, current):
+                _write(parts, current)
 
     def _values(self) -> list[np.ndarray]:
         return [np.array(variable) for variable, _ in self._pairs]
 
     def train_step(self, data, number: tf.Tensor, totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """A step on a worker: changes the servers' variables.
+        """Makes a step on a worker, which updates the servers' variables.
 
         Args:
-            data: a batch, as `fit` takes it.
-            number: of the step in the run, for random numbers: int64.
-            totals: values of the model's metric variables before it.
+            data: A batch, as for `fit`.
+            number: Number of the step in the run, for random numbers, an int64 tensor.
+            totals: Values of the model's metric variables before the step.
 
         Returns:
-            Their values after it.
+            Their values after the step.
         """
         shards = [part for v in self._trainable for part in self.parts[id(v)]]
         raw = [shard.value for shard in shards]
@@ -172,7 +172,7 @@ class RemoteModel:
         return totals
 
     def test_step(self, data, number: tf.Tensor, totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As `train_step`, without a change."""
+        """Makes a step of the validation on a worker, with the arguments of `train_step`."""
         return self._forward(data, number, totals, training=False)[1]
 
     def _forward(self, data, number, totals, training: bool):
@@ -192,8 +192,8 @@ class RemoteModel:
                 keras_objects.loss_tracker_of(model).update_state(loss, sample_weight=rows)
                 model.compute_metrics(x, y, y_pred, sample_weight=weights)
         if training:
-            for variable, before in states:
-                self._add(variable, before, scope.get_current_value(variable))
+            for variable, initial in states:
+                self._add(variable, initial, scope.get_current_value(variable))
         return loss, [tf.convert_to_tensor(scope.get_current_value(v)) for v in model.metrics_variables]
 
     def _read(self, variable) -> tf.Tensor:
@@ -201,7 +201,7 @@ class RemoteModel:
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
     def _add(self, variable, before, after) -> None:
-        """Moving statistics: what a step adds to them is added, so that workers do not undo each other's."""
+        """Adds the change of moving statistics in a step, so that workers do not overwrite each other's changes."""
         if after is before:
             return
         (part,) = self.parts[id(variable)]
@@ -212,18 +212,18 @@ class RemoteModel:
 
 
 def check(model) -> None:
-    """Raises ConfigError if a model trains in a way that workers cannot each by themselves."""
+    """Raises ConfigError if workers cannot train the model asynchronously."""
     base = keras.Model
     own = [name for name in ("train_step", "test_step") if getattr(type(model), name) is not getattr(base, name)]
     optimizer = model.optimizer
-    for wrong, what, fix in (
+    for wrong, received, fix in (
         (own, f"a model with a {' and a '.join(own)} of its own", "Write a TensorflowTrainer loop for it"),
         (hasattr(optimizer, "inner_optimizer"), "a LossScaleOptimizer", "Train in float32 or mixed_bfloat16"),
         (optimizer.use_ema, "use_ema=True", "Leave it out"),
         (optimizer.gradient_accumulation_steps, "gradient_accumulation_steps", "Use a larger batch_size"),
     ):
         if wrong:
-            raise ConfigError("With parameter servers each worker makes a whole step by itself", what, fix)
+            raise ConfigError("With parameter servers each worker makes a whole step by itself", received, fix)
 
 
 def _seed_states(model) -> list:
@@ -231,12 +231,12 @@ def _seed_states(model) -> list:
 
 
 def _drawn(value: np.ndarray, number) -> tf.Tensor:
-    """A seed generator's state for a step: seed, and a count that no other step draws from."""
+    """Returns a seed generator's state for a step: the seed, and a counter that no other step uses."""
     return tf.stack([tf.constant(value[0]), tf.constant(value[1]) + tf.cast(number * _DRAWS, value.dtype)])
 
 
 def _tables(model) -> list:
-    """Embedding layers whose rows can be looked up where they lie: a step moves those that it needs only."""
+    """Returns embedding layers whose rows can be looked up on the servers: a step transfers only rows that it needs."""
     return [
         layer
         for layer in keras_objects.layers_of(model)
@@ -250,14 +250,14 @@ def _tables(model) -> list:
 
 @contextlib.contextmanager
 def _looked_up(layers, parts):
-    """Embedding layers read rows from the servers, and their gradients are of those rows."""
+    """Patches embedding layers to read rows from the servers; their gradients are of those rows."""
 
     def call(layer):
         def looked_up(ids):
             if ids.dtype not in ("int32", "int64"):
                 ids = tf.cast(ids, tf.int32)
             shards = [part.value for part in parts[id(keras_objects.table_of(layer))]]
-            # shards are cut as `numpy.array_split` cuts, which is what TensorFlow takes them to be
+            # shards are split by `numpy.array_split`, as TensorFlow's lookup assumes
             return tf.cast(tf.nn.embedding_lookup(shards, ids), layer.compute_dtype)
 
         return looked_up
@@ -272,25 +272,27 @@ def _looked_up(layers, parts):
 
 
 def _copied(optimizer):
-    """An optimizer of the same kind that is not built, with what was set in the other one beside its config."""
-    made = type(optimizer).from_config(optimizer.get_config())
+    """Returns an unbuilt copy of an optimizer, with settings that are not in its config."""
+    copy = type(optimizer).from_config(optimizer.get_config())
     for name, value in vars(optimizer).items():
         if not name.startswith("_") and name not in ("built", "name") and isinstance(value, _PLAIN):
-            setattr(made, name, value)
-    return made
+            setattr(copy, name, value)
+    return copy
 
 
 def _built(optimizer, variables) -> list[tuple]:
-    """Builds an optimizer; [(key, variable)] for each of its variables: key is (index of the trained variable, name) of
-    those that belong to one, else None."""
+    """Builds an optimizer, and returns (key, variable) for each of its variables.
+
+    The key is (index of the trained variable, name) for variables that belong to one, else None.
+    """
     index = {id(v): i for i, v in enumerate(variables)}
     keys: dict[int, tuple] = {}
     add = optimizer.add_variable_from_reference
 
     def recorded(reference_variable, name=None, *args, **kwargs):
-        made = add(reference_variable, name, *args, **kwargs)
-        keys[id(made)] = (index[id(reference_variable)], name)
-        return made
+        copy = add(reference_variable, name, *args, **kwargs)
+        keys[id(copy)] = (index[id(reference_variable)], name)
+        return copy
 
     optimizer.add_variable_from_reference = recorded
     try:
@@ -301,8 +303,8 @@ def _built(optimizer, variables) -> list[tuple]:
 
 
 def _write(parts, value: np.ndarray) -> None:
-    for part, mine in zip(parts, np.array_split(value, len(parts)) if len(parts) > 1 else [value], strict=True):
-        part.value.assign(mine)
+    for part, rows in zip(parts, np.array_split(value, len(parts)) if len(parts) > 1 else [value], strict=True):
+        part.value.assign(rows)
 
 
 def _joined(parts) -> np.ndarray:

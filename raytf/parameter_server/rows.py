@@ -1,8 +1,8 @@
-"""Rows for steps that run on a worker of a ParameterServerStrategy, out of that worker's own memory.
+"""Rows for steps on a worker of a ParameterServerStrategy, from that worker's own memory.
 
-A step's graph is made by the coordinator, and runs in the worker's process. TensorFlow finds the Python function of a
-`PyFunc` operation by a name in the process where the operation runs: here that is the worker's, which has registered
-one for each dataset. So rows never pass through the coordinator.
+The coordinator creates a step's graph, which runs in the worker's process. TensorFlow looks up the Python function of a
+`PyFunc` operation by name, in the process that runs the operation. Each worker registers a function for each dataset,
+so that rows never pass through the coordinator.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from raytf.compat.tensorflow import register_function
 from raytf.data.feed import Feed
 from raytf.runtime.topology import Shard
 
-# TensorFlow keeps weak references only.
+# Strong references, as TensorFlow keeps only weak ones.
 _kept: list[Callable] = []
 
 
 def register(feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> None:
-    """In a worker's process: opens datasets and makes their rows available.
+    """Opens datasets in a worker's process, and registers functions for their rows.
 
     Args:
-        feeds: for each name the arguments of a `Feed`, without those that say who reads.
-        worker, workers: index of this worker and their number.
+        feeds: For each dataset the arguments of a `Feed`, except for the reader's shard.
+        worker: Index of this worker.
+        workers: Number of workers.
     """
     _kept.clear()
     for name, arguments in feeds.items():
@@ -50,12 +51,14 @@ def _token(name: str) -> str:
 
 
 def span(name: str, feed: Feed, epoch: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-    """In a graph that a worker runs: the batches of some steps.
+    """Returns the batches of some steps, in a graph that a worker runs.
 
     Args:
-        name: of the dataset.
-        feed: the coordinator's own, for shapes and dtypes.
-        epoch, first, count: which steps, of one chunk: int64 scalars.
+        name: Name of the dataset.
+        feed: The coordinator's feed, for shapes and dtypes.
+        epoch: Epoch, a scalar int64 tensor.
+        first: First step, a scalar int64 tensor.
+        count: Number of steps, all in one chunk, a scalar int64 tensor.
     """
     shape = feed.shape
     specs = shape.signature

@@ -1,4 +1,4 @@
-"""Workers and parameter servers of a ParameterServerStrategy: Ray actors that its coordinator starts and watches."""
+"""Workers and parameter servers of a ParameterServerStrategy: Ray actors that its coordinator starts and monitors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ASK_INTERVAL = 0.1
 
 
 class ServerLostError(RaytfError, ConnectionError):
-    """A parameter server died, and with it variables: the run goes on from its last checkpoint, or ends."""
+    """A parameter server died, and its variables are lost: the run resumes from its last checkpoint, or ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class ServerSpec:
     """The servers of a run.
 
     Args:
-        num_workers: that compute steps, at least 1.
-        num_ps: parameter servers, at least 1.
-        worker_resources: of each worker; a parameter server gets its CPUs, and nothing else.
-        environment: runtime environment of their processes.
-        group: the run's placement group, from its start on.
-        places: in it, the bundle of each task by name.
+        num_workers: Number of workers that compute steps, at least 1.
+        num_ps: Number of parameter servers, at least 1.
+        worker_resources: Resources of each worker. A parameter server gets as many CPUs, and nothing else.
+        environment: Runtime environment of their processes.
+        group: Placement group of the run, or None before its start.
+        places: Index of the bundle in the placement group for each task, by the task's name.
     """
 
     num_workers: int
@@ -54,11 +54,11 @@ class ServerSpec:
     places: dict[str, int] = field(default_factory=dict, repr=False)
 
     def tasks(self) -> list[Task]:
-        """Workers and parameter servers."""
+        """Returns the tasks of all workers and parameter servers."""
         return [task for task in roles.tasks(self.num_workers, num_ps=self.num_ps) if task.role != "chief"]
 
     def bundle(self, task: Task) -> dict[str, float]:
-        """Resources of a task."""
+        """Returns the resources of a task."""
         cpus = {"CPU": self.worker_resources.get("CPU", 1)}
         return dict(self.worker_resources) if task.role == "worker" else cpus
 
@@ -67,23 +67,23 @@ class ServerSpec:
 
         Args:
             chief: "host:port" of the coordinator, which is this process.
-            allowed: the first and the last port on which they may listen.
+            allowed: First and last port on which they may listen.
         """
         return ServerGroup(self, chief, allowed)
 
 
 class ServerActor:
-    """A worker or parameter server, in an actor of its own."""
+    """Ray actor with one worker or parameter server."""
 
     def reserve(self, its: Timeouts, allowed: tuple[int, int]) -> tuple[str, guard.ProcessLocation]:
-        """("host:port", where its process is); `allowed` are the first and the last port."""
+        """Returns ("host:port", location of this process); `allowed` are the first and the last port."""
         timeouts.put_in_force(its)
         return ports.reserve_address(allowed), guard.here()
 
     def serve(
         self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]
     ) -> None:
-        """Starts TensorFlow's server; what it takes is that of `feed`, besides the cluster and its CPUs."""
+        """Starts TensorFlow's server on `cpus` CPUs; `workers` and `feeds` as in `feed`."""
         output.say_who(str(task))
         os.environ.update(settings.variables(cpus, max(settings.SERVER_THREADS, cpus)))
         if task.role == "ps":
@@ -91,7 +91,7 @@ class ServerActor:
         import tensorflow as tf
 
         if feeds:
-            # first, because the coordinator gives a worker steps as soon as its server answers
+            # before the server starts, as the coordinator schedules steps as soon as it answers
             self.feed(feeds, task.index, workers)
         config = tf.compat.v1.ConfigProto(
             intra_op_parallelism_threads=cpus, inter_op_parallelism_threads=max(settings.SERVER_THREADS, cpus)
@@ -107,18 +107,19 @@ class ServerActor:
         ports.listen_only_at(cluster[task.role][task.index])
 
     def feed(self, feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> None:
-        """Makes the rows of datasets available to steps on this worker.
+        """Opens datasets for the steps on this worker.
 
         Args:
-            feeds: for each name the arguments of a `feed.Feed`.
-            worker, workers: this worker's index and their number.
+            feeds: For each dataset the arguments of a `feed.Feed`.
+            worker: Index of this worker.
+            workers: Number of workers.
         """
         from raytf.parameter_server import rows
 
         rows.register(feeds, worker, workers)
 
     def join(self) -> None:
-        """Never returns."""
+        """Blocks until the process ends, so that its end is visible."""
         threading.Event().wait()
 
 
@@ -126,9 +127,9 @@ class ServerGroup:
     """Starts the servers of a plan, and replaces workers that die.
 
     Attributes:
-        cluster: addresses by role, with this process as the chief.
-        changed: set when `lost` is.
-        lost: what ended the cluster, or None.
+        cluster: Addresses by role, with this process as the chief.
+        changed: Event that is set with `lost`.
+        lost: Why the cluster ended, or None.
     """
 
     def __init__(self, plan: ServerSpec, chief: str, allowed: tuple[int, int] = settings.PORTS):
@@ -152,30 +153,32 @@ class ServerGroup:
     def _start(self, chief: str) -> None:
         for task in self._tasks:
             self._actors[task] = self._actor(task)
-        asked = [actor.reserve.remote(timeouts.get(), self._ports) for actor in self._actors.values()]
-        found = self._collect(asked, timeouts.get().process_start, "the processes of workers and parameter servers")
+        pending = [actor.reserve.remote(timeouts.get(), self._ports) for actor in self._actors.values()]
+        reservations = self._collect(
+            pending, timeouts.get().process_start, "the processes of workers and parameter servers"
+        )
         self.cluster: dict[str, list[str]] = {"chief": [chief]}
-        for task, (address, place) in zip(self._tasks, found, strict=True):
+        for task, (address, location) in zip(self._tasks, reservations, strict=True):
             self.cluster.setdefault(task.role, []).append(address)
-            self._watchdog.watch(task, place)
+            self._watchdog.watch(task, location)
         self._collect([self._serve(task) for task in self._tasks], timeouts.get().process_setup, "TensorFlow's servers")
 
     def _collect(self, asked: list, seconds: float, what: str, tasks: list[Task] | None = None) -> list:
         def failed(name: str, error: Exception) -> Exception:
-            if isinstance(error, RayTaskError):  # of what it was told, such as rows that it cannot read
+            if isinstance(error, RayTaskError):  # an error of its task, such as unreadable rows
                 return error
             return ServerLostError(f"{name} did not start: {first_line(error)}{self._why(name)}")
 
         return collect(asked, seconds, what, names=[str(task) for task in tasks or self._tasks], failure=failed)
 
     def _why(self, name: str) -> str:
-        """Why the watchdog has ended a task's process, as a clause; "" if it has not."""
-        return next((f" ({how})" for task, how in self._watchdog.ended.items() if str(task) == name), "")
+        """Returns why the watchdog has ended a task's process, as a clause; "" if it has not."""
+        return next((f" ({cause})" for task, cause in self._watchdog.ended.items() if str(task) == name), "")
 
     def _actor(self, task: Task):
         options = {"runtime_env": self.plan.environment, "max_concurrency": 3}
-        place = self.plan.places[str(task)]
-        return placed_actor(ServerActor, self.plan.group, place, self.plan.bundle(task), **options)
+        bundle = self.plan.places[str(task)]
+        return placed_actor(ServerActor, self.plan.group, bundle, self.plan.bundle(task), **options)
 
     def _serve(self, task: Task):
         cpus = max(1, int(self.plan.bundle(task).get("CPU", 1)))
@@ -183,7 +186,7 @@ class ServerGroup:
         return self._actors[task].serve.remote(task, self.cluster, cpus, self.plan.num_workers, feeds)
 
     def feed(self, feeds: Mapping[str, dict[str, Any]]) -> None:
-        """Makes datasets available on all workers, those that replace others included; see `ServerActor.feed`."""
+        """Opens datasets on all workers, including replacement workers; see `ServerActor.feed`."""
         self._feeds = dict(feeds)
         workers = [task for task in self._tasks if task.role == "worker"]
         self._collect(
@@ -194,7 +197,7 @@ class ServerGroup:
         return self._actors[task].feed.remote(self._feeds, task.index, self.plan.num_workers)
 
     def resolver(self):
-        """TensorFlow's cluster resolver for the coordinator; sets TF_CONFIG."""
+        """Returns TensorFlow's cluster resolver for the coordinator; sets TF_CONFIG."""
         import tensorflow as tf
 
         from raytf.compat.tensorflow import context
@@ -205,8 +208,10 @@ class ServerGroup:
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
     def _reconnect(self, connect, definition, *arguments) -> None:
-        """TensorFlow's own way of connecting to workers anew waits for ever for an address at which none will come up:
-        so the addresses are asked first, until each answers, and those that are new are told."""
+        """Reconnects to workers after all addresses answer, and updates addresses that have changed.
+
+        TensorFlow's own reconnect blocks forever on an address at which no server will start.
+        """
         while not self._closed and self.lost is None and not all(map(self._answers, self._tasks)):
             self.changed.wait(_ASK_INTERVAL)
         for job in definition.cluster.job:
@@ -218,7 +223,7 @@ class ServerGroup:
         return ports.answers(self.cluster[task.role][task.index])
 
     def kill(self, task: Task) -> None:
-        """Ends a server as a failure would."""
+        """Kills a server, as a failure would."""
         ray.kill(self._actors[task])
 
     def check(self) -> None:
@@ -227,7 +232,7 @@ class ServerGroup:
             raise ServerLostError(self.lost)
 
     def _watch(self) -> None:
-        """Replaces workers, perhaps on other hosts."""
+        """Replaces workers that die, maybe on other hosts; ends the cluster if a parameter server dies."""
         waiting = {actor.join.remote(): task for task, actor in self._actors.items()}
         while waiting:
             done, _ = ray.wait(list(waiting))
@@ -235,18 +240,18 @@ class ServerGroup:
                 return
             for ref in done:
                 task = waiting.pop(ref)
-                how = self._why(str(task))
+                cause = self._why(str(task))
                 if task.role == "ps":
-                    self._lose(f"{task} died{how}, and with it the variables that it held")
+                    self._lose(f"{task} died{cause}, and with it the variables that it held")
                     return
-                # a host that has vanished closes no connection, and TensorFlow would wait for it
+                # a host that has vanished closes no connection, and TensorFlow would wait for one
                 ports.hang_up(self.cluster[task.role][task.index])
-                if how:
-                    warnings.warn(f"{task} is replaced:{how}", stacklevel=1)
+                if cause:
+                    warnings.warn(f"{task} is replaced:{cause}", stacklevel=1)
                 try:
                     self._replace(task)
                 except NoAnswerError as error:
-                    self._lose(f"{task} died{how}, and none came for it: {error}")
+                    self._lose(f"{task} died{cause}, and none came for it: {error}")
                     return
                 waiting[self._actors[task].join.remote()] = task
 
@@ -258,17 +263,17 @@ class ServerGroup:
         self._watchdog.forget(task)
         self._watchdog.ended.pop(task, None)
         self._actors[task] = self._actor(task)
-        with contextlib.suppress(RayActorError):  # it died again; the next turn replaces it
-            what, names, its = "a worker in place of one that died", [str(task)], timeouts.get()
-            ((address, place),) = collect(
-                [self._actors[task].reserve.remote(its, self._ports)], its.process_start, what, names=names
+        with contextlib.suppress(RayActorError):  # it died again; the next iteration of `_watch` replaces it
+            purpose, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
+            ((address, location),) = collect(
+                [self._actors[task].reserve.remote(limits, self._ports)], limits.process_start, purpose, names=names
             )
             self.cluster[task.role][task.index] = address
-            self._watchdog.watch(task, place)
-            collect([self._serve(task)], timeouts.get().process_setup, what, names=names)
+            self._watchdog.watch(task, location)
+            collect([self._serve(task)], timeouts.get().process_setup, purpose, names=names)
 
     def close(self) -> None:
-        """Ends all servers."""
+        """Kills all servers."""
         self._closed = True
         if self._context is not None:
             del self._context.update_server_def

@@ -1,1 +1,1 @@
-"""What runs in a worker's process: strategy, model, data, restore, fit, report."""
+"""Code of a worker's process: strategy, model, data, restore, fit, report."""

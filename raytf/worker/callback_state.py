@@ -1,19 +1,7 @@
-"""What of a callback is the state of a training, and what is the user's or this process' own.
+"""Saves and restores the state of the user's callbacks.
 
-State is what the training made: plain attributes (`plain_values.py`) that are no longer what the constructor left, such
-as counters, best values and weights put aside. It is none of these:
-
-* An argument: an attribute named as a parameter of a constructor (`patience`, or `_patience`). A change of it is kept
-  only while the next run passes the same; then the argument that is passed holds.
-* What `set_model` and `on_train_begin` derived and nothing changed since: texts never (`TensorBoard` derives folders),
-  other values only while all arguments are the same (a base learning rate is kept, steps for other epochs are not).
-* A path: what names a place outside the folder in which the run stands, on any worker; on others than the chief, which
-  write elsewhere, any text with a separator.
-
-A callback that defines `get_state()` and `set_state(state)` says for itself: a plain value, asked for at each
-checkpoint, on every worker behind the last step of an epoch where a lost one may be replaced, and given back after
-`on_train_begin`; in an epoch that goes on after some of its steps, after its `on_epoch_begin` once more, which may have
-begun to count anew.
+State is what training changed: plain attributes (`plain_values.py`), such as counters, best values and saved weights.
+A callback with `get_state()` and `set_state(state)` defines its own state, as a plain value.
 """
 
 from __future__ import annotations
@@ -27,16 +15,30 @@ from collections.abc import Callable, Mapping, Sequence
 from raytf.errors import ConfigError
 from raytf.storage import plain_values
 
-# What Keras itself sets on each callback.
+# Attributes that Keras itself sets on each callback.
 _OF_KERAS = ("params", "_params", "_model", "validation_data")
 _MANY = (list, tuple, set, frozenset, collections.deque)
 
 
 class CallbackStates:
-    """Follows callbacks from their construction.
+    """Tracks the state of callbacks from their construction.
+
+    The state consists of attributes that differ from what the constructor set, except for these:
+
+    * Arguments: attributes with the name of a constructor's parameter (`patience`, or `_patience`). A changed one is
+      restored only if the next run passes the same argument.
+    * Values that `set_model` or `on_train_begin` derived and nothing changed since. Strings are never saved
+      (`TensorBoard` derives folders). Others are restored only if all arguments are equal. So a base learning rate is
+      restored, but not a number of steps for other epochs.
+    * Paths outside of the run's folder, on any worker. Workers other than the chief write elsewhere: they restore no
+      string with a separator.
+
+    Each checkpoint calls `get_state()`. If workers can be replaced in place, every worker also calls it after the last
+    step of an epoch. `set_state` is called after `on_train_begin`. If a run resumes within an epoch, it is called again
+    after that epoch's `on_epoch_begin`, which may have reset counters.
 
     Args:
-        callbacks: just built.
+        callbacks: Sequence of Keras callbacks that were just built.
     """
 
     def __init__(self, callbacks: Sequence):
@@ -45,69 +47,70 @@ class CallbackStates:
         self._begun: list[dict] | None = None
 
     def begin(self) -> None:
-        """Call after the `on_train_begin` of all, before any state is given back; a second call changes nothing."""
+        """Records the digests after `on_train_begin` of all callbacks, before a restore; later calls do nothing."""
         if self._begun is None:
             self._begun = [_digests(c) for c in self.callbacks]
 
     def end(self) -> None:
-        """Call when the training has ended."""
+        """Marks the end of the training."""
         self._begun = None
 
     def state(self) -> tuple[list[dict], list]:
-        """(an entry for `json.dumps` for each callback, the arrays that they name).
+        """Returns one JSON-serializable entry for each callback, and the arrays that the entries refer to.
 
         Raises:
-            ConfigError: the `get_state` of a callback gives what is no plain value.
+            ConfigError: `get_state` of a callback returns a value that is not plain.
         """
         arrays: list = []
         begun = self._begun if self._begun is not None else self._built
-        entries = [_state(*each, arrays) for each in zip(self.callbacks, self._built, begun, strict=True)]
+        entries = [_state(*args, arrays) for args in zip(self.callbacks, self._built, begun, strict=True)]
         return entries, arrays
 
     def held(self) -> list[tuple]:
-        """What the callbacks hold now, as copies, for `put_back` in this process."""
+        """Returns copies of the current state of the callbacks, for `put_back` in this process."""
         return [_held(callback) for callback in self.callbacks]
 
     def put_back(self, held: Sequence[tuple]) -> None:
-        """Gives the callbacks what they held, as far as it has changed.
+        """Restores the attributes of callbacks that changed since `held`.
 
         Args:
-            held: what `held` gave.
+            held: Result of `held()`.
         """
         for callback, (own, digests, values) in zip(self.callbacks, held, strict=True):
             if own is not None:
                 callback.set_state(_copied(*own))
                 continue
-            now = _digests(callback)
+            current = _digests(callback)
             for key, digest in digests.items():
-                if now.get(key) != digest:
+                if current.get(key) != digest:
                     vars(callback)[key] = _copied(*values[key])
 
     def restore(self, entries: Sequence[Mapping], arrays: Mapping, chief: bool) -> None:
-        """Gives the callbacks the state that they had; those that had none start anew.
+        """Restores the callbacks from a checkpoint; callbacks without an entry start from scratch.
 
-        Callbacks are known by the name of their class, and among those of one class by their order.
+        Callbacks match by the name of their class, and within one class by their order.
 
         Args:
-            entries, arrays: what `state` gave.
-            chief: whether this worker writes the files.
+            entries: Entries that `state` returned.
+            arrays: Arrays that `state` returned, by name.
+            chief: Whether this worker is the chief, which writes the files.
 
         Raises:
-            ValueError: `state` never gave these.
+            ValueError: The entries are not a result of `state`.
         """
         self.begin()
         if not all(map(_is_entry, entries)):
             raise ValueError("an entry that is no state of a callback")
-        left = list(entries)
-        new = []
+        unmatched = list(entries)
+        unrestored = []
         for callback, built in zip(self.callbacks, self._built, strict=True):
             name = type(callback).__name__
-            entry = next((e for e in left if e["class"] == name), None)
+            entry = next((e for e in unmatched if e["class"] == name), None)
             if entry is not None:
-                left.remove(entry)
+                unmatched.remove(entry)
             if entry is None or not _restore(callback, built, entry, arrays, chief):
-                new.append(name)
-        _tell(new, [e["class"] for e in left if e.get("attributes") or "own" in e], chief)
+                unrestored.append(name)
+        _tell(unrestored, [e["class"] for e in unmatched if e.get("attributes") or "own" in e], chief)
 
 
 def _tell(new: list[str], gone: list[str], chief: bool) -> None:
@@ -143,8 +146,8 @@ def _state(callback, built: dict, begun: dict, arrays: list) -> dict:
                 "Give such values, and recompute the rest in set_state",
             ) from error
     arguments = _arguments(callback)
-    now, attributes = _digests(callback), {}
-    for key, digest in now.items():
+    digests, attributes = _digests(callback), {}
+    for key, digest in digests.items():
         derived = key in begun and digest == begun[key]
         if derived and (digest == built.get(key) or isinstance(vars(callback)[key], str)):
             continue
@@ -152,13 +155,13 @@ def _state(callback, built: dict, begun: dict, arrays: list) -> dict:
             continue
         value = plain_values.encode(vars(callback)[key], arrays)
         attributes[key] = {"value": value, "derived": derived}
-    # folders may be others at each start, and say nothing of what was derived
-    told = {k: built[k] for k in sorted(arguments & built.keys()) if not _names(vars(callback)[k], _is_path)}
-    return {"class": name, "arguments": told, "attributes": attributes}
+    # folders may differ at each start, and derived values do not depend on them
+    saved_arguments = {k: built[k] for k in sorted(arguments & built.keys()) if not _names(vars(callback)[k], _is_path)}
+    return {"class": name, "arguments": saved_arguments, "attributes": attributes}
 
 
 def _held(callback) -> tuple:
-    """(of a callback that says for itself, what that is; digests and values of the attributes of others)."""
+    """Returns (state from `get_state`, or None; digests and values of the attributes of other callbacks)."""
     if _own(callback):
         return _plain(callback.get_state()), {}, {}
     digests = _digests(callback)
@@ -176,16 +179,16 @@ def _copied(encoded, arrays: list):
 
 
 def _restore(callback, built: dict, entry: Mapping, arrays: Mapping, chief: bool) -> bool:
-    """Whether the entry was one for this callback."""
+    """Restores one callback, and returns whether the entry matches it."""
     if _own(callback) != ("own" in entry):
         return False
     if _own(callback):
         callback.set_state(plain_values.decode(entry["own"], arrays))
         return True
-    arguments, before = _arguments(callback), entry["arguments"]
-    same = all(built.get(key) == digest for key, digest in before.items())
+    arguments, saved_arguments = _arguments(callback), entry["arguments"]
+    same = all(built.get(key) == digest for key, digest in saved_arguments.items())
     for key, saved in entry["attributes"].items():
-        if (key in arguments and built.get(key) != before.get(key)) or (saved["derived"] and not same):
+        if (key in arguments and built.get(key) != saved_arguments.get(key)) or (saved["derived"] and not same):
             continue
         value = plain_values.decode(saved["value"], arrays)
         if key not in _OF_KERAS and not _names(value, _is_outside if chief else _is_path):
@@ -194,15 +197,15 @@ def _restore(callback, built: dict, entry: Mapping, arrays: Mapping, chief: bool
 
 
 def _digests(callback) -> dict[str, str]:
-    """The digest of each plain attribute."""
-    found = {k: plain_values.digest(v) for k, v in vars(callback).items() if k not in _OF_KERAS}
+    """Returns the digest of each plain attribute, by name."""
+    digests = {k: plain_values.digest(v) for k, v in vars(callback).items() if k not in _OF_KERAS}
     if "monitor_op" in vars(callback):
-        found.pop("min_delta", None)  # Keras flips its sign when it chooses `monitor_op`, which it does anew
-    return {k: v for k, v in found.items() if v is not None}
+        digests.pop("min_delta", None)  # Keras flips its sign when it chooses `monitor_op`, in each run
+    return {k: v for k, v in digests.items() if v is not None}
 
 
 def _arguments(callback) -> set[str]:
-    """Attributes that are named as parameters of the constructors of a callback's class and of its bases."""
+    """Returns the attributes that are named as constructor parameters of the callback's class and its bases."""
     names = set()
     for kind in type(callback).__mro__[:-1]:
         if "__init__" in vars(kind):
@@ -211,7 +214,7 @@ def _arguments(callback) -> set[str]:
 
 
 def _names(value, is_one: Callable[[str], bool]) -> bool:
-    """Whether a text in a plain value is one of some kind; keys of dicts are names of metrics and the like."""
+    """Whether a plain value contains a string for which `is_one` holds, except for keys of dicts (metric names)."""
     if isinstance(value, str):
         return is_one(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Keras callbacks of a training on Ray: the feed's epochs, metrics and checkpoints, progress, TensorBoard."""
+"""Keras callbacks of a training on Ray: epochs of the feed, metrics and checkpoints, progress, TensorBoard."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from raytf.worker.writers import Writers
 
 
 class FeedCallback(keras.callbacks.Callback):
-    """Tells feeds which epoch comes, and counts steps; put it first.
+    """Sets the epoch of feeds, and counts steps; put it first.
 
     Args:
-        feed: a `feed.Feed` of the training rows.
-        step: steps that were made before.
-        others: of rows for validation, whose batches may be others in each epoch, too.
+        feed: `feed.Feed` of the training rows.
+        step: Number of steps before this training.
+        others: Feeds of the validation, whose batches may also differ in each epoch.
 
     Attributes:
-        step: steps that are made in all.
-        epoch_step: of these, those of the epoch that goes on.
-        skipped: rows that the step which comes leaves out, as they were taken before; see `sampling.regrouped`.
+        step: Number of steps in all.
+        epoch_step: Number of steps of the current epoch.
+        skipped: Rows that the next step skips, as they were trained on before; see `sampling.regrouped`.
     """
 
     raytf_local_batches = True
@@ -54,13 +54,13 @@ class FeedCallback(keras.callbacks.Callback):
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch."""
+        """Returns the number of steps of an epoch."""
         return self._feed.steps
 
     def go_on(self, epoch: int, step: int, skip: int = 0):
-        """Has an epoch that has begun go on after some steps: the dataset of those that are left.
+        """Resumes an epoch after some steps, and returns the dataset of the remaining ones.
 
-        Where rows of the next one are to be skipped, it is that of this step alone.
+        If the next step skips rows, the dataset contains only this step.
         """
         self._feed.set_epoch(epoch, step)
         self.epoch_step, self.skipped = step, skip
@@ -102,7 +102,7 @@ class ReportCallback(keras.callbacks.Callback):
     raytf_after_agreement = True
 
     def __new__(cls, *args, **kwargs) -> ReportCallback:
-        # imported where `tf.keras` was Keras 3, and called where it is Keras 2
+        # imported while `tf.keras` was Keras 3, and called while it is Keras 2
         if cls is ReportCallback and legacy_keras.is_on():
             from raytf.worker import legacy_callbacks
 
@@ -141,9 +141,9 @@ class ReportCallback(keras.callbacks.Callback):
         self._report(stopped=bool(self.model.stop_training))
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        # EarlyStopping and averaged weights may have put other weights in place after the last epoch
+        # EarlyStopping and averaged weights may have replaced the weights after the last epoch
         if self._history and self._reported is not None:
-            with activity.here.within(activity.CHECKPOINT):  # the last one may not be whole yet
+            with activity.here.within(activity.CHECKPOINT):  # the last checkpoint may not be whole yet
                 kept = self._fingerprint() == self._reported and self._is_kept()
             if not kept:
                 self._report(stopped=bool(self.model.stop_training))
@@ -154,14 +154,14 @@ class ReportCallback(keras.callbacks.Callback):
         self._states.end()
 
     def _is_kept(self) -> bool:
-        """Whether the chief's last checkpoint is, as all workers are to report once more if not."""
-        if self._kept is None:  # reported to another one, who raises what fails
+        """Whether the chief's last checkpoint is whole; if not, all workers report once more."""
+        if self._kept is None:  # `report` has no such result, and raises errors itself
             return True
         kept = self._kept() is None
         if not communicator.spans_workers(self.model.distribute_strategy):
             return kept
-        (told,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(kept)])
-        return bool(told)
+        (chief_kept,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(kept)])
+        return bool(chief_kept)
 
     def _fingerprint(self):
         return [float(np.sum(compat_keras.as_array(v), dtype=np.float64)) for v in self.model.trainable_variables]
@@ -180,19 +180,19 @@ class ReportCallback(keras.callbacks.Callback):
         return dataclasses.replace(moment, writers=writers, agreed=agreed)
 
     def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **within: Any) -> dict[str, Any]:
-        """What the files of a checkpoint within an epoch hold, see `checkpoint.parts`.
+        """Returns the files of a checkpoint within an epoch, see `checkpoint.parts`.
 
         Args:
-            variables: arrays of `metrics.npz`.
-            ahead: steps of an execution that goes on, of which callbacks have not been told.
-            within: epoch_step, logs, metrics and order of the `State`.
+            variables: Arrays of `metrics.npz`.
+            ahead: Steps of the current execution for which callbacks were not called yet.
+            within: epoch_step, logs, metrics and order of the `CheckpointState`.
         """
         state = self._state(stopped=False)
         state = dataclasses.replace(state, step=state.step + ahead, **_number(within))
         return checkpoints.parts(self.model, state, self._states, self._build, variables)
 
     def _state(self, stopped: bool) -> checkpoints.CheckpointState:
-        # an optimizer that waits for others, or steps more than once, counts otherwise
+        # an optimizer that waits for others, or steps more than once, has another count
         counts = [int(optimizer.iterations) for optimizer in model_optimizers.of(self.model).values()]
         step = min((count for count in counts if count), default=0) if self._steps is None else self._steps()
         rate = checkpoints.rate_of(self._build[1]) if self._build else None
@@ -209,13 +209,13 @@ class ReportCallback(keras.callbacks.Callback):
 
 
 class StepReportCallback(keras.callbacks.Callback):
-    """Reports the global metrics of an epoch so far every few steps, with those of the last epoch that had ended.
+    """Reports the global metrics of the epoch so far every few steps, with those of the last complete epoch.
 
     Args:
-        every: steps.
-        report: report(metrics, write); called with None for the checkpoint.
-        needed: name of a metric without which there is no report: that of the validation comes with the first epoch.
-        last: metrics of the last epoch, where a training goes on.
+        every: Interval in steps.
+        report: Function `report(metrics, write)`, which is called with None for `write`.
+        needed: Name of a metric without which there is no report: validation metrics begin with the first epoch's end.
+        last: Metrics of the last epoch, if a training resumes.
     """
 
     raytf_local_batches = True
@@ -229,11 +229,11 @@ class StepReportCallback(keras.callbacks.Callback):
         self._epoch, self._next = epoch, 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._next = self._next or batch + self._every - batch % self._every  # an epoch may go on within
+        self._next = self._next or batch + self._every - batch % self._every  # an epoch may resume after some steps
 
     def on_train_batch_end(self, batch, logs=None):
         done = batch + 1
-        # the end of an epoch has a report of its own
+        # the end of an epoch is reported separately
         if done < self._next or done >= (self.params["steps"] or math.inf):
             return
         self._next = done + self._every
@@ -246,27 +246,27 @@ class StepReportCallback(keras.callbacks.Callback):
 
 
 class WarmupCallback(keras.callbacks.Callback):
-    """Raises the learning rate from 0 to that of the optimizer, in equal parts over the first steps of a training.
+    """Raises the learning rate linearly from 0 to the optimizer's over the first steps of a training.
 
     Args:
-        steps: at least 1.
-        model: just built; its learning rate is the one to reach.
-        done: steps that were made before.
-        told: where another worker stands with it, whose training this one joins; or None.
+        steps: Number of steps, at least 1.
+        model: Model that was just built; its learning rate is the final one.
+        done: Number of steps before this training.
+        told: `told()` of another worker whose training this worker joins, or None.
 
     Raises:
-        ConfigError: the optimizer follows a schedule of its own, or is not the only one.
+        ConfigError: The optimizer has a learning rate schedule, or is not the only one.
     """
 
     raytf_local_batches = True
 
     def __init__(self, steps: int, model, done: int = 0, told: Mapping | None = None):
         super().__init__()
-        others = [name for name in model_optimizers.of(model) if name != "optimizer"]
-        if others:
+        additional = [name for name in model_optimizers.of(model) if name != "optimizer"]
+        if additional:
             raise ConfigError(
                 "warmup_steps raises the learning rate of model.optimizer",
-                f"a model that has other optimizers ({', '.join(others)})",
+                f"a model that has other optimizers ({', '.join(additional)})",
                 "Put the warm-up into their schedules",
             )
         rate = callbacks_module.settable_rate(model.optimizer)
@@ -281,7 +281,7 @@ class WarmupCallback(keras.callbacks.Callback):
         self._done, self._begin = (done, 0) if told is None else (told["done"], told["begin"])
 
     def told(self) -> dict[str, int]:
-        """Where it stands, for a worker that joins the training."""
+        """Returns the state for a replacement worker."""
         return {"done": self._done, "begin": self._begin}
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -297,13 +297,13 @@ class WarmupCallback(keras.callbacks.Callback):
 
 
 class RestoreCallback(keras.callbacks.Callback):
-    """Gives callbacks back their state when a run goes on, and random numbers their place; put it after them.
+    """Restores the state of callbacks and random number generators when a run resumes; put it after the callbacks.
 
     Args:
-        folder: of the checkpoint.
-        states: a `callback_state.CallbackStates`.
-        chief: whether this worker writes the files.
-        history: of the epochs before, for the History of `fit`.
+        folder: Folder of the checkpoint.
+        states: A `callback_state.CallbackStates`.
+        chief: Whether this worker is the chief, which writes the files.
+        history: Metrics of the epochs before, for the History of `fit`.
     """
 
     def __init__(self, folder: str, states, chief: bool = True, history: Sequence[Mapping[str, float]] = ()):
@@ -316,15 +316,15 @@ class RestoreCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         history, rows, self._history = self.model.history, self._history, ()
-        put_back(history, rows)  # not before: the History begins its epochs anew behind all others
+        put_back(history, rows)  # not earlier: the History resets its epochs after all other callbacks
 
 
 def put_back(history: keras.callbacks.History, rows: Sequence[Mapping[str, float]]) -> None:
-    """Gives the History of `fit` epochs that were made before.
+    """Inserts epochs of earlier runs into the History of `fit`.
 
     Args:
-        history: of the epochs before these.
-        rows: of each its number, "epoch", from 1, and its metrics.
+        history: The History.
+        rows: Dict for each epoch with its number from 1 ("epoch"), and its metrics.
     """
     for row in rows:
         history.epoch.append(row["epoch"] - 1)
@@ -333,19 +333,19 @@ def put_back(history: keras.callbacks.History, rows: Sequence[Mapping[str, float
 
 
 def continue_logs(callbacks, epoch: int) -> None:
-    """Lets CSV files go on at an epoch, where `CSVLogger` would begin anew, or write an epoch again; on the chief.
+    """Makes CSV files of `CSVLogger` continue at an epoch, without a restart and without duplicates; for the chief.
 
     Args:
-        callbacks: the user's, before the training begins.
-        epoch: the next one, from 0.
+        callbacks: The user's callbacks, before the training begins.
+        epoch: The next epoch, from 0.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.isfile(callback.filename):
             with open(callback.filename, newline="") as file:
                 lines = file.readlines()
             kept = len(lines)
-            # those of a run before this one, which `append` keeps, end with a lower epoch or with a header
-            while kept and (found := re.match(r"\d+", lines[kept - 1])) and int(found[0]) >= epoch:
+            # rows of a previous run, which `append` keeps, end with a lower epoch or with a header
+            while kept and (number := re.match(r"\d+", lines[kept - 1])) and int(number[0]) >= epoch:
                 kept -= 1
             if kept < len(lines):
                 with open(callback.filename, "w", newline="") as file:
@@ -354,15 +354,15 @@ def continue_logs(callbacks, epoch: int) -> None:
 
 
 class ProgressCallback(keras.callbacks.Callback):
-    """Tells the driver's progress line, at most every `every` seconds, where the chief's training stands.
+    """Sends the position of the chief's training to the driver's progress line, at most once in `every` seconds.
 
     Between the ends of epochs loss and accuracy are those of the chief's own rows.
 
     Args:
-        board: a `progress.Board`.
-        global_batch: rows of a step.
-        waited: gives the seconds that steps have waited for rows since the start, or None where that is not known.
-        every: seconds.
+        board: A `progress.Board`.
+        global_batch: Rows of a step.
+        waited: Function that returns the seconds for which steps have waited for rows since the start; None if unknown.
+        every: Shortest interval in seconds.
     """
 
     raytf_local_batches = True
@@ -380,9 +380,9 @@ class ProgressCallback(keras.callbacks.Callback):
         self._began = time.monotonic(), self._waited() if self._waited else 0.0
 
     def on_train_batch_end(self, batch, logs=None):
-        now = time.monotonic()
-        if now - self._sent >= self._every:
-            self._sent = now
+        seconds = time.monotonic()
+        if seconds - self._sent >= self._every:
+            self._sent = seconds
             self._send(batch + 1, logs, ended=False)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -408,16 +408,16 @@ class ProgressCallback(keras.callbacks.Callback):
 
 
 def tensorboard(storage, callbacks, rank: int) -> list:
-    """A TensorBoard callback that writes beside the run's checkpoints, unless the user brings one.
+    """Returns a TensorBoard callback that writes to the run's folder, in a list; empty if the user has one.
 
-    Only where that is a file system of this machine; events for object stores are not written. Without a storage there
-    is none: Tune writes the events of a trial.
+    It is empty, too, if the storage is not a file system of this machine: object stores get no events. Trials have no
+    storage: Tune writes their events.
 
     Args:
-        storage: of the run, or None.
-        callbacks: the user's.
-        rank: of this worker; the chief imports here, before the first step, what writes events: tensorboard brings
-            boto3 where that is installed, hundreds of files, for which all would wait in the second step.
+        storage: Storage of the run, or None.
+        callbacks: The user's callbacks.
+        rank: Rank of this worker. The chief imports the writer of events before the first step. It may import boto3,
+            hundreds of files, for which all workers would wait in the second step.
     """
     import pyarrow.fs
 
@@ -431,13 +431,13 @@ def tensorboard(storage, callbacks, rank: int) -> list:
 
 
 class Events(keras.callbacks.TensorBoard):
-    """Events of the chief, of epochs; a disk that takes no more ends them, and not the training."""
+    """Writes events of the chief at epochs. If the disk fails it stops, but not the training."""
 
     raytf_local_batches = raytf_on_chief = True
     _failed = False
 
     def on_train_batch_end(self, batch, logs=None):
-        """Keras prepares an event of each metric, 0.2 ms, which is dropped where events are of epochs."""
+        """Skips the event of each metric that Keras would prepare, in 0.2 ms, and drop without events of batches."""
 
 
 def _forgiving(name: str) -> Callable:

@@ -1,9 +1,9 @@
-"""The complete state of a training: saved by the chief, restored on every worker, and loaded as a model afterwards.
+"""The complete state of a training: saved by the chief, restored on every worker, and loaded as a model.
 
-A checkpoint is a folder, whose files `docs/reference/checkpoint-format.md` describes. Nothing in it is unpickled, and
-nothing in it says which code is run: who can write a file can spoil a training, but not start a program.
+A checkpoint is a folder, see `docs/reference/checkpoint-format.md`. Nothing in it is unpickled or selects the code to
+run. An attacker with write access can spoil a training, but not start a program.
 
-A folder is registered with Ray Train only when it is whole, so that a kill in between leaves the last good one.
+Ray Train registers only folders that are whole, so that after a kill the last good one remains.
 """
 
 from __future__ import annotations
@@ -80,22 +80,25 @@ __all__ = [
     "write",
 ]
 
-# A row for a model's first call is never this large.
+# Largest number of values of a row for a model's first call; more is an error of the file.
 _MOST_INPUT_VALUES = 1 << 28
-# build_model and config of the runs that this process made itself, by the path of the run.
+# build_model and config of the runs of this process, by the path of the run.
 _made_here: dict[str, tuple[Callable, dict]] = {}
-# Of models that were loaded: what their checkpoints say, see `inputs_of` and `columns_of`.
+# Notes of the checkpoints of loaded models, by model; see `inputs_of` and `columns_of`.
 _noted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A checkpoint of this very moment of a training: `moment(folder)` writes it there, `parts` gives it in memory.
+    """A checkpoint of the current state of a training: `moment(folder)` writes it, `parts` returns it in memory.
 
     Args:
-        model, state, states, build: see `parts`.
-        writers: so many workers write it together.
-        agreed: agreed(name) is the chief's name on every worker; needed with several.
+        model: See `parts`.
+        state: See `parts`.
+        states: See `parts`.
+        build: See `parts`.
+        writers: Number of workers that write it together, at least 1.
+        agreed: Function `agreed(name)` that broadcasts the chief's name to all workers; needed with several writers.
     """
 
     model: Any
@@ -109,11 +112,11 @@ class Moment:
         save(folder, self.model, self.state, self.states, self.build)
 
     def parts(self) -> dict[str, Any]:
-        """See `parts`."""
+        """Returns the parts of the checkpoint, see the function `parts`."""
         return parts(self.model, self.state, self.states, self.build)
 
     def files(self) -> dict[str, bytes]:
-        """See `files`."""
+        """Returns the files of the checkpoint, see the function `files`."""
         return files(self.model, self.parts())
 
 
@@ -125,11 +128,15 @@ def save(
     build: tuple | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint into an empty folder; called by the chief alone.
+    """Writes a checkpoint into an empty folder; only the chief calls it.
 
     Args:
-        folder: an existing folder of this machine.
-        model, state, states, build, metrics: see `parts`.
+        folder: Path of an existing folder on this machine.
+        model: See `parts`.
+        state: See `parts`.
+        states: See `parts`.
+        build: See `parts`.
+        metrics: See `parts`.
     """
     write(folder, model, parts(model, state, states, build, metrics), state.version)
 
@@ -141,25 +148,27 @@ def parts(
     build: tuple | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint's files hold, but for `model.keras` and the manifest, in memory.
+    """Returns the contents of a checkpoint's files in memory, except for `model.keras` and the manifest.
 
     Args:
-        model: a compiled and built `keras.Model`.
-        state: where the training stands.
-        states: of the user's callbacks.
-        build: (build_model, config, inputs), or None; inputs is (shape without the batch, dtype), or a dict of these.
-        metrics: arrays of `metrics.npz` by name, within an epoch.
+        model: A compiled and built `keras.Model`.
+        state: `CheckpointState` of the training.
+        states: States of the user's callbacks, or None.
+        build: Tuple (build_model, config, inputs), or None; inputs is (shape without the batch, dtype), or a dict of
+            these.
+        metrics: Arrays of `metrics.npz` by name, within an epoch, or None.
 
     Returns:
-        By the name of the file: a text, or the arrays of an npz by name.
+        Dict by name of the file: a string, or the arrays of an npz by name.
 
     Raises:
-        ConfigError: an optimizer trains what is not the model's, or a callback's `get_state` gives no plain value.
+        ConfigError: An optimizer trains variables of others than the model, or `get_state` of a callback returns a
+            value that is not plain.
     """
     import numpy as np
 
     entries, arrays = ([], []) if states is None else states.state()
-    found = {
+    contents = {
         SEEDS: {f"arr_{i}": np.asarray(v) for i, v in enumerate(keras_objects.seeds_of(model))},
         RANDOM: random_state.taken(),
         model_optimizers.FILE: json.dumps(model_optimizers.noted(model)),
@@ -168,20 +177,20 @@ def parts(
         STATE: state.to_json(),
     }
     if build is not None:
-        found[BUILD] = json.dumps(_described(*build))
+        contents[BUILD] = json.dumps(_described(*build))
     if metrics is not None:
-        found[METRICS] = dict(metrics)
-    return found
+        contents[METRICS] = dict(metrics)
+    return contents
 
 
 def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
-    """Writes the files of a checkpoint into an empty folder; arrays straight from their own memory.
+    """Writes the files of a checkpoint into an empty folder, arrays directly from their own memory.
 
     Args:
-        folder: an existing folder of this machine.
-        model: a compiled and built `keras.Model`.
-        found: what `parts` gave.
-        version: that of the state.
+        folder: Path of an existing folder on this machine.
+        model: A compiled and built `keras.Model`.
+        found: Result of `parts`.
+        version: Version of the state.
     """
     for part, pieces in _pieces(model, found):
         with open(os.path.join(folder, part), "xb") as file:
@@ -190,13 +199,13 @@ def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
 
 
 def files(model, found: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a checkpoint by name, in memory, with the arguments of `write`."""
-    made = {part: b"".join(pieces) for part, pieces in _pieces(model, found)}
-    return {**made, MANIFEST: snapshot_store.manifest({part: [content] for part, content in made.items()})}
+    """Returns the files of a checkpoint by name, in memory, with the arguments of `write`."""
+    contents = {part: b"".join(pieces) for part, pieces in _pieces(model, found)}
+    return {**contents, MANIFEST: snapshot_store.manifest({part: [content] for part, content in contents.items()})}
 
 
 def _pieces(model, found: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
-    """(name, pieces of memory) of each file but the manifest."""
+    """Yields (name, pieces of memory) of each file but the manifest."""
     import numpy as np
 
     from raytf.worker.model_file import ModelFile
@@ -210,7 +219,7 @@ def _pieces(model, found: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
 
 
 def _described(build_model: Callable, config: Mapping, inputs) -> dict:
-    """What `build.json` says of (build_model, config, inputs)."""
+    """Returns the content of `build.json` for (build_model, config, inputs)."""
     kept, left_out = {}, {}
     for name, value in config.items():
         try:
@@ -224,7 +233,7 @@ def _described(build_model: Callable, config: Mapping, inputs) -> dict:
 
 
 def rate_of(config: Mapping) -> float | None:
-    """The learning rate of a config, or None where it has none that is a finite number."""
+    """Returns the learning rate of a config, or None if it is not a finite number."""
     rate = config.get("learning_rate")
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not math.isfinite(rate):
         return None
@@ -232,19 +241,20 @@ def rate_of(config: Mapping) -> float | None:
 
 
 def restore(folder: str, model, config: Mapping | None = None) -> bool:
-    """Gives a built model the weights, optimizer state and seeds of a checkpoint.
+    """Restores weights, optimizer state and seeds of a built model from a checkpoint.
 
     Args:
-        folder: of the checkpoint.
-        model: built with `config`.
-        config: where its `learning_rate` is another than when the checkpoint was written, the model keeps its own.
+        folder: Folder of the checkpoint.
+        model: Model that was built with `config`.
+        config: Config of the run, or None. If its `learning_rate` has changed since the checkpoint, the model keeps
+            its own.
 
     Returns:
-        Whether it has kept its own.
+        Whether the model has kept its own learning rate.
 
     Raises:
-        ConfigError: the checkpoint was written by another model.
-        DamagedCheckpointError: it is not whole.
+        ConfigError: The checkpoint is of another model.
+        DamagedCheckpointError: The checkpoint is not whole.
     """
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -260,7 +270,7 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
         with checkpoint_files.arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
         seeds = keras_objects.seeds_of_layers(model)
-        if len(values) > len(seeds):  # a callback that had drawn from the global one there may have yet to do so here
+        if len(values) > len(seeds):  # in that run a callback drew from the global seed, in this one none did yet
             seeds += keras_objects.shared_seed() or keras_objects.make_shared_seed()
         for variable, value in zip(seeds, values, strict=True):
             variable.assign(value)
@@ -280,9 +290,9 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
 
 
 def _new_rate(folder: str, model, config: Mapping) -> float | None:
-    """The learning rate that the model was built with, where the config has changed it since the checkpoint."""
-    before, now = read_state(folder).learning_rate, rate_of(config)
-    if before is None or now is None or before == now:
+    """Returns the learning rate of the built model if the config has changed it since the checkpoint, else None."""
+    saved_rate, new_rate = read_state(folder).learning_rate, rate_of(config)
+    if saved_rate is None or new_rate is None or saved_rate == new_rate:
         return None
     from raytf.parallel.callbacks import settable_rate
 
@@ -291,15 +301,15 @@ def _new_rate(folder: str, model, config: Mapping) -> float | None:
 
 
 def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -> None:
-    """Gives callbacks the state that they had; called after their `on_train_begin`, which resets them.
+    """Restores the states of callbacks; call it after their `on_train_begin`, which resets them.
 
     Args:
-        folder: of the checkpoint.
-        states: of the user's callbacks, followed since they were built.
-        chief: whether this worker writes the files.
+        folder: Folder of the checkpoint.
+        states: States of the user's callbacks, which were tracked from their construction.
+        chief: Whether this worker is the chief, which writes the files.
 
     Raises:
-        DamagedCheckpointError: the checkpoint holds something else.
+        DamagedCheckpointError: The checkpoint has another content.
     """
     if not os.path.lexists(os.path.join(folder, CALLBACKS)):
         if chief:
@@ -312,9 +322,9 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
     name = os.path.basename(os.path.normpath(folder))
     entries = checkpoint_files.read_json(folder, CALLBACKS).get("callbacks")
     with checkpoint_files.arrays(folder, ARRAYS) as arrays:
-        found = {key: arrays[key] for key in arrays.files}
+        arrays_by_name = {key: arrays[key] for key in arrays.files}
     try:
-        states.restore(entries if isinstance(entries, list) else [None], found, chief)
+        states.restore(entries if isinstance(entries, list) else [None], arrays_by_name, chief)
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
@@ -322,37 +332,41 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
 
 
 def restore_random(folder: str) -> None:
-    """Sets Python's `random` and NumPy's global generator as they stood; nothing for checkpoints that do not say.
+    """Restores Python's `random` and NumPy's global generator, if the checkpoint contains their states.
 
     Raises:
-        DamagedCheckpointError: the checkpoint holds something else.
+        DamagedCheckpointError: The checkpoint has another content.
     """
     if not os.path.lexists(os.path.join(folder, RANDOM)):
         return
-    with checkpoint_files.arrays(folder, RANDOM) as found:
-        random_state.give_back({name: found[name] for name in found.files})
+    with checkpoint_files.arrays(folder, RANDOM) as arrays:
+        random_state.give_back({name: arrays[name] for name in arrays.files})
 
 
 def metrics_of(folder: str) -> list[list]:
-    """The arrays of each metric of a checkpoint within an epoch, in the order of the model's metrics.
+    """Returns the arrays of each metric in a checkpoint within an epoch, in the order of the model's metrics.
 
     Raises:
-        DamagedCheckpointError: it holds something else.
+        DamagedCheckpointError: The checkpoint has another content.
     """
-    found: dict[int, dict[int, Any]] = {}
+    by_metric: dict[int, dict[int, Any]] = {}
     with checkpoint_files.arrays(folder, METRICS) as arrays:
         for name in arrays.files:
             metric, _, variable = name.partition(".")
-            found.setdefault(int(metric), {})[int(variable)] = arrays[name]
-    return [[of[i] for i in sorted(of)] for of in (found.get(m, {}) for m in range(max(found, default=-1) + 1))]
+            by_metric.setdefault(int(metric), {})[int(variable)] = arrays[name]
+    return [
+        [variables[i] for i in sorted(variables)]
+        for variables in (by_metric.get(m, {}) for m in range(max(by_metric, default=-1) + 1))
+    ]
 
 
 def remember(run: str, build_model: Callable, config: Mapping) -> None:
-    """Notes what a run of this process was built with, so that `load_model` needs not be told.
+    """Stores the build_model and config of a run of this process, as defaults of `load_model`.
 
     Args:
-        run: path of the run in its storage.
-        build_model, config: the trainer's.
+        run: Path of the run in its storage.
+        build_model: The trainer's function.
+        config: The trainer's config.
     """
     _made_here[run.rstrip("/")] = build_model, dict(config)
 
@@ -439,18 +453,18 @@ def load_model(
 
 
 def is_uri(source) -> bool:
-    """Whether it names a place in a storage, and not one of this machine."""
+    """Whether the source is a URI of a storage, and not a path on this machine."""
     return isinstance(source, str) and "://" in source
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A place in a storage.
+    """A location in a storage.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        path: there.
-        shown: for messages.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        path: Path in the file system.
+        shown: Text for messages.
     """
 
     filesystem: Any
@@ -459,36 +473,36 @@ class Stored:
 
     @staticmethod
     def at(uri: str) -> Stored:
-        """That of a URI; raises ConfigError where there is no such storage, or nothing is there."""
+        """Returns the location of a URI; raises ConfigError if the storage or the location does not exist."""
         from raytf.compat.ray_train import get_fs_and_path
 
-        shown = re.sub(r"//[^/]*@", "//", uri)  # without its keys
+        shown = re.sub(r"//[^/]*@", "//", uri)  # without credentials
         try:
             filesystem, path = get_fs_and_path(uri, None)
-            found = Stored(filesystem, path.rstrip("/"), shown)
-            is_there = found.kind() != FileType.NotFound
+            stored = Stored(filesystem, path.rstrip("/"), shown)
+            exists = stored.kind() != FileType.NotFound
         except (ValueError, ImportError, OSError) as error:
             raise ConfigError(
                 "A model is loaded from a path, or from the URI of a storage that can be read",
                 f"{shown!r}, for which there is {in_a_line(error)}",
                 "Correct the URI, or what gives access to the storage",
             ) from error
-        if not is_there:
+        if not exists:
             raise ConfigError("A model is loaded from a place that exists", repr(shown), "Check the URI")
-        return found
+        return stored
 
     def kind(self) -> FileType:
-        """What is there."""
+        """Returns the type of the location."""
         return self.filesystem.get_file_info(self.path).type
 
     def is_checkpoint(self) -> bool:
-        """See `is_checkpoint`."""
+        """Whether it is the folder of a checkpoint, see the function `is_checkpoint`."""
         parts = [posixpath.join(self.path, part) for part in (MODEL, STATE, SEEDS, MANIFEST)]
         return any(info.type != FileType.NotFound for info in self.filesystem.get_file_info(parts))
 
 
 def existing_path(source) -> str:
-    """The path that `source` is; raises ConfigError where it is none, or nothing is there."""
+    """Returns the path `source`; raises ConfigError if it is no path, or does not exist."""
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
             "A model is loaded from a Result, a Checkpoint or a path",
@@ -497,47 +511,47 @@ def existing_path(source) -> str:
         )
     path = os.path.expanduser(os.fspath(source))
     if not os.path.exists(path):
-        fix, below = "Check the path", ""
+        fix, location = "Check the path", ""
         if not os.path.isabs(path):
-            fix, below = "Check the path; in processes of the cluster use one from the root", f" in {os.getcwd()}"
-        raise ConfigError("A model is loaded from a path that exists", f"{path!r}{below}", fix)
+            fix, location = "Check the path; in processes of the cluster use one from the root", f" in {os.getcwd()}"
+        raise ConfigError("A model is loaded from a path that exists", f"{path!r}{location}", fix)
     return path
 
 
 def inputs_of(model):
-    """What the checkpoint of a model that was loaded says of its inputs, as `save` was told; None where it does not."""
+    """Returns the model inputs in the checkpoint of a loaded model, as passed to `save`; None without any."""
     return _noted.get(model, {}).get("inputs")
 
 
 def columns_of(model) -> dict[str, Any] | None:
-    """Returns what the checkpoint of a model that was loaded says of its rows; None where it says nothing.
+    """Returns the columns in the checkpoint of a loaded model; None without any.
 
-    "features" are the columns as a trainer takes them, "map" describes the trainer's, or is None.
+    "features" are columns as in a trainer's argument. "map" describes the trainer's `map`, or is None.
     """
     identity = _noted.get(model, {}).get("identity") or {}
-    found = identity.get("columns")
-    if not isinstance(found, dict) or found.get("features") is None:
+    described = identity.get("columns")
+    if not isinstance(described, dict) or described.get("features") is None:
         return None
-    return {"features": columns.read(found["features"]), "map": identity.get("map")}
+    return {"features": columns.read(described["features"]), "map": identity.get("map")}
 
 
 def made_here(run: str) -> tuple[Callable, dict] | None:
     """Returns (build_model, config) of a run of this process, or of one of its checkpoints, by its path."""
-    return next((made for path, made in _made_here.items() if f"{run}/".startswith(f"{path}/")), None)
+    return next((build for path, build in _made_here.items() if f"{run}/".startswith(f"{path}/")), None)
 
 
 def is_checkpoint(folder: str) -> bool:
-    """Whether a folder is that of a checkpoint, whole or not, and not that of a run."""
+    """Whether a folder is a checkpoint's, whole or not, and not a run's."""
     return os.path.lexists(os.path.join(folder, MODEL)) or _is_ours(folder)
 
 
 def _is_ours(folder: str) -> bool:
-    """Whether a folder holds more of raytf's than a model's file."""
+    """Whether a folder contains files of raytf in addition to a model's file."""
     return any(os.path.lexists(os.path.join(folder, part)) for part in (STATE, SEEDS, MANIFEST))
 
 
 def _is_bare(folder: str) -> bool:
-    """Whether a checkpoint is a model's file alone: of Ray's callback, or of Keras 2."""
+    """Whether a checkpoint is only a model's file: of Ray's callback, or of Keras 2."""
     return os.path.isfile(os.path.join(folder, MODEL)) and not _is_ours(folder)
 
 
@@ -551,7 +565,7 @@ def _check_single(choice: Choice, path: str) -> None:
 
 
 def _load_stored(stored: Stored, choice: Choice, arguments):
-    """The model of a place in a storage."""
+    """Loads the model at a location in a storage."""
     from ray.train import Checkpoint
 
     if stored.kind() == FileType.File:
@@ -570,7 +584,7 @@ def _load_stored(stored: Stored, choice: Choice, arguments):
 
 
 def _load_run(stored: Stored, choice: Choice, arguments):
-    """The model of a run's folder; where Ray's list of its checkpoints cannot be used, of those that lie there."""
+    """Loads the model of a run's folder. If Ray's list of checkpoints is unusable, it lists those in the folder."""
     from ray.train import Result
 
     from raytf.compat.ray_train import CheckpointManagerInitializationError
@@ -603,25 +617,27 @@ def _load_run(stored: Stored, choice: Choice, arguments):
 
 
 def _kept(result) -> list[Kept]:
-    """The checkpoints of a result, those of ends of epochs first, each kind newest first."""
-    metrics = {checkpoint.path: found for checkpoint, found in result.best_checkpoints or ()}
+    """Returns the checkpoints of a result: those of ends of epochs first, each kind newest first."""
+    metrics = {checkpoint.path: values for checkpoint, values in result.best_checkpoints or ()}
     listed = _checkpoints(result) if result.checkpoint is not None else []
     ends = [Kept(c.filesystem, c.path, metrics.get(c.path) or {}) for c in listed]
     return ends + kept_in(result.filesystem, result.path, others=False)
 
 
 def _load_chosen(kept: list[Kept], run: str, choice: Choice, arguments):
-    """The model of the checkpoints of a run that are chosen."""
+    """Loads the model of the selected checkpoints of a run."""
     from ray.train import Checkpoint
 
-    left = iter([Checkpoint(one.path, filesystem=one.filesystem) for one in choice.ordered(kept, run)])
+    candidates = iter(
+        [Checkpoint(checkpoint.path, filesystem=checkpoint.filesystem) for checkpoint in choice.ordered(kept, run)]
+    )
     if choice.average == 1:
-        return _load_whole(left, arguments)
+        return _load_whole(candidates, arguments)
 
     def models():
         for i in range(choice.average):
             try:
-                yield _load_whole(left, (arguments[0] and i == 0, *arguments[1:]))
+                yield _load_whole(candidates, (arguments[0] and i == 0, *arguments[1:]))
             except checkpoint_files.DamagedCheckpointError as error:
                 raise ConfigError(
                     "A mean is that of checkpoints that are whole",
@@ -633,16 +649,16 @@ def _load_chosen(kept: list[Kept], run: str, choice: Choice, arguments):
 
 
 def _checkpoints(result) -> list:
-    """Those of a result with a checkpoint: the last, and then the others that are kept, newest first."""
-    others = [c for c, _ in result.best_checkpoints or () if c.path != result.checkpoint.path]
-    return [result.checkpoint, *newest_first(others)]
+    """Returns the checkpoints of a result with a checkpoint: the last one, then the others, newest first."""
+    older = [c for c, _ in result.best_checkpoints or () if c.path != result.checkpoint.path]
+    return [result.checkpoint, *newest_first(older)]
 
 
 def last_state(result) -> CheckpointState:
-    """The `CheckpointState` of a `ray.train.Result` with a checkpoint; the weights stay in the storage.
+    """Returns the `CheckpointState` of a `ray.train.Result` with a checkpoint; the weights stay in the storage.
 
     Raises:
-        DamagedCheckpointError: none of its checkpoints has one that can be read.
+        DamagedCheckpointError: No checkpoint has a readable state.
     """
     return first_whole(_checkpoints(result), read_state_of)[1]
 
@@ -651,7 +667,7 @@ def _load_whole(candidates, arguments):
     with contextlib.ExitStack() as stack:
 
         def opened(candidate):
-            with scratch.named():  # of another storage it is copied there
+            with scratch.named():  # a checkpoint of another storage is copied to this machine
                 folder = stack.enter_context(candidate.as_directory())
             if _is_bare(folder):
                 return folder
@@ -664,11 +680,11 @@ def _load_whole(candidates, arguments):
 
 
 def _load(file: str, place: str, *arguments):
-    """A model from a file of Keras.
+    """Loads a model from a file of Keras.
 
     Args:
-        file: on this machine.
-        place: of its checkpoint in the storage.
+        file: Path on this machine.
+        place: Path of its checkpoint in the storage.
         arguments: compile, build_model, config, custom_objects and legacy_keras.
     """
     model = _load_file(file, place, *arguments)
@@ -680,10 +696,10 @@ def _load(file: str, place: str, *arguments):
 
 
 def _identity(folder: str) -> dict:
-    """What the state beside a model's file says of its run; {} where the file is alone, or among others."""
+    """Returns the identity of the run in the state next to a model's file; {} without a readable state."""
     try:
         return read_state(folder).identity if os.path.lexists(os.path.join(folder, STATE)) else {}
-    except checkpoint_files.DamagedCheckpointError:  # which a checkpoint that is loaded as one has been checked for
+    except checkpoint_files.DamagedCheckpointError:  # a checkpoint itself is already checked; this is another folder
         return {}
 
 
@@ -698,7 +714,7 @@ def _load_file(file: str, place: str, compile: bool, build_model, config, custom
 
         if build_model is None:
             try:
-                with scratch.named():  # Keras unpacks vocabularies there
+                with scratch.named():  # Keras unpacks vocabularies to this folder
                     return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
             except scratch.ScratchError:
                 raise
@@ -706,63 +722,63 @@ def _load_file(file: str, place: str, compile: bool, build_model, config, custom
                 known = made_here(place)
                 if known is None:
                     raise _not_built(file, error) from error
-                why = _said(error)
+                reason = _said(error)
             warnings.warn(
-                f"Keras cannot build the model from its file ({why}); "
+                f"Keras cannot build the model from its file ({reason}); "
                 "it is built with the trainer's build_model and given the saved weights",
                 stacklevel=6,
             )
-            build_model, before = known
-            return _built(file, build_model, {**before, **_build(file)["config"], **(config or {})}, compile)
+            build_model, run_config = known
+            return _built(file, build_model, {**run_config, **_build(file)["config"], **(config or {})}, compile)
         return _built(file, build_model, {**_build(file)["config"], **(config or {})}, compile)
 
 
 def _build(file: str) -> dict:
-    """What the `build.json` beside a file of Keras says, as far as there is one."""
+    """Returns the content of `build.json` next to a file of Keras, with defaults if it is missing."""
     folder = os.path.dirname(file)
-    none = {"build_model": None, "config": {}, "left_out": {}, "inputs": None}
+    defaults = {"build_model": None, "config": {}, "left_out": {}, "inputs": None}
     if not os.path.lexists(os.path.join(folder, BUILD)):
-        return none
-    found = checkpoint_files.read_json(folder, BUILD)
+        return defaults
+    described = checkpoint_files.read_json(folder, BUILD)
     try:
-        found = (
-            none
-            | {"config": plain_values.decode(found["config"]), "inputs": plain_values.decode(found["inputs"])}
-            | {name: found[name] for name in ("build_model", "left_out")}
+        described = (
+            defaults
+            | {"config": plain_values.decode(described["config"]), "inputs": plain_values.decode(described["inputs"])}
+            | {name: described[name] for name in ("build_model", "left_out")}
         )
-        if type(found["config"]) is not dict or type(found["left_out"]) is not dict:
+        if type(described["config"]) is not dict or type(described["left_out"]) is not dict:
             raise ValueError("its config is no object")
     except (ValueError, KeyError) as error:
         name = os.path.basename(os.path.normpath(folder))
         raise checkpoint_files.damaged(name, f"{BUILD}: {first_line(error)}") from error
-    return found
+    return described
 
 
 def _said(error: Exception) -> str:
-    """What Keras says without the whole config, which a stranger may have written."""
+    """Returns Keras' message without the whole config, which comes from an untrusted file."""
     text = first_line(error).split(" Full object config")[0]
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
 
 def _not_built(file: str, error: Exception) -> ConfigError:
-    found = _build(file)
-    told = f", which was {str(found['build_model'])[:200]!r}" if found["build_model"] else ""
-    left = ", ".join(f"{str(k)[:80]!r}" for k in found["left_out"])
-    left = f" and config={{...}} with {left}, which a checkpoint cannot keep" if left else ""
+    described = _build(file)
+    origin = f", which was {str(described['build_model'])[:200]!r}" if described["build_model"] else ""
+    missing = ", ".join(f"{str(k)[:80]!r}" for k in described["left_out"])
+    missing = f" and config={{...}} with {missing}, which a checkpoint cannot keep" if missing else ""
     return ConfigError(
         "Keras builds a model from its file if all of its layers are Keras' own, registered or in custom_objects, and "
         "none holds code",
         f"{file} ({_said(error)})",
-        f"Pass build_model=... of the training{told}{left}, or custom_objects={{name: class}}",
+        f"Pass build_model=... of the training{origin}{missing}, or custom_objects={{name: class}}",
     )
 
 
 def _built(file: str, build_model: Callable, config: dict, compile: bool):
-    """A model of `build_model` with the weights of a file."""
+    """Returns a model of `build_model` with the weights of a file."""
     import keras
 
-    found = _build(file)
-    missing = {k: v for k, v in found["left_out"].items() if k not in config}
+    described = _build(file)
+    missing = {k: v for k, v in described["left_out"].items() if k not in config}
     if not callable(build_model):
         raise ConfigError(
             "build_model must be the function that built the model", repr(build_model), "Pass build_model=that function"
@@ -780,9 +796,9 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
     if not model_optimizers.has_call(model):
         model_optimizers.build(model, None)
     elif model_optimizers.decides_itself(model) and not model_optimizers.unbuilt(model):
-        model.built = True  # a call on the inputs alone may be none that it takes
-    elif found["inputs"] is not None:
-        _call(model, _one_row(found["inputs"]))
+        model.built = True  # it may not accept a call on the inputs alone
+    elif described["inputs"] is not None:
+        _call(model, _one_row(described["inputs"]))
     elif not model.built:
         raise ConfigError(
             "A model without build.json next to its file must be built by build_model",
@@ -803,10 +819,10 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
 
 
 def _call(model, row) -> None:
-    """Makes a model's weights; `Model.build` would leave the layers of a subclassed one without."""
+    """Creates a model's weights; `Model.build` would leave out layers of a subclassed one."""
     try:
         model(row)
-    except Exception as error:  # of Keras, of TensorFlow and of the user's layers, each of its own kind
+    except Exception as error:  # Keras, TensorFlow and the user's layers each raise their own types
         raise _other_model(error) from error
 
 
@@ -817,7 +833,7 @@ def _other_model(error: Exception) -> ConfigError:
 
 
 def _shown(error: Exception) -> str:
-    """What Keras says; the sentence after "Example error message" is the one that names what differs."""
+    """Returns Keras' message; the sentence after "Example error message" is the one that names the difference."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2] if lines and "Example error message" in lines[0] else lines[:1])[:400]
 
@@ -827,8 +843,8 @@ def _one_row(inputs):
 
     if isinstance(inputs, dict):
         return {name: _one_row(part) for name, part in inputs.items()}
-    right = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple)
-    sizes = inputs[0] if right else (-1,)
+    is_valid = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple)
+    sizes = inputs[0] if is_valid else (-1,)
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(sizes) > _MOST_INPUT_VALUES:
         raise checkpoint_files.damaged(BUILD, "its inputs have no right shape")
     return keras.ops.zeros((1, *inputs[0]), inputs[1])

@@ -1,7 +1,6 @@
-"""Which of a run's checkpoints a model is loaded from: the last, the best, that of a step. Needs no Ray or TensorFlow.
+"""Selects the checkpoints of a run to load a model from: last, best, or of a step. Needs no Ray or TensorFlow.
 
-A run's folder holds Ray's `checkpoint_<time>`, written at the ends of epochs, and maybe `step_<steps made in all>`,
-written within them.
+A run's folder contains Ray's `checkpoint_<time>` from ends of epochs, and maybe `step_<steps>` from within epochs.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, step_folders
 from raytf.storage.checkpoint_files import AT_ENDS, MODEL, CheckpointState, DamagedCheckpointError, read_state_of
 
-# What "best" goes by, unless it is told: the first that a run has.
+# Default metrics for "best"; the first one that a run has is used.
 _METRICS = ("val_loss", "loss")
-# In the logs of each epoch, and no measure of a model.
+# In the logs of each epoch, but no measure of a model.
 _NO_METRICS = {"epoch", "learning_rate"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A checkpoint that a run has kept.
+    """A checkpoint in a run's folder.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        path: of its folder there.
-        metrics: that Ray lists with it.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        path: Path of the checkpoint's folder in the file system.
+        metrics: Metrics that Ray lists with the checkpoint.
     """
 
     filesystem: Any
@@ -51,36 +50,36 @@ class Kept:
         return step_folders.step_of(self.name) is not None
 
     def state(self) -> CheckpointState | None:
-        """What its `state.json` says; None where it has none that can be read."""
+        """Returns the content of `state.json`, or None if it is missing or damaged."""
         try:
             return read_state_of(self)
         except DamagedCheckpointError:
             return None
 
     def values(self) -> dict[str, Any]:
-        """Metrics of the epoch at whose end it was written."""
+        """Returns the metrics of the epoch at whose end the checkpoint was written."""
         state = self.state()
         return {**(state.history[-1] if state and state.history else {}), **self.metrics}
 
 
 def kept_in(filesystem, run: str, others: bool = True) -> list[Kept]:
-    """The checkpoints that lie in a run's folder, newest first; those of ends of epochs before those within.
+    """Lists the checkpoints in a run's folder, newest first; those of ends of epochs before those within epochs.
 
-    One within an epoch that has no manifest was not finished, and is passed over.
+    Skips incomplete checkpoints within an epoch: those without a manifest.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        run: path of the folder there; it may be missing.
-        others: also those of ends of epochs.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        run: Path of the run's folder, which may be missing.
+        others: Whether to list those of ends of epochs, too.
     """
-    within = [Kept(filesystem, posixpath.join(run, name)) for _, name in step_folders.listed(filesystem, run)]
+    mid_epoch = [Kept(filesystem, posixpath.join(run, name)) for _, name in step_folders.listed(filesystem, run)]
     if not others:
-        return within
-    found = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
-    folders = [Kept(filesystem, info.path) for info in found if info.type == FileType.Directory]
+        return mid_epoch
+    entries = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
+    folders = [Kept(filesystem, info.path) for info in entries if info.type == FileType.Directory]
     ends = [kept for kept in folders if not kept.within_epoch]
     ends = [kept for kept in ends if kept.name.startswith(AT_ENDS) or _holds(kept, MODEL)]
-    return checkpoint_files.newest_first(ends) + within
+    return checkpoint_files.newest_first(ends) + mid_epoch
 
 
 def _holds(kept: Kept, part: str) -> bool:
@@ -89,10 +88,10 @@ def _holds(kept: Kept, part: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which of a run's checkpoints is to be loaded; arguments of `raytf.load_model`, see there.
+    """Selection of a run's checkpoints, with arguments of `raytf.load_model`.
 
     Raises:
-        ConfigError: a value that it cannot have, or values that do not go together.
+        ConfigError: A value is invalid, or values contradict each other.
     """
 
     which: str | int = "last"
@@ -125,30 +124,30 @@ class Choice:
 
     @property
     def of_a_run(self) -> bool:
-        """Whether it says more than a source with a single checkpoint can answer."""
+        """Whether the choice needs a run, and not only a single checkpoint."""
         return self.which != "last" or self.average > 1
 
     def ordered(self, kept: Sequence[Kept], run: str) -> list[Kept]:
-        """The checkpoints to load from: the first that is whole, or so many as the mean is of.
+        """Returns the checkpoints to load from: candidates for the first one that is whole, or `average` of them.
 
         Args:
-            kept: at least one, as `kept_in` orders them.
-            run: its path, for errors.
+            kept: At least one checkpoint, ordered as by `kept_in`.
+            run: Path of the run, for errors.
 
         Raises:
-            ConfigError: there is no such checkpoint, or there are not as many.
+            ConfigError: There is no such checkpoint, or there are fewer than `average`.
         """
         if self.which == "best":
             return self._best(kept, run)
         if self.which != "last":
             return self._of_step(kept, run)
-        if self.average == 1 and not any(one.within_epoch for one in kept):
+        if self.average == 1 and not any(checkpoint.within_epoch for checkpoint in kept):
             return list(kept)
-        placed = _by_step(kept)
+        dated = _by_step(kept)
         if self.average == 1:
-            return [one for _, one in placed]
-        # the end of an epoch may have been written as a step, too
-        single = {one.path if state is None else state.step: one for state, one in reversed(placed)}
+            return [checkpoint for _, checkpoint in dated]
+        # an epoch's end may also be stored as a step
+        single = {checkpoint.path if state is None else state.step: checkpoint for state, checkpoint in reversed(dated)}
         if len(single) < self.average:
             raise ConfigError(
                 "A mean is that of checkpoints that a run has kept",
@@ -158,21 +157,21 @@ class Choice:
         return list(reversed(single.values()))
 
     def _of_step(self, kept: Sequence[Kept], run: str) -> list[Kept]:
-        states = [(one, one.state()) for one in kept]
-        found = [one for one, state in states if state is not None and state.step == self.which]
-        if not found:
+        states = [(checkpoint, checkpoint.state()) for checkpoint in kept]
+        matching = [checkpoint for checkpoint, state in states if state is not None and state.step == self.which]
+        if not matching:
             steps = sorted({state.step for _, state in states if state is not None})
             raise ConfigError(
                 "which names the step of a checkpoint that the run has kept",
                 f"which={self.which} for {run!r}",
                 f"Choose one of {', '.join(map(str, steps))}" if steps else 'Its checkpoints name none: use "last"',
             )
-        return found
+        return matching
 
     def _best(self, kept: Sequence[Kept], run: str) -> list[Kept]:
-        values = [(one, one.values()) for one in kept if not one.within_epoch]
+        values = [(checkpoint, checkpoint.values()) for checkpoint in kept if not checkpoint.within_epoch]
         known = sorted(
-            {name for _, found in values for name, value in found.items() if _is_number(value)} - _NO_METRICS
+            {name for _, metrics in values for name, value in metrics.items() if _is_number(value)} - _NO_METRICS
         )
         metric = self.metric or next((name for name in _METRICS if name in known), None)
         if metric not in known:
@@ -182,8 +181,10 @@ class Choice:
                 f"Choose one of {', '.join(known)}" if known else 'Its checkpoints bear none: use "last" or a step',
             )
         sign = 1 if self.mode == "min" else -1
-        scored = [(sign * found[metric], one) for one, found in values if _is_number(found.get(metric))]
-        return [one for _, one in sorted(scored, key=lambda pair: pair[0])]
+        scored = [
+            (sign * metrics[metric], checkpoint) for checkpoint, metrics in values if _is_number(metrics.get(metric))
+        ]
+        return [checkpoint for _, checkpoint in sorted(scored, key=lambda pair: pair[0])]
 
 
 def _is_number(value: Any) -> bool:
@@ -191,17 +192,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _by_step(kept: Sequence[Kept]) -> list[tuple[CheckpointState | None, Kept]]:
-    """(state, checkpoint), newest first; one that does not tell its step stands just before the next older one.
+    """Returns (state, checkpoint) pairs, newest first; one without a state has the step of the next older one.
 
     Args:
-        kept: as `kept_in` orders them.
+        kept: Checkpoints, ordered as by `kept_in`.
     """
-    placed: list[tuple[int, CheckpointState | None, Kept]] = []
-    for _, group in itertools.groupby(kept, lambda one: one.within_epoch):
-        step, found = -1, []
-        for one in reversed(list(group)):
-            state = one.state()
+    dated: list[tuple[int, CheckpointState | None, Kept]] = []
+    for _, group in itertools.groupby(kept, lambda checkpoint: checkpoint.within_epoch):
+        step, newest_last = -1, []
+        for checkpoint in reversed(list(group)):
+            state = checkpoint.state()
             step = step if state is None else state.step
-            found.append((step, state, one))
-        placed += reversed(found)
-    return [(state, one) for _, state, one in sorted(placed, key=lambda place: -place[0])]
+            newest_last.append((step, state, checkpoint))
+        dated += reversed(newest_last)
+    return [(state, checkpoint) for _, state, checkpoint in sorted(dated, key=lambda entry: -entry[0])]

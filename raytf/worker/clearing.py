@@ -1,4 +1,4 @@
-"""What a training leaves in a process that is to train again: graphs, seeds, Keras' settings. On a worker."""
+"""Resets what a training leaves in a process that trains again: graphs, seeds, settings of Keras. Runs on a worker."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _noted: dict[str, Any] = {}
 
 
 def note() -> None:
-    """Notes Keras' settings, for `clear`: once in a process, before a user's code may have changed them."""
+    """Records Keras' settings for `clear`, once in a process, before the user's code can change them."""
     if not _noted:
         _noted.update(_settings())
 
 
 def clear() -> None:
-    """Leaves nothing of a training behind, and gives Keras the settings that were noted."""
+    """Clears all traces of a training, and restores the settings of Keras that `note` recorded."""
     import tensorflow as tf
 
     from raytf.compat.tensorflow import forget_custom_gradients, forget_traces
@@ -25,15 +25,15 @@ def clear() -> None:
     if legacy_keras.is_on():
         from tf_keras import backend, mixed_precision
 
-        places = (backend, mixed_precision)
+        modules = (backend, mixed_precision)
     else:
         from keras import backend, config
 
-        places = (config,)
+        modules = (config,)
     backend.clear_session()
     for name, value in _noted.items():
-        place = next(place for place in places if hasattr(place, f"set_{name}"))
-        getattr(place, f"set_{name}")(value)
+        module = next(module for module in modules if hasattr(module, f"set_{name}"))
+        getattr(module, f"set_{name}")(value)
     tf.config.run_functions_eagerly(False)
     forget_custom_gradients()
     forget_traces()
@@ -48,5 +48,5 @@ def _settings() -> dict[str, Any]:
         return config | {"global_policy": mixed_precision.global_policy()}
     from keras import config
 
-    # not the dtype policy: each thread has its own, and who asks for it sets it, to what `floatx` is so far
+    # not the dtype policy: it is per thread, and reading it sets it to the current `floatx`
     return {name: getattr(config, name)() for name in ("floatx", "epsilon", "image_data_format")}

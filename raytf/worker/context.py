@@ -1,4 +1,4 @@
-"""The train loop that runs in this process: its setup, its strategy, and `raytf.get_strategy()`. On a worker."""
+"""The train loop of this process: its setup, its strategy, and `raytf.get_strategy()`. Runs on a worker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raytf.worker import strategy
 
 @dataclasses.dataclass
 class Context:
-    """What this process trains with.
+    """State of the train loop in this process.
 
     Args:
-        setup: what the driver told this process.
-        strategy: this worker's, once it is built.
-        servers: the `servers.ServerGroup` of a ParameterServerStrategy.
+        setup: Setup that the driver sent.
+        strategy: Strategy of this worker, or None before it is built.
+        servers: `servers.ServerGroup` of a ParameterServerStrategy, or None.
     """
 
     setup: WorkerSetup
@@ -39,9 +39,9 @@ _current: list[Context] = []
 
 @contextlib.contextmanager
 def prepared(setup: WorkerSetup):
-    """Makes this process ready for a train loop, and leaves nothing of it behind.
+    """Prepares this process for a train loop, and cleans up afterwards.
 
-    Where it is one for Keras 2, Keras 3 and what raytf changes in it are left alone.
+    With Keras 2 it leaves Keras 3 and raytf's changes to it alone.
     """
     timeouts.put_in_force(setup.timeouts)
     if not legacy_keras.is_on():
@@ -96,12 +96,12 @@ def get_strategy() -> tf.distribute.Strategy:
 
 
 def setup() -> WorkerSetup | None:
-    """The setup of the train loop that runs in this process, or None outside of one."""
+    """Returns the setup of the train loop in this process, or None outside of one."""
     return _current[0].setup if _current else None
 
 
 def servers():
-    """The `servers.ServerGroup` of this process' ParameterServerStrategy, or None."""
+    """Returns the `servers.ServerGroup` of this process' ParameterServerStrategy, or None."""
     return _current[0].servers if _current else None
 
 

@@ -1,8 +1,8 @@
-"""Ending a training after the same step on all workers, when their run is told to end. On a worker; no TensorFlow.
+"""Stops a training after the same step on all workers. Runs on a worker, without TensorFlow.
 
-Workers are asked for the executions that they have begun: from then on none begins another before it is told which one
-is the last. That is the largest of the answers, so that none is past it, and none waits in it for another. All
-this takes two messages, and nothing of the time of a training that nobody ends.
+The driver first requests the number of steps (executions) that each worker has begun. From then on no worker begins
+another one until it receives the last step: the maximum of the answers. So no worker is past it, and none waits in it
+for another. This takes two messages, and costs nothing in a training that nobody stops.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from raytf import timeouts
 from raytf.errors import RaytfError
 
 STOP, DRAIN, RESIZE = "stop", "drain", "resize"
-# Why workers end after a step to go on elsewhere, or with others.
+# Why workers stop after a step, for the run to continue on other nodes or with other workers.
 _MOVES = {DRAIN: "a node of the run is drained", RESIZE: "the number of workers changes"}
 
 
 class StopTraining(BaseException):
-    """Ends `model.fit` after a step; no `except Exception` of the user's holds it up.
+    """Ends `model.fit` after a step. It is no `Exception`, so that the user's `except Exception` does not catch it.
 
     Args:
         why: STOP, DRAIN or RESIZE.
-        step: steps that are made in all.
+        step: Number of steps in all.
     """
 
     def __init__(self, why: str, step: int):
@@ -35,11 +35,11 @@ class StopTraining(BaseException):
 
 
 class MovedError(RayActorError):
-    """The workers have ended after the same step, for the run to go on with others: to Ray Train a loss of a node.
+    """Ends the workers after the same step, for the run to continue with others. To Ray Train it is a node loss.
 
     Args:
-        step: steps that are made in all.
-        why: DRAIN, of a worker's node, or RESIZE.
+        step: Number of steps in all.
+        why: DRAIN of a worker's node, or RESIZE.
     """
 
     def __init__(self, step: int, why: str = DRAIN):
@@ -52,22 +52,23 @@ class MovedError(RayActorError):
 
 
 class NotToldError(RaytfError, TimeoutError):
-    """A worker was asked to end, and not told after which step."""
+    """A worker was requested to stop, and did not receive the last step before the timeout."""
 
 
 class Gate:
-    """Between the thread that trains and those that ask it to end.
+    """Barrier between the training thread and threads that request its stop.
 
     Attributes:
-        why: STOP, DRAIN or RESIZE, or None as long as nobody asks.
+        why: STOP, DRAIN or RESIZE, or None without a request.
     """
 
     def __init__(self):
-        self._changed = threading.Condition(threading.RLock())  # a signal's handler runs in the training's own thread
+        # reentrant, as a signal's handler runs in the training thread
+        self._changed = threading.Condition(threading.RLock())
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was asked: for another training in this process."""
+        """Drops all requests, for another training in this process."""
         with self._changed:
             self._asked: list[str] = []
             self._begun, self._end_after = 0, None
@@ -77,15 +78,15 @@ class Gate:
         return self._asked[0] if self._asked else None
 
     def ask(self, why: str) -> int:
-        """The executions of steps that have begun, or begin without another look here; 0 before the training."""
+        """Requests a stop. Returns the executions that have begun by the next check; 0 before the training."""
         with self._changed:
             self._asked.append(why)
             return self._begun
 
     def end_after(self, executions: int) -> None:
-        """Says after how many executions to end: the most that any worker has begun; at least one.
+        """Sets the execution to stop after: the maximum that any worker has begun, at least 1.
 
-        A word that comes when the training that was asked has ended, and its process stays, is none for the next one.
+        Without a request it has no effect: the training that it was for has ended, and the process runs another one.
         """
         with self._changed:
             if not self._asked:
@@ -94,17 +95,17 @@ class Gate:
             self._changed.notify_all()
 
     def withdraw(self, why: str) -> None:
-        """Takes an `ask` back, unless it was said after which execution to end."""
+        """Withdraws a request, unless the last execution is already set."""
         with self._changed:
             if self._end_after is None and why in self._asked:
                 self._asked.remove(why)
                 self._changed.notify_all()
 
     def begin(self, told: Mapping[str, Any] | None = None) -> None:
-        """Called as a training begins: its first execution is sure to come.
+        """Marks the begin of a training, whose first execution always runs.
 
         Args:
-            told: `told()` of another worker, whose execution this one is to make with it; or None.
+            told: `told()` of another worker whose execution this worker joins, or None.
         """
         with self._changed:
             self._begun = 1 if told is None else told["begun"]
@@ -112,20 +113,20 @@ class Gate:
                 self._asked, self._end_after = list(told["asked"]), told["end_after"]
 
     def told(self) -> dict[str, Any]:
-        """Where it stands, for a worker that joins the training; one that was only asked is asked again."""
+        """Returns the state for a replacement worker. A request without a last execution is sent again to it."""
         with self._changed:
             return {"begun": self._begun, "asked": list(self._asked), "end_after": self._end_after}
 
     def is_last(self) -> bool:
-        """Called after each execution: whether to end now; waits while that is being asked.
+        """Whether to stop after this execution. Blocks while a request waits for its last execution.
 
         Raises:
-            NotToldError: no answer came.
+            NotToldError: The driver did not send the last execution before the timeout.
         """
         with self._changed:
-            told = lambda: self.why is None or self._end_after is not None
+            is_resolved = lambda: self.why is None or self._end_after is not None
             seconds = timeouts.get().stop_step
-            if not self._changed.wait_for(told, seconds):
+            if not self._changed.wait_for(is_resolved, seconds):
                 raise NotToldError(
                     f"This worker was asked to stop, and the driver has not sent the last step within {seconds:g} s: "
                     "another one gave no answer"
@@ -134,25 +135,25 @@ class Gate:
             return self.is_over()
 
     def is_over(self) -> bool:
-        """Called between executions: whether the last one was the one to end after, or came after it."""
+        """Whether the last execution is the one to stop after, or a later one. Called between executions."""
         with self._changed:
             return self._end_after is not None and self._begun > self._end_after
 
 
-# Of the training in this process.
+# The gate of the training in this process.
 gate = Gate()
 
 
 def ask(why: str) -> int:
-    """`Gate.ask`, as a function that another process sends here."""
+    """Calls `Gate.ask`; a function that another process sends to this one."""
     return gate.ask(why)
 
 
 def end_after(executions: int) -> None:
-    """`Gate.end_after`, likewise."""
+    """Calls `Gate.end_after`; a function that another process sends to this one."""
     gate.end_after(executions)
 
 
 def withdraw(why: str) -> None:
-    """`Gate.withdraw`, likewise."""
+    """Calls `Gate.withdraw`; a function that another process sends to this one."""
     gate.withdraw(why)

@@ -1,4 +1,4 @@
-"""Checks at an epoch's end, on all workers at once: a loss that is no number, and weights that have diverged."""
+"""Checks at an epoch's end, on all workers at once, for a loss that is NaN or infinite, and diverged weights."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from raytf.collectives.communicator import spans_workers
 from raytf.parallel import local_sgd, model_optimizers, own_state
 from raytf.parallel.callbacks import settable_rate
 
-# A loss, which is a mean since the epoch's begin, is read once in so many steps, and so many steps later, when it is
-# computed in any case; the others are read where it is no number.
+# Losses that are read at once, and delay of a read in steps, after which they are computed in any case. A loss is a
+# mean since the epoch's begin. So the last one is enough; the others are read if it is not finite.
 _TOGETHER, _BEHIND = 16, 4
-# With nan="stop" workers agree on whether to stop every so many steps, as an agreement takes an exchange.
+# With nan="stop" workers agree on a stop every so many steps, as each agreement is an exchange.
 _AGREE_STEPS = 100
-# Of each variable so many bytes make its checksum: workers that have diverged differ in all of a variable.
+# Bytes of each variable in its checksum: workers that have diverged differ everywhere in a variable.
 _CHECKED_BYTES = 4 << 20
 
 
 class EpochChecks(keras.callbacks.Callback):
-    """Warns of a loss that is no number, with its first step, and of workers whose weights or rates have diverged.
+    """Warns of a loss that is NaN or infinite, with its first step, and of workers with different weights or rates.
 
     Args:
         nan: "warn", "stop" (warn, and stop the training), or "ignore".
-        users: the user's callbacks.
-        rank, size: of this worker, and the number of workers.
+        users: The user's callbacks.
+        rank: Rank of this worker.
+        size: Number of workers.
     """
 
     raytf_local_batches = True
@@ -55,15 +56,15 @@ class EpochChecks(keras.callbacks.Callback):
         first, self._step = self._step + 1 if self._step >= 0 else batch, batch
         if self._nan == "ignore" or (self._bad >= 0 and self._nan != "stop"):
             return
-        outputs = self.model.__dict__.get("_raytf_last", (logs,))[0]  # of this worker's own rows
+        outputs = self.model.__dict__.get("_raytf_last", (logs,))[0]  # for this worker's own rows
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None and self._bad < 0:
             self._waiting.append((first, loss))
             if len(self._waiting) == _TOGETHER + _BEHIND:
                 self._look(_TOGETHER)
         if self._nan == "stop":
-            before, self._executed = self._executed, batch + 1
-            if before // _AGREE_STEPS != self._executed // _AGREE_STEPS:
+            previous, self._executed = self._executed, batch + 1
+            if previous // _AGREE_STEPS != self._executed // _AGREE_STEPS:
                 self._drain()
                 self._agree()
 
@@ -71,25 +72,25 @@ class EpochChecks(keras.callbacks.Callback):
         self._drain()
         loss = (logs or {}).get("loss")
         if self._bad < 0 and self._nan != "ignore" and isinstance(loss, (int, float)) and not _is_finite(loss):
-            self._bad, self._since = 0, False  # of steps that are not seen, as with parameter servers
+            self._bad, self._since = 0, False  # the step is unknown, as with parameter servers
         if self._nan != "ignore" or self._compares():
             self._agree(end=True)
         if self._nan != "ignore" and not self._warned and (self._size == 1 or self._compares()):
             self._look_at_weights()
 
     def _look_at_weights(self) -> None:
-        """Finds weights that are no numbers, all of a step on: a relu makes 0 of them, and the loss stays finite."""
+        """Finds weights that stay NaN although the loss is finite, as relu maps NaN to 0."""
         for variable in self.model.trainable_variables:
             if "float" not in variable.dtype or np.isfinite(np.sum(_values(self.model, variable), dtype=np.float64)):
                 continue
             self._warned = True
-            if self._nan == "stop":  # on all workers, as their weights are the same
+            if self._nan == "stop":  # on all workers, as they have the same weights
                 self.model.stop_training = True
             if self._rank == 0:
-                then = "The training stops, as nan='stop' says. " if self._nan == "stop" else ""
+                consequence = "The training stops, as nan='stop' says. " if self._nan == "stop" else ""
                 warnings.warn(
                     f"{variable.path} has weights that are no finite numbers at the end of epoch {self._epoch + 1}, "
-                    f"though the loss is finite. {then}Look for rows that are NaN or infinite.",
+                    f"though the loss is finite. {consequence}Look for rows that are NaN or infinite.",
                     stacklevel=2,
                 )
             return
@@ -99,35 +100,35 @@ class EpochChecks(keras.callbacks.Callback):
             self._look(len(self._waiting))
 
     def _look(self, count: int) -> None:
-        """Reads the last of the first losses that wait, and where it is no number those before."""
-        looked, self._waiting = self._waiting[:count], self._waiting[count:]
-        if _is_finite(looked[-1][1]):
+        """Reads the last of the first `count` pending losses, and the ones before only if it is not finite."""
+        losses, self._waiting = self._waiting[:count], self._waiting[count:]
+        if _is_finite(losses[-1][1]):
             return
-        self._bad = next(step for step, loss in looked if not _is_finite(loss))
+        self._bad = next(step for step, loss in losses if not _is_finite(loss))
         self._waiting.clear()
 
     def _compares(self) -> bool:
-        """Whether all workers are to have the same weights."""
+        """Whether all workers must have the same weights."""
         strategy = self.model.distribute_strategy
         return self._size > 1 and spans_workers(strategy) and local_sgd.every(strategy) == 1
 
     def _agree(self, end: bool = False) -> None:
-        """Exchanges the first steps without a number, and at an epoch's end checksums of weights and rates."""
+        """Exchanges the first step with a bad loss, and at an epoch's end checksums of weights and rates."""
         own = [self._bad, *(checksums(self.model) if end and self._compares() else (0, 0))]
-        every = self._exchanged(own)
-        bad = {rank: int(row[0]) for rank, row in enumerate(every) if row[0] >= 0}
+        rows = self._exchanged(own)
+        bad = {rank: int(row[0]) for rank, row in enumerate(rows) if row[0] >= 0}
         if bad and not self._warned:
             self._warned = True
             if self._rank == 0:
                 warnings.warn(self._of_nan(bad), stacklevel=2)
         if bad and self._nan == "stop":
             self.model.stop_training = True
-        if end and not self._told_diverged and (every[:, 1:] != every[0, 1:]).any():
+        if end and not self._told_diverged and (rows[:, 1:] != rows[0, 1:]).any():
             self._told_diverged = True
-            self._tell_of_divergence(every)
+            self._tell_of_divergence(rows)
 
     def _exchanged(self, own: Sequence[int]) -> np.ndarray:
-        """A row of numbers of each worker."""
+        """Returns a matrix with one row of numbers for each worker."""
         if self._size == 1 or not spans_workers(self.model.distribute_strategy):
             return np.array([own], np.int64)
         rows = np.zeros((self._size, len(own)), np.int64)
@@ -145,28 +146,30 @@ class EpochChecks(keras.callbacks.Callback):
         else:
             rows = f", with the rows of worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         if self._terminates and self.model.stop_training:
-            then = "keras.callbacks.TerminateOnNaN has ended the training"
+            advice = "keras.callbacks.TerminateOnNaN has ended the training"
         elif self._nan == "stop":
-            then = "The training stops, as nan='stop' says"
+            advice = "The training stops, as nan='stop' says"
         else:
-            then = (
+            advice = (
                 "The training continues; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
                 "rows may help"
             )
-        when = f"since step {first + 1} of" if self._since else "in"
-        return f"The loss is no finite number {when} epoch {self._epoch + 1}{rows if self._since else ''}. {then}."
+        location = f"since step {first + 1} of" if self._since else "in"
+        return (
+            f"The loss is no finite number {location} epoch {self._epoch + 1}{rows if self._since else ''}. {advice}."
+        )
 
     def _tell_of_divergence(self, every: np.ndarray) -> None:
         ranks = [rank for rank in range(self._size) if (every[rank, 1:] != every[0, 1:]).any()]
         variables = list(self.model.trainable_variables)
-        each = self._exchanged([_checksum(self.model, v) for v in variables])
-        paths = [v.path for i, v in enumerate(variables) if (each[:, i] != each[0, i]).any()]
+        crcs = self._exchanged([_checksum(self.model, v) for v in variables])
+        paths = [v.path for i, v in enumerate(variables) if (crcs[:, i] != crcs[0, i]).any()]
         if self._rank != 0:
             return
-        what = f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else "learning rates"
+        text = f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else "learning rates"
         warnings.warn(
             f"Worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} and worker 0 have other weights or rates "
-            f"than each other at the end of epoch {self._epoch + 1}: {what}. Something changes them on each worker for "
+            f"than each other at the end of epoch {self._epoch + 1}: {text}. Something changes them on each worker for "
             "itself, as a callback or a step does that draws a number or reads a clock. Draw from a seed that all "
             "have, or let the optimizer change them.",
             stacklevel=2,
@@ -178,12 +181,14 @@ def _is_finite(loss) -> bool:
 
 
 def checksums(model) -> tuple[int, int]:
-    """(checksum of the trained weights, checksum of the learning rates) of this process."""
+    """Returns (checksum of the trained weights, checksum of the learning rates) of this process."""
     crc = 0
     for variable in model.trainable_variables:
         crc = zlib.crc32(_checked(model, variable), crc)
-    optimizers = [one for one in model_optimizers.of(model).values() if settable_rate(one) is not None]
-    rates = np.array([float(one.learning_rate) for one in optimizers], np.float64)
+    optimizers = [
+        optimizer for optimizer in model_optimizers.of(model).values() if settable_rate(optimizer) is not None
+    ]
+    rates = np.array([float(optimizer.learning_rate) for optimizer in optimizers], np.float64)
     return crc, zlib.crc32(rates.tobytes())
 
 

@@ -1,4 +1,4 @@
-"""The model of a run, written for those who have no raytf: as a SavedModel, a file of Keras or one of ONNX."""
+"""Exports the model of a run for use without raytf: as a SavedModel, a file of Keras or one of ONNX."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("saved_model", "keras", "onnx")
 _CONVERTERS = ("tf2onnx", "onnxruntime")
-# How far an output of the export may be from the model's, see `_distance`.
+# Largest difference between an output of the export and the model's, see `_distance`.
 _TOLERANCE = 1e-6
-# Generated for the check: rows, and sizes for axes of any length, of which the first that the model takes is used.
+# Generated rows of the check, and sizes of axes of any length; the first size that the model accepts is used.
 _ROWS, _SIZES = 3, (64, 8, 256)
 _NOT_CHECKED = "Load it by raytf.load_model, and write it with Keras' own model.export(path)"
 
@@ -77,29 +77,31 @@ def export(
     """
     choice = {"which": which, "average": average, "metric": metric, "mode": mode}
     check(source, output, format, **choice)
-    how = {"build_model": build_model, "config": config, "custom_objects": custom_objects}
-    # of a model that is not compiled Keras says that it will not be trained
-    model = checkpoint.load_model(source, compile=False, **choice, **how)
+    arguments = {"build_model": build_model, "config": config, "custom_objects": custom_objects}
+    # Keras warns that a model which is not compiled cannot be trained
+    model = checkpoint.load_model(source, compile=False, **choice, **arguments)
     output = os.path.abspath(os.path.expanduser(os.fspath(output)))
-    # beside it, so that what is whole gets its name at once
-    beside = os.path.dirname(output)
+    # in the same folder, so that a rename publishes the complete export at once
+    parent = os.path.dirname(output)
     with (
-        scratch.named(beside),
-        tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=beside) as folder,
+        scratch.named(parent),
+        tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=parent) as folder,
     ):
-        written = os.path.join(folder, os.path.basename(output))
+        exported = os.path.join(folder, os.path.basename(output))
         with quiet.native():
-            _write(model, written, format, custom_objects)
-        os.rename(written, output)
+            _write(model, exported, format, custom_objects)
+        os.rename(exported, output)
     return output
 
 
 def check(source, output: str | os.PathLike, format: str, **choice) -> None:
-    """Raises ConfigError for what `export` can know to be wrong before Ray and TensorFlow are imported.
+    """Raises ConfigError for arguments of `export` that are wrong, before Ray and TensorFlow are imported.
 
     Args:
-        source, output, format: of `export`.
-        choice: its which, average, metric and mode.
+        source: As in `export`.
+        output: As in `export`.
+        format: As in `export`.
+        choice: Its which, average, metric and mode.
     """
     validation.check_word("format", format, FORMATS)
     missing = [name for name in _CONVERTERS if importlib.util.find_spec(name) is None]
@@ -133,7 +135,7 @@ def _check_output(output: str, format: str) -> None:
 
 
 def check_source(source, choice: Choice) -> None:
-    """Looks for the checkpoint as far as files say where it is; metrics that Ray lists are looked at with Ray."""
+    """Raises ConfigError if there is no such checkpoint in the files; Ray's metrics are checked later."""
     if checkpoint.is_uri(source):
         stored = checkpoint.Stored.at(source)
         if stored.kind() == FileType.File or stored.is_checkpoint():
@@ -155,28 +157,28 @@ def check_source(source, choice: Choice) -> None:
 
 
 def _write(model, path: str, format: str, custom_objects: Mapping | None) -> None:
-    """Writes a model, reads it again and compares; raises ConfigError where that is not possible or not the same."""
+    """Writes a model, loads it and compares outputs; raises ConfigError if it fails or they differ."""
     import keras
 
     if not isinstance(model, keras.Model):
         raise ConfigError("A model of Keras 3 is exported", f"a {type(model).__module__} model", _NOT_CHECKED)
     specs = _specs(model)
-    rows, wanted = _tried(model, specs)
+    rows, expected = _tried(model, specs)
     writers = {"saved_model": _saved_model, "keras": _keras, "onnx": _onnx}
     with warnings.catch_warnings():
-        # it is not to be trained
+        # the export is not for training
         warnings.filterwarnings("ignore", message=".*compile.*metrics.*")
         try:
             compute = writers[format](model, path, specs, custom_objects)
         except ConfigError:
             raise
-        except Exception as error:  # of Keras and of the converters, each of its own kind
+        except Exception as error:  # Keras and the converters each raise their own types
             raise ConfigError(
                 f"A model is exported as {format} where Keras can write it so",
                 f"{model.name!r} ({type(error).__name__}: {first_line(error)[:300]})",
                 f"Choose another of {', '.join(FORMATS)}",
             ) from error
-    _compare(wanted, _flat(compute(rows)), format)
+    _compare(expected, _flat(compute(rows)), format)
 
 
 def _saved_model(model, path: str, specs, custom_objects) -> Callable:
@@ -184,11 +186,11 @@ def _saved_model(model, path: str, specs, custom_objects) -> Callable:
     import tensorflow as tf
 
     signature = None
-    if _inputs(model) is None:  # Keras knows no dtypes of a subclassed model's inputs
+    if _inputs(model) is None:  # Keras does not know the dtypes of a subclassed model's inputs
         signature = [keras.tree.map_structure(lambda s: keras.InputSpec(shape=s.shape, dtype=s.dtype), specs)]
     model.export(path, format="tf_saved_model", verbose=False, input_signature=signature)
     loaded = tf.saved_model.load(path)
-    return lambda rows: loaded.serve(rows)  # which does not itself keep the variables
+    return lambda rows: loaded.serve(rows)  # `loaded.serve` alone would not keep the variables alive
 
 
 def _keras(model, path: str, specs, custom_objects) -> Callable:
@@ -196,7 +198,7 @@ def _keras(model, path: str, specs, custom_objects) -> Callable:
 
     model.save(path)
     try:
-        other = keras.saving.load_model(path, dict(custom_objects or {}), compile=False, safe_mode=True)
+        loaded = keras.saving.load_model(path, dict(custom_objects or {}), compile=False, safe_mode=True)
     except Exception as error:
         raise ConfigError(
             "A file of Keras is one that Keras can load without build_model",
@@ -204,7 +206,7 @@ def _keras(model, path: str, specs, custom_objects) -> Callable:
             "Register its layers (keras.saving.register_keras_serializable), pass custom_objects, or choose another "
             "format",
         ) from error
-    return _graph(other, specs)
+    return _graph(loaded, specs)
 
 
 def _onnx(model, path: str, specs, custom_objects) -> Callable:
@@ -217,24 +219,24 @@ def _onnx(model, path: str, specs, custom_objects) -> Callable:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
     def compute(rows):
-        names = [one.name for one in session.get_inputs()]
+        names = [node.name for node in session.get_inputs()]
         return session.run(None, dict(zip(names, map(np.asarray, tf.nest.flatten(rows)), strict=True)))
 
     return compute
 
 
 def _inputs(model):
-    """The symbolic inputs of a functional or sequential model in their structure; None of any other."""
+    """Returns the symbolic inputs of a functional or sequential model in their structure; None for other models."""
     import keras
 
-    found = getattr(model, "inputs", None)
+    inputs = getattr(model, "inputs", None)
     if isinstance(model, keras.Sequential):
-        return found[0] if found else None
-    return model.input if found else None
+        return inputs[0] if inputs else None
+    return model.input if inputs else None
 
 
 def _specs(model):
-    """A `tf.TensorSpec` for each input of a model, in the structure in which it takes them."""
+    """Returns a `tf.TensorSpec` for each input of a model, in the structure of the inputs."""
     import keras
     import tensorflow as tf
 
@@ -249,31 +251,31 @@ def _specs(model):
             _NOT_CHECKED,
         )
     parts = stored if isinstance(stored, dict) else {"inputs": stored}
-    found = {name: tf.TensorSpec((None, *shape), dtype, name) for name, (shape, dtype) in parts.items()}
-    return found if isinstance(stored, dict) else found["inputs"]
+    specs = {name: tf.TensorSpec((None, *shape), dtype, name) for name, (shape, dtype) in parts.items()}
+    return specs if isinstance(stored, dict) else specs["inputs"]
 
 
 def _tried(model, specs) -> tuple[Any, list[np.ndarray]]:
-    """(generated rows that the model takes, its outputs for them)."""
+    """Returns (generated rows that the model accepts, its outputs for them)."""
     import keras
 
     compute, failed = _graph(model, specs), None
-    any_length = any(None in one.shape.as_list()[1:] for one in keras.tree.flatten(specs))
+    any_length = any(None in item.shape.as_list()[1:] for item in keras.tree.flatten(specs))
     for size in _SIZES if any_length else _SIZES[:1]:
         numbers = np.random.default_rng(0)
         rows = keras.tree.map_structure(lambda spec: _row(spec, size, numbers), specs)  # noqa: B023 - called at once
         try:
-            wanted = _flat(compute(rows))
-        except Exception as error:  # too short for a pooling layer, or longer than a table of places
+            expected = _flat(compute(rows))
+        except Exception as error:  # too short for a pooling layer, or longer than a table of positions
             failed = error
             continue
-        if any(_distance(a, b) > 0 for a, b in zip(wanted, _flat(compute(rows)), strict=True)):
+        if any(_distance(a, b) > 0 for a, b in zip(expected, _flat(compute(rows)), strict=True)):
             raise ConfigError(
                 "An export is compared with the model, whose outputs must be the same for the same rows",
                 f"{model.name!r}, which gives others each time",
                 _NOT_CHECKED,
             )
-        return rows, wanted
+        return rows, expected
     raise ConfigError(
         "An export is checked with generated rows",
         f"{model.name!r}, which takes none of {_shown(specs)} ({type(failed).__name__}: {first_line(failed)[:300]})",
@@ -282,7 +284,7 @@ def _tried(model, specs) -> tuple[Any, list[np.ndarray]]:
 
 
 def _row(spec, size: int, numbers: np.random.Generator):
-    """Rows for an input: small numbers, 0 and 1 where they must be whole, as they may be places in a table."""
+    """Returns rows of an input: numbers from 0 to 1. Integers are 0 or 1, as they may be indices of a table."""
     import tensorflow as tf
 
     shape = (_ROWS, *(size if length is None else length for length in spec.shape.as_list()[1:]))
@@ -293,7 +295,7 @@ def _row(spec, size: int, numbers: np.random.Generator):
 
 
 def _graph(model, specs) -> Callable:
-    """The model as a graph, as a SavedModel computes it: step by step the last digits may differ."""
+    """Returns the model as a graph, as in a SavedModel: eager execution may differ in the last digits."""
     import tensorflow as tf
 
     return tf.function(lambda rows: model(rows, training=False)).get_concrete_function(specs)
@@ -302,37 +304,37 @@ def _graph(model, specs) -> Callable:
 def _flat(outputs) -> list[np.ndarray]:
     import keras
 
-    return [np.asarray(one) for one in keras.tree.flatten(outputs)]
+    return [np.asarray(tensor) for tensor in keras.tree.flatten(outputs)]
 
 
 def _compare(wanted: list[np.ndarray], found: list[np.ndarray], format: str) -> None:
-    if [one.shape for one in wanted] != [one.shape for one in found]:
+    if [array.shape for array in wanted] != [array.shape for array in found]:
         raise _differs(format, f"outputs of shapes {[o.shape for o in found]} for {[o.shape for o in wanted]}")
-    for mine, its in zip(wanted, found, strict=True):
-        if not (far := _distance(mine, its)) <= _TOLERANCE:  # nor is NaN
-            raise _differs(format, f"an output that differs by {far:.1e}")
+    for expected, actual in zip(wanted, found, strict=True):
+        if not (distance := _distance(expected, actual)) <= _TOLERANCE:  # also false for NaN
+            raise _differs(format, f"an output that differs by {distance:.1e}")
 
 
 def _distance(mine: np.ndarray, its: np.ndarray) -> float:
-    """How far an output is from the model's, for each unit of its largest number and at least for one."""
+    """Returns the largest difference of an output, relative to the largest number of the model's, at least 1."""
     if mine.dtype.kind in "OSU":
         return float((mine != its).any())
     mine, its = mine.astype("float64"), its.astype("float64")
-    same = (mine == its) | (np.isnan(mine) & np.isnan(its))  # infinite numbers, and a model that has diverged
+    same = (mine == its) | (np.isnan(mine) & np.isnan(its))  # covers infinities, and a model that has diverged
     largest = np.max(np.abs(mine), where=np.isfinite(mine), initial=1.0)
     return float(np.max(np.abs(mine[~same] - its[~same]), initial=0)) / largest
 
 
 def _differs(format: str, how: str) -> ConfigError:
-    others = ", ".join(name for name in FORMATS if name != format)
+    formats = ", ".join(name for name in FORMATS if name != format)
     return ConfigError(
         f"What is exported computes what the model does, to {_TOLERANCE:g}",
         f"format={format!r} with {how}",
-        f"Choose another format ({others})",
+        f"Choose another format ({formats})",
     )
 
 
 def _shown(specs) -> str:
     import keras
 
-    return ", ".join(f"{tuple(one.shape)} {one.dtype.name}" for one in keras.tree.flatten(specs))
+    return ", ".join(f"{tuple(spec.shape)} {spec.dtype.name}" for spec in keras.tree.flatten(specs))

@@ -1,4 +1,4 @@
-"""Figures of a training, epoch by epoch: throughput, waits, communication, memory; for TensorBoard and for reports."""
+"""Records throughput, waits, communication and memory for each epoch, for TensorBoard and `raytf report`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import tensorflow as tf
 from raytf import activity, liveness
 from raytf.errors import first_line
 
-# In a run's folder, with a file of JSON lines for each rank.
+# Folder in the run's folder, with a file of JSON lines for each rank.
 FOLDER = "figures"
-# The run of TensorBoard beside "train" and "validation".
+# Name of the TensorBoard run, next to "train" and "validation".
 _SYSTEM = "system"
-# An object store has no appending: there the whole file is written again, at most so often.
+# Object stores cannot append: the whole file is written again, at most once in so many seconds.
 _AGAIN_INTERVAL = 30.0
 _SHOWN = (
     "learning_rate",
@@ -36,15 +36,16 @@ _SHOWN = (
 
 
 class FiguresCallback(keras.callbacks.Callback):
-    """Notes figures of this worker at the end of each epoch; it does nothing in steps.
+    """Records figures of this worker at the end of each epoch; costs nothing in steps.
 
     Args:
-        position: a `callbacks.FeedCallback`, which counts steps.
-        global_batch: rows of a step, over all workers.
-        rank, size: of this worker, and how many there are.
-        waited: gives the seconds that steps have waited for rows in all; None where other processes make the steps, so
-            that neither this nor what is spent on communication is known here.
-        write: write(figures) takes them, and None at the end; see `Lines` and `events_writer`.
+        position: A `callbacks.FeedCallback`, which counts steps.
+        global_batch: Rows of a step, over all workers.
+        rank: Rank of this worker.
+        size: Number of workers.
+        waited: Function that returns the seconds for which steps have waited for rows in all. None if other processes
+            run the steps: then waits and communication are not known in this process.
+        write: Functions that are called with the figures, and with None at the end; see `Lines` and `events_writer`.
     """
 
     raytf_local_batches = True
@@ -73,12 +74,12 @@ class FiguresCallback(keras.callbacks.Callback):
         self._trained = self._trained or self._now()  # the epoch's validation is no training
 
     def on_epoch_end(self, epoch, logs=None):
-        now = self._now()
+        current = self._now()
         figures = self._worker | {"epoch": epoch + 1, "step": self._position.step, "time": time.time()}
-        figures |= of_epoch(self._began, self._trained or now, self._batch)
-        figures["checkpoint_seconds"] = now["checkpoint"] - self._last["checkpoint"]
+        figures |= of_epoch(self._began, self._trained or current, self._batch)
+        figures["checkpoint_seconds"] = current["checkpoint"] - self._last["checkpoint"]
         figures |= {"learning_rate": _rate(self.model), "memory_bytes": liveness.memory_bytes()}
-        self._last = now
+        self._last = current
         for write in self._write:
             write(figures)
 
@@ -103,8 +104,9 @@ def of_epoch(
     """Returns figures of the steps between two moments; shares are of their time, 0 to 1, or None.
 
     Args:
-        began, ended: clock and other seconds, and steps, at the moments.
-        batch: rows of a step.
+        began: Clock, other times in seconds, and number of steps at the first moment.
+        ended: The same at the second moment.
+        batch: Rows of a step.
     """
     seconds = max(1e-9, ended["clock"] - began["clock"])
     steps = ended["step"] - began["step"]
@@ -123,12 +125,12 @@ def of_epoch(
 
 
 class Lines:
-    """Appends figures to the file of a rank in a run's folder; a storage that takes no more ends it, not the training.
+    """Appends figures to the file of a rank in a run's folder. If the storage fails it stops, but not the training.
 
     Args:
-        filesystem: of the run.
-        run: path of its folder there.
-        rank: of this worker.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        run: Path of the run's folder in the file system.
+        rank: Rank of this worker.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, run: str, rank: int):
@@ -177,12 +179,16 @@ class Lines:
 def of_run(
     storage, position, global_batch: int, rank: int, size: int, users: Sequence, waited: Callable[[], float] | None
 ) -> list[FiguresCallback]:
-    """Returns the callback that notes figures of this worker, where somebody shows them.
+    """Returns the callback that records figures of this worker, in a list that is empty if nothing shows them.
 
     Args:
-        storage: Ray Train's of the run, where `raytf report` reads them; None where there is none.
-        position, global_batch, rank, size, waited: see `FiguresCallback`.
-        users: callbacks; beside the events of a TensorBoard among them, the chief's figures are written, too.
+        storage: Ray Train's storage of the run, where `raytf report` reads them, or None.
+        position: See `FiguresCallback`.
+        global_batch: See `FiguresCallback`.
+        rank: See `FiguresCallback`.
+        size: See `FiguresCallback`.
+        users: The user's callbacks. With a TensorBoard callback, the chief also writes its figures as events.
+        waited: See `FiguresCallback`.
     """
     write: list = [] if storage is None else [Lines(storage.storage_filesystem, storage.experiment_fs_path, rank)]
     events = events_writer(users) if rank == 0 else None
@@ -191,17 +197,17 @@ def of_run(
 
 
 def events_writer(callbacks: Sequence[keras.callbacks.Callback]) -> Callable[[Mapping[str, Any] | None], None] | None:
-    """Returns what writes figures beside the events of a TensorBoard callback; None without one.
+    """Returns a function that writes figures next to the events of a TensorBoard callback; None without one.
 
     Args:
-        callbacks: of the training, raytf's own among them.
+        callbacks: Callbacks of the training, including raytf's.
     """
-    found = next((one for one in callbacks if isinstance(one, keras.callbacks.TensorBoard)), None)
-    return None if found is None else _Events(os.path.join(str(found.log_dir), _SYSTEM))
+    tensorboard = next((callback for callback in callbacks if isinstance(callback, keras.callbacks.TensorBoard)), None)
+    return None if tensorboard is None else _Events(os.path.join(str(tensorboard.log_dir), _SYSTEM))
 
 
 class _Events:
-    """Events of figures, in a folder of their own: TensorBoard reads one file of a folder at a time."""
+    """Writes events of figures in a separate folder, as TensorBoard reads one file of a folder at a time."""
 
     def __init__(self, folder: str):
         self._folder, self._writer, self._failed = folder, None, False
@@ -212,7 +218,7 @@ class _Events:
         try:
             with tf.device("CPU:0"):
                 self._writer = self._writer or tf.summary.create_file_writer(self._folder)
-                with self._writer.as_default(step=figures["epoch"] - 1):  # as Keras counts them
+                with self._writer.as_default(step=figures["epoch"] - 1):  # as in Keras
                     for name in _SHOWN:
                         if figures.get(name) is not None:
                             tf.summary.scalar(name, figures[name])
@@ -225,7 +231,7 @@ class _Events:
 
 
 def _rate(model) -> float | None:
-    """The learning rate of the model's optimizer now, also that of a schedule; None where it has none."""
+    """Returns the current learning rate of the model's optimizer, also of a schedule; None without one."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     rate = getattr(optimizer, "learning_rate", None)
     return None if rate is None else float(keras.ops.convert_to_numpy(rate))

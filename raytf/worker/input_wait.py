@@ -1,4 +1,4 @@
-"""How long training steps wait for their input: measured in the step's own graph, around the call for a batch."""
+"""Measures how long training steps wait for their input, in the step's own graph, around the call for a batch."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from raytf import activity
 from raytf.compat.patching import patched, replacing
 from raytf.compat.tensorflow import OwnedIterator
 
-# Behind both `next(iterator)` and `iterator.get_next()`; and what several steps an execution use.
+# `next(iterator)` and `iterator.get_next()` call the first; several steps per execution call the second.
 _CALLS = ("_next_internal", "get_next_as_optional")
 
 
 @contextlib.contextmanager
 def measure_input_wait() -> Iterator[Callable[[], float]]:
-    """Steps that are traced inside add up the seconds that they wait; gives what reads them, between two waits.
+    """Makes steps that are traced within it add up their wait in seconds. Yields a function that returns the sum.
 
-    TensorFlow offers no hook here, so that the iterator's own methods are replaced meanwhile. It costs two clock
-    readings and two additions a step, and nothing outside of traced functions. While a step waits, the time at which it
-    began to is subtracted, so that `activity` sees from another thread that it does, and since when.
+    TensorFlow has no hook for this, so the context manager replaces methods of the iterator. This costs two clock
+    readings and two additions a step, and nothing outside of traced functions. While a step waits, the start of the
+    wait is subtracted. So `activity` can read from another thread how long it lasts.
     """
-    with tf.device("CPU:0"):  # where it is read without waiting for what a GPU computes
+    with tf.device("CPU:0"):  # a read on the CPU does not wait for computations of a GPU
         waited = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="raytf_waited")
     last = [0.0]
 
     def timed(original, self):
         if tf.executing_eagerly():
             return original(self)
-        asked = tf.timestamp()
-        with tf.control_dependencies([waited.assign_sub(asked, read_value=False)]):
+        started = tf.timestamp()
+        with tf.control_dependencies([waited.assign_sub(started, read_value=False)]):
             batch = original(self)
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             waited.assign_add(tf.timestamp(), read_value=False)
@@ -45,16 +45,16 @@ def measure_input_wait() -> Iterator[Callable[[], float]]:
         return last[0]
 
     def pending() -> float | None:
-        began = float(waited)
-        return None if began >= 0 else max(0.0, time.time() + began - last[0])
+        balance = float(waited)
+        return None if balance >= 0 else max(0.0, time.time() + balance - last[0])
 
     with contextlib.ExitStack() as replaced:
         for name in _CALLS:
             new = replacing(getattr(OwnedIterator, name), timed)
             replaced.enter_context(patched(OwnedIterator, name, new))
-        here = activity.here
-        here.pending_input, here.waited_input = pending, read
+        activity_log = activity.here
+        activity_log.pending_input, activity_log.waited_input = pending, read
         try:
             yield read
         finally:
-            here.pending_input = here.waited_input = None
+            activity_log.pending_input = activity_log.waited_input = None

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, kept by its chief: what it copies, another process writes, see `snapshots.py`."""
+"""Saves the checkpoints of a run on its chief: copies them, and another process writes them, see `snapshots.py`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
 from raytf.timeouts import deadline
 from raytf.worker.checkpoint import Moment
 
-# Those that stay: the last, and one for when it is damaged.
+# Number of checkpoints within epochs that remain: the last one, and one in case that it is damaged.
 _KEPT_STEPS = 2
-# Of what is in a checkpoint beside the model: callbacks, metrics, history.
+# Estimated bytes of a checkpoint without the model: callbacks, metrics, history.
 _OTHER_BYTES = 1 << 20
 
 
 class Keeper:
-    """Keeps the checkpoints of one training, at the ends of epochs and within them.
+    """Saves the checkpoints of one training, at the ends of epochs and within them.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        run: the run's folder there.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        run: Path of the run's folder in the file system.
     """
 
     def __init__(self, filesystem, run: str):
@@ -40,7 +40,7 @@ class Keeper:
         self._alone = False
 
     def wait_for_others(self) -> None:
-        """Waits for what killed workers had handed over; call before the newest is looked for."""
+        """Blocks until checkpoints of killed workers are written; call it before the newest one is selected."""
         if not snapshots.wait_for_all(self._filesystem, self._run):
             warnings.warn(
                 f"Another process still writes checkpoints of {self._run!r}, or its host has gone meanwhile: its last "
@@ -49,11 +49,11 @@ class Keeper:
             )
 
     def ready(self, model, held: bool = False) -> None:
-        """Prepares all that the first checkpoint needs, before the first step: its layout, its memory, who writes it.
+        """Prepares the first checkpoint before the first step: layout, memory, and the process that writes.
 
         Args:
-            model: a compiled and built `keras.Model`.
-            held: some are to be held.
+            model: A compiled and built `keras.Model`.
+            held: Whether some checkpoints stay in memory.
         """
         size = self._laid_out(model).size
         if self._writer is None:
@@ -61,31 +61,35 @@ class Keeper:
             self._writer.ready(size + _OTHER_BYTES, held)
 
     def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
-        """See `session.RaySession.keep`.
+        """Saves a checkpoint, see `session.RaySession.keep`.
 
         Args:
-            last: none comes behind it: it is not left out, and waited for where the one before is still being written.
+            name: Name of the checkpoint's folder in the run's folder.
+            model: A compiled and built `keras.Model`.
+            parts: Result of `checkpoint.parts`.
+            writers: Number of workers that write it together, at least 1.
+            last: Whether it is the last one of the training: it waits for the one before instead of being dropped.
 
         Raises:
-            NotKeptError: the process that writes was killed, and so was another one at once.
+            NotKeptError: The writer process was killed, and its replacement too.
         """
         self._take(name, model, parts, writers=writers, pinned=last)
         return True
 
     def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
-        """Holds a checkpoint in memory: it is written only if this worker ends, and not well, before the next one."""
+        """Keeps a checkpoint in memory; it is written only if this worker fails before the next one."""
         self._take(name, model, parts, held=True)
         return True
 
     def keep_part(self, name: str, model, index: int, writers: int, pinned: bool = False) -> bool:
-        """Keeps one part of a model whose checkpoint several workers write; the chief makes it whole.
+        """Saves one part of a checkpoint that several workers write; the chief completes it.
 
         Args:
-            name: of the checkpoint's folder in that of the run.
-            model: a compiled and built `keras.Model`.
-            index: of this worker among those that write, from 1.
-            writers: how many these are, with the chief.
-            pinned: newer ones do not make it needless.
+            name: Name of the checkpoint's folder in the run's folder.
+            model: A compiled and built `keras.Model`.
+            index: Index of this worker among the writers, from 1.
+            writers: Number of writers, including the chief.
+            pinned: Whether newer checkpoints do not replace it before it is written.
         """
         if self._cutter is None or self._cutter.of != (index, writers):
             self._cutter = Cutter(index, writers)
@@ -94,14 +98,14 @@ class Keeper:
         return True
 
     def layout(self, model) -> int:
-        """A number that workers have alike whose files of a model have the same arrays at the same places."""
+        """Returns a number that is equal on workers whose model files have the same arrays at the same offsets."""
         image = self._content(model).image
         if self._layout is None or self._layout[0] is not image:
             self._layout = image, division.layout(image)
         return self._layout[1]
 
     def writes_alone(self) -> bool:
-        """Whether parts of others did not come before."""
+        """Whether this worker must write alone, as parts of other workers did not arrive before."""
         return self._alone or (self._writer is not None and self._writer.alone)
 
     def _content(self, model) -> Archive:
@@ -118,13 +122,13 @@ class Keeper:
         return self._write(name, {checkpoint_files.MODEL: self._content(model), **parts}, **how)
 
     def _write(self, name: str, found: Mapping[str, Any], **how: Any) -> int:
-        """Hands it to the process that writes, which is another one where that was killed; its number there."""
+        """Sends a checkpoint to the writer process, and restarts that if it was killed; returns its number there."""
         if self._writer is not None:
             try:
                 return self._writer.write(name, found, **how)
             except NoRoomError:
                 raise
-            except NotKeptError as error:  # its process was killed
+            except NotKeptError as error:  # the writer process was killed
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
                 self._alone = self._writer.alone
                 self._writer.close()
@@ -137,18 +141,18 @@ class Keeper:
         activity.here.failing_storage = functools.partial(getattr, self._writer, "failing")
 
     def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
-        """Keeps the checkpoint at the end of an epoch: copies it; newer ones do not make it needless.
+        """Saves the checkpoint at the end of an epoch; newer ones do not replace it before it is written.
 
         Args:
-            name: of its folder in that of the run.
-            moment: of the end of the epoch.
+            name: Name of the checkpoint's folder in the run's folder.
+            moment: State of the training at the end of the epoch.
 
         Returns:
-            Waits until it is whole, in any thread; raises NotKeptError where it is not in the time that it has. From
-            then on newer ones, which are tried again and again, may take its place.
+            A function that blocks until the checkpoint is whole, in any thread. It raises NotKeptError after a timeout.
+            From then on newer checkpoints, which are retried, may replace it.
 
         Raises:
-            NotKeptError: the process that writes was killed, and so was another one at once.
+            NotKeptError: The writer process was killed, and its replacement too.
         """
         number = self._take(name, moment.model, moment.parts(), writers=moment.writers, pinned=True)
         writer = self._writer
@@ -163,11 +167,11 @@ class Keeper:
         return wait
 
     def held_up(self) -> contextlib.AbstractContextManager[None]:
-        """See `SnapshotWriter.held_up`."""
+        """Marks the time for which the training waits, see `SnapshotWriter.held_up`."""
         return contextlib.nullcontext() if self._writer is None else self._writer.held_up()
 
     def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
-        """See `session.RaySession.keep_now`."""
+        """Saves a checkpoint at once, see `session.RaySession.keep_now`."""
         number = self._take(name, model, parts, pinned=True)
         with self._writer.held_up():
             self._writer.finish(self._last_seconds(), timeouts.get().checkpoint_failing, number)
@@ -176,12 +180,12 @@ class Keeper:
         return deadline(timeouts.get().checkpoint_last, 0 if self._file is None else self._file.size)
 
     def close(self, well: bool = True) -> None:
-        """Waits for the last one, when the training has ended or failed.
+        """Waits for the last checkpoint, when the training has ended or failed.
 
-        What cannot be kept is said: the run has its checkpoints of epochs, and the cause of its end is another one.
+        It warns instead of raising if that fails: the run has its checkpoints of epochs, and its end another cause.
 
         Args:
-            well: the training came to its end, so that what is held is needless; else it is kept.
+            well: Whether the training was successful, so that checkpoints in memory are dropped; else they are written.
         """
         seconds = self._last_seconds()
         writer, self._writer, self._file = self._writer, None, None

@@ -1,4 +1,4 @@
-"""Labels that do not fit a model's loss, as rows show them before any worker starts."""
+"""Checks with some rows that labels fit the model's loss, before any worker starts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _BINARY = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentr
 
 
 def check_kind(model, spec) -> None:
-    """Raises ConfigError for labels that are strings, where a loss of Keras is given them.
+    """Raises ConfigError for string labels of a Keras loss.
 
     Args:
-        model: compiled, built or not.
-        spec: of a batch: features, or a tuple of features, labels and weights.
+        model: A compiled model, built or not.
+        spec: Element spec of a batch: features, or a tuple of features, labels and weights.
     """
     if not isinstance(spec, tuple) or len(spec) < 2 or not _steps_as_keras(model) or not _is_kerass(model.loss):
         return
-    strings = [one for one in tf.nest.flatten(spec[1]) if getattr(one, "dtype", None) == tf.string]
+    strings = [tensor for tensor in tf.nest.flatten(spec[1]) if getattr(tensor, "dtype", None) == tf.string]
     if strings:
         raise ConfigError(
             "Labels must be numbers, as a loss computes with them",
@@ -38,13 +38,13 @@ def check_kind(model, spec) -> None:
 
 
 def check_values(model, spec, labels: Any, weighted: bool = False) -> None:
-    """Raises ConfigError for labels that a loss of Keras cannot take.
+    """Raises ConfigError for label values that a loss of Keras cannot use.
 
     Args:
-        model: compiled and built.
-        spec: of a batch, see `check_kind`.
-        labels: arrays of some rows.
-        weighted: whether rows have weights, of which some may be 0.
+        model: A compiled and built model.
+        spec: Element spec of a batch, see `check_kind`.
+        labels: Arrays with the labels of some rows.
+        weighted: Whether rows have weights, some of which may be 0.
     """
     if not _steps_as_keras(model):
         return
@@ -55,7 +55,7 @@ def check_values(model, spec, labels: Any, weighted: bool = False) -> None:
         if loss.fn is _SPARSE:
             arguments = keras_objects.loss_arguments(loss)
             ignored = arguments.get("ignore_class")
-            if arguments.get("axis", -1) != -1:  # classes are elsewhere
+            if arguments.get("axis", -1) != -1:  # classes are not on the last axis
                 continue
             _check_classes(name, values if ignored is None else values[values != ignored], outputs)
         elif loss.fn in _BINARY and not weighted:
@@ -89,13 +89,13 @@ def _check_shares(name: str, values: np.ndarray) -> None:
 
 
 def _steps_as_keras(model) -> bool:
-    """Whether what the labels are for is Keras' own."""
+    """Whether the model uses the train step and loss computation of Keras."""
     own = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
     return not own and "train_step" not in vars(model) and model_optimizers.has_call(model)
 
 
 def _is_kerass(losses) -> bool:
-    """Whether all losses that were given are names or objects of Keras, of which none takes strings."""
+    """Whether all losses are names or objects of Keras, none of which accepts strings."""
     flat = [loss for loss in tree.flatten(losses) if loss is not None]
     return bool(flat) and all(
         isinstance(loss, str) or (getattr(loss, "__module__", "") or "").partition(".")[0] == "keras" for loss in flat
@@ -103,21 +103,21 @@ def _is_kerass(losses) -> bool:
 
 
 def _of_outputs(model, spec, labels) -> Iterator[tuple[Any, np.ndarray, int]]:
-    """(loss, labels, number of outputs) of each output, where labels have the structure of the outputs."""
+    """Returns (loss, labels, number of outputs) for each output, if the labels have the structure of the outputs."""
     compiled = keras_objects.compiled_parts(model)[0]
     if compiled is None or not compiled.built:
         return
     try:
         outputs = compute_output_spec(model, tf.nest.map_structure(_example, spec[0]), training=False)
         tree.assert_same_structure(outputs, labels)
-    except Exception:  # what the step itself makes of them decides
+    except Exception:  # the step itself then raises or not
         return
     for entry in keras_objects.flat_losses(compiled):
         y_true, y_pred = labels, outputs
         for key in entry.path:
             y_true, y_pred = y_true[key], y_pred[key]
         if len(getattr(y_pred, "shape", ())) and y_pred.shape[-1] is not None:
-            loss = getattr(entry.loss, "loss", entry.loss)  # of what raytf wraps
+            loss = getattr(entry.loss, "loss", entry.loss)  # unwraps raytf's wrapper
             yield loss, np.asarray(y_true), int(y_pred.shape[-1])
 
 
@@ -126,10 +126,10 @@ def _example(one):
 
 
 def refuse_unknown(error: Exception) -> None:
-    """Raises ConfigError where Keras has not found the name of a loss or metric; it looks for them with the first rows.
+    """Raises ConfigError if Keras did not find the name of a loss or metric; it looks names up with the first rows.
 
     Args:
-        error: of a model that was built.
+        error: Error of building the model.
     """
     if isinstance(error, ValueError) and (text := first_line(error)).startswith("Could not interpret"):
         raise ConfigError("compile must name losses and metrics that Keras has", text, "Correct the name") from error

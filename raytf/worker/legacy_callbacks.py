@@ -1,4 +1,4 @@
-"""`raytf.ReportCallback` where `tf.keras` is Keras 2. On a worker."""
+"""`raytf.ReportCallback` for Keras 2 as `tf.keras`. Runs on a worker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raytf.storage.checkpoint_files import MODEL
 
 
 class LegacyReportCallback(tf_keras.callbacks.Callback):
-    """Reports metrics and a checkpoint to Ray at the end of every epoch; every worker must have it.
+    """Reports metrics and a checkpoint to Ray at the end of every epoch. Every worker needs it.
 
-    The checkpoint holds `model.keras`, as Ray's `ReportCheckpointCallback` has it; `raytf.load_model` reads it.
+    The checkpoint contains `model.keras`, as with Ray's `ReportCheckpointCallback`; `raytf.load_model` reads it.
 
     Args:
-        checkpoint: write a checkpoint with each report; without one Ray keeps no metrics in the Result.
+        checkpoint: Whether to write a checkpoint with each report. Without one Ray keeps no metrics in the Result.
     """
 
     def __init__(self, checkpoint: bool = True):
@@ -31,7 +31,7 @@ class LegacyReportCallback(tf_keras.callbacks.Callback):
             ray.train.report(metrics)
             return
         with scratch.folder() as folder:
-            # on every worker: statistics of BatchNormalization are summed over all when they are read
+            # on every worker: reading the statistics of BatchNormalization sums them over all workers
             self.model.save(os.path.join(folder, MODEL))
             chief = ray.train.get_context().get_world_rank() == 0
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder) if chief else None)

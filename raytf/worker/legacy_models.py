@@ -1,8 +1,8 @@
-"""Models of Keras 2, from their files: where that is asked for, and nothing in them can run code.
+"""Loads models of Keras 2 from their files, on request, without running code from them.
 
-The safe mode of `tf_keras` refuses code, but takes any name of any module that can be imported: a file may name
-`os.system` as a layer's function. So every name in a file is looked at before `tf_keras` sees it: only classes and
-functions that `tf_keras` has in its public modules are taken, and those that the caller gives or has registered.
+The safe mode of `tf_keras` refuses code, but imports any name of any module. A file may name `os.system` as a layer's
+function. So every name in a file is checked before `tf_keras` reads it. Allowed are classes and functions in public
+modules of `tf_keras`, and those that the caller passes or has registered.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from raytf.storage import stored_json
 _CLASSES = ("layers", "models", "losses", "metrics", "initializers", "regularizers", "constraints", "optimizers")
 _DEEPER = ("optimizers.legacy", "optimizers.schedules", "mixed_precision")
 _FUNCTIONS = ("activations", "losses", "metrics", "initializers", "regularizers", "constraints")
-# Classes of `tf_keras` that are not public, and only hold others.
+# Classes of `tf_keras` that are not public, and only contain others.
 _INNER = ("Functional",)
-# A public layer that runs what its config says.
+# A public layer that runs code from its config.
 _CODE = ("Lambda",)
-# How `tf_keras` writes plain values.
+# How `tf_keras` serializes plain values.
 _VALUES = ("__tensor__", "__numpy__", "__tuple__", "__ellipsis__", "TensorShape")
 _LONGEST_CONFIG = 1 << 27
 
 
 def load(file: str, compile: bool, custom_objects: Mapping | None):
-    """A `tf_keras.Model` from a file of Keras 2.
+    """Returns a `tf_keras.Model` from a file of Keras 2.
 
     Args:
-        file: on this machine, whose archive was checked.
-        compile: whether to restore loss, metrics and optimizer too.
-        custom_objects: classes and functions by name, of the caller's.
+        file: Path on this machine; the archive is already checked.
+        compile: Whether to restore loss, metrics and optimizer too.
+        custom_objects: Classes and functions of the caller's, by name.
 
     Raises:
-        ConfigError: tf_keras is not installed, the file names what could run code, or cannot be built.
+        ConfigError: tf_keras is not installed, the file names something that could run code, or the model cannot be
+            built.
     """
     legacy_keras.check_installed("a model of Keras 2")
     import tf_keras
@@ -46,7 +47,7 @@ def load(file: str, compile: bool, custom_objects: Mapping | None):
         check(name, given)
     try:
         return tf_keras.saving.load_model(file, given, compile, safe_mode=True)
-    except Exception as error:  # of Keras, and of the classes of the caller's
+    except Exception as error:  # of Keras, or of the caller's classes
         raise ConfigError(
             "A model of Keras 2 is built from its file where all of its layers are Keras' own, or given",
             f"{file!r} ({type(error).__name__}: {first_line(error)[:300]})",
@@ -55,14 +56,14 @@ def load(file: str, compile: bool, custom_objects: Mapping | None):
 
 
 def load_weights(file: str, build_model: Callable, config: Mapping | None):
-    """A model that `build_model` builds, with the weights of a file of Keras 2; nothing else of the file is read."""
+    """Returns a model of `build_model` with the weights of a file of Keras 2; reads nothing else of the file."""
     model = build_model(dict(config or {}))
     model.load_weights(file)
     return model
 
 
 def refuse(file: str) -> None:
-    """Raises ConfigError for a file of Keras 2 that nobody has said to be one."""
+    """Raises ConfigError for a file of Keras 2 without `legacy_keras=True`."""
     raise ConfigError(
         "A model's file is read as one of Keras 3 unless legacy_keras=True, whatever the file says",
         f"{file!r}, which says that Keras 2 has written it",
@@ -71,11 +72,11 @@ def refuse(file: str) -> None:
 
 
 def check(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name that is neither of `tf_keras`, nor given, nor registered.
+    """Raises ConfigError for a name that is neither of `tf_keras`, nor passed, nor registered.
 
     Args:
-        found: an object of the config with a "class_name".
-        given: classes and functions by name, of the caller's.
+        found: Object of the config with a "class_name".
+        given: Classes and functions of the caller's, by name.
     """
     import tf_keras
 
@@ -121,19 +122,19 @@ def _raise(found: Mapping[str, Any]) -> None:
 
 
 def _names(file: str) -> Iterator[Mapping[str, Any]]:
-    """The objects in a file's config that name a class or function, however deep."""
+    """Returns the objects at any depth of a file's config that name a class or function."""
     try:
         with zipfile.ZipFile(file) as archive, archive.open("config.json") as part:
-            left = [stored_json.value(part.read(_LONGEST_CONFIG))]
+            pending = [stored_json.value(part.read(_LONGEST_CONFIG))]
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(
             "A model's file holds its config.json", f"{file!r} ({first_line(error)})", "Take another file"
         ) from error
-    while left:
-        value = left.pop()
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict):
             if "class_name" in value:
                 yield value
-            left += value.values()
+            pending += value.values()
         elif isinstance(value, list):
-            left += value
+            pending += value

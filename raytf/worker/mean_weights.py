@@ -1,4 +1,4 @@
-"""The mean of the weights of several models, as of the last checkpoints of a run."""
+"""The mean of the weights of several models, such as those of a run's last checkpoints."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from raytf.errors import ConfigError
 
 
 def mean_of(models: Iterator):
-    """The first of several models, with the mean of the weights of all; what is no float stays as the first has it.
+    """Returns the first model with the mean of the weights of all models. Weights that are no floats stay unchanged.
 
-    Sums are in float64. All weights are in it, also the moving averages of BatchNormalization.
+    Sums are in float64. All weights are averaged, including the moving statistics of BatchNormalization.
 
     Args:
-        models: Keras models of one kind, at least one; each is made when the one before it is no longer needed.
+        models: Iterator of at least one Keras model, all of one kind; only two of them are in memory at a time.
 
     Raises:
-        ConfigError: they are not of one kind.
+        ConfigError: The models are of different kinds.
     """
     first = next(models)
     sums = [np.asarray(weight).astype("float64") if _is_float(weight) else None for weight in first.weights]
@@ -42,4 +42,4 @@ def mean_of(models: Iterator):
 
 def _is_float(weight) -> bool:
     dtype = np.asarray(weight).dtype
-    return np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"  # which NumPy does not know itself
+    return np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"  # which is no NumPy dtype

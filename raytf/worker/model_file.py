@@ -1,10 +1,9 @@
-"""A model's `.keras` file, again and again, without Keras' writing it: only arrays are copied.
+"""Creates a model's `.keras` file repeatedly without Keras' serialization: only arrays are copied.
 
-A `.keras` file is a zip of config.json, metadata.json, an HDF5 with the arrays, and assets such as vocabularies. Keras
-packs nothing, and each array of the HDF5 lies in one piece. So the file is laid out once from shapes, by Keras' own
-walk over what it saves, without a number being written: that is an image for all later ones, and says which array is
-whose. What a layer makes for the file (`save_own_variables`) is asked for each time. Where more has changed of the
-model than its values (layers, optimizers, shapes), it is laid out anew.
+A `.keras` file is an uncompressed zip of config.json, metadata.json, an HDF5 file with the arrays, and assets such as
+vocabularies. Each array of the HDF5 file is contiguous. So Keras' own walk over the saved objects computes the layout
+once, from shapes. The layout is an image of the file, and the owner of each array. `save_own_variables` of layers is
+called each time. If layers, optimizers or shapes change, the layout is computed again.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json
 
 
 class ModelFile:
-    """Gives the content of a model's `.keras` file, as `model.save` would write it at that moment.
+    """Returns the content of a model's `.keras` file, as `model.save` would write it at this moment.
 
     Args:
-        model: compiled and built. Its vocabularies do not change any more.
+        model: A compiled and built model, whose vocabularies do not change any more.
     """
 
     def __init__(self, model):
@@ -37,22 +36,22 @@ class ModelFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file, but for some thousand of zip."""
+        """Returns the size of the file in bytes, without some thousand bytes of zip headers."""
         return self._image.size + sum(len(content) for content in self._members.values() if isinstance(content, bytes))
 
     def content(self) -> Archive:
-        """The file as the model is now; its arrays may be TensorFlow's own memory: copy them before the next step."""
+        """Returns the current file. Its arrays may share TensorFlow's memory: copy them before the next step."""
         layers, optimizers = self._parts()
         values = self._values() if _ids(layers, optimizers) == self._made_of else None
         if values is None:
             values = self._lay_out()
-        if (now := _configured(layers, optimizers)) != self._made_with:
-            self._config, self._made_with = self._described(), now
+        if (configured := _configured(layers, optimizers)) != self._made_with:
+            self._config, self._made_with = self._described(), configured
         members = {**self._members, _CONFIG: self._config, _METADATA: self._dated()}
         return Archive([(name, members[name]) for name in self._members], self._image, values)
 
     def pieces(self) -> list:
-        """The file as pieces of memory; arrays by reference: use them before the next step."""
+        """Returns the file as pieces of memory, with arrays by reference: use them before the next step."""
         archive = self.content()
         return scattered.archive(
             (name, content if isinstance(content, bytes) else content.pieces(archive.values))
@@ -60,24 +59,24 @@ class ModelFile:
         )
 
     def _lay_out(self) -> list[np.ndarray]:
-        """Finds from shapes where each array comes to lie, and whose it is; the arrays."""
+        """Computes from shapes the offset and owner of each array; returns the arrays."""
         layers, optimizers = self._parts()
         with describable(self._model):
-            made = compat_keras.saved_layout(self._model, optimizers, scratch.make)
+            layout = compat_keras.saved_layout(self._model, optimizers, scratch.make)
         known = {id(o): o for o in (*layers, *optimizers)}
-        is_known = made.fixed and all(identity in known for _, identity in made.owners)
-        # without owners each checkpoint has a layout of its own
-        self._owners = [(path, known[identity]) for path, identity in made.owners] if is_known else None
-        self._order = list(made.places)
-        self._kinds = [(made.values[path].shape, made.values[path].dtype) for path in self._order]
-        self._image = Image(made.size, made.texts, [made.places[path] for path in self._order])
-        self._members: dict[str, bytes | Image] = {**made.members, _WEIGHTS: self._image}
-        self._config, self._metadata = made.members[_CONFIG], json.loads(made.members[_METADATA])
+        is_known = layout.fixed and all(identity in known for _, identity in layout.owners)
+        # without owners the layout is computed for each checkpoint
+        self._owners = [(path, known[identity]) for path, identity in layout.owners] if is_known else None
+        self._order = list(layout.places)
+        self._kinds = [(layout.values[path].shape, layout.values[path].dtype) for path in self._order]
+        self._image = Image(layout.size, layout.texts, [layout.places[path] for path in self._order])
+        self._members: dict[str, bytes | Image] = {**layout.members, _WEIGHTS: self._image}
+        self._config, self._metadata = layout.members[_CONFIG], json.loads(layout.members[_METADATA])
         self._made_of, self._made_with = _ids(layers, optimizers), _configured(layers, optimizers)
-        return [made.values[path] for path in self._order]
+        return [layout.values[path] for path in self._order]
 
     def _values(self) -> list[np.ndarray] | None:
-        """The arrays in the order of the image's places; None where they are others than when it was laid out."""
+        """Returns the arrays in the order of the image; None if they differ in number, shape or dtype from it."""
         if self._owners is None:
             return None
         state = {
@@ -95,10 +94,10 @@ class ModelFile:
         return values  # type: ignore[return-value]
 
     def _parts(self) -> tuple[list, list]:
-        """(layers, optimizers) of the model, with those within others."""
-        found = list(model_optimizers.of(self._model).values())
-        inner = [optimizer.inner_optimizer for optimizer in found if hasattr(optimizer, "inner_optimizer")]
-        return keras_objects.layers_of(self._model), found + inner
+        """Returns (layers, optimizers) of the model, including nested ones."""
+        optimizers = list(model_optimizers.of(self._model).values())
+        inner = [optimizer.inner_optimizer for optimizer in optimizers if hasattr(optimizer, "inner_optimizer")]
+        return keras_objects.layers_of(self._model), optimizers + inner
 
     def _described(self) -> bytes:
         with describable(self._model):
@@ -111,12 +110,12 @@ class ModelFile:
 
 
 def _ids(layers: list, optimizers: list) -> list[int]:
-    """What tells that a model has other parts than before."""
+    """Returns ids of the model's parts, to detect that they were replaced."""
     return [*map(id, layers), *map(id, optimizers)]
 
 
 def _configured(layers: list, optimizers: list) -> tuple[list, list]:
-    """What of config.json changes in a training: which layers are trained, and rates."""
+    """Returns the values of config.json that change in a training: which layers are trainable, and learning rates."""
     rates = [keras_objects.rate_of(optimizer) for optimizer in optimizers]
     numbers = [None if rate is None or callable(rate) else float(compat_keras.as_array(rate)) for rate in rates]
     return [layer.trainable for layer in layers], numbers
@@ -124,7 +123,7 @@ def _configured(layers: list, optimizers: list) -> tuple[list, list]:
 
 @contextlib.contextmanager
 def describable(model):
-    """A model that Keras cannot describe, such as a GAN given its parts, is saved without a description within it."""
+    """Makes a model without `get_config`, such as a GAN that is given its parts, saveable: without a config."""
     try:
         model.get_config()
     except NotImplementedError:

@@ -1,7 +1,7 @@
-"""What a spare process makes ahead: a training step of the model that it may have to train, which is thrown away.
+"""Warms up a standby worker: runs a step of the model that it may have to train, and discards the result.
 
-What is imported, converted and set up with it, by Keras and TensorFlow, is there when the process takes a place. It is
-the last of as many workers as there are, which have no connections: sums are those of workers that are all alike.
+All imports, conversions and setup of Keras and TensorFlow are done when the process becomes a replacement worker. It
+warms up as the last of `workers` workers, without connections: sums are those of workers that are all alike.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker import checkpoint, context, fit
 from raytf.worker.job import TrainJob
 
-# A larger model is not written and read for a rehearsal alone: its bytes take longer than what they would import.
+# Larger models are not saved and restored in a warm-up: that takes longer than the imports that it saves.
 _MOST_BYTES = 64 << 20
 
 
 def rehearse(task: TrainJob, workers: int) -> None:
-    """Makes a step of the first rows; the environment is that of the last worker of so many."""
-    nothing = lambda: None
+    """Runs a step of the first rows, in the environment of the last one of `workers` workers."""
+    no_op = lambda: None
     healing.here.rehearses = True
-    healing.here.arm(nothing, nothing, nothing, step=0)
+    healing.here.arm(no_op, no_op, no_op, step=0)
     try:
         _step(task, Shard(workers - 1, workers))
     finally:

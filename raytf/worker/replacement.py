@@ -1,20 +1,11 @@
-"""A worker that takes a lost one's place in a KerasTrainer: what it needs of the others, and how its training begins.
+"""The workers' half of recovery in a KerasTrainer: what a replacement worker needs, and how its training begins.
 
-Where no process can take that place, one of the others keeps a checkpoint of the steps that all have made, and all
-start anew from it (`keep`): weights and optimizer are those before the step that waits, and what each had for itself is
-what it had passed on, the lost one too. One that is lost in a step whose sums are all there, before it has passed on
-what came of it, has what it had a step before: the metrics of the epoch lack its rows of that step, which is said.
+A replacement worker gets weights and optimizer of a worker that waits in the next step, which has not changed them. It
+also gets the lost worker's own state from that worker's successor, and the state of callbacks that all workers share.
+Its `fit` begins with the step of the others; until then it exchanges nothing (`healing.Detached`).
 
-It gets the weights and the optimizer's state of one that waits within the next step, which have not changed in it; what
-the lost one had for itself, which that one had passed on; and where callbacks stand that all workers follow alike. Its
-`fit` begins with the step that the others are in; until then nothing is exchanged (`healing.Detached`).
-
-One that takes the place of a worker that was lost at the end of an epoch, or before the first step of the next one is
-made, begins behind the epoch's last step. What another one held then is noted there (`_Moment`), as callbacks may
-have changed it since. It makes the validation, and its callbacks are told of the end of the epoch, as in a run that
-goes on from a checkpoint of that step: what a lost chief has written of it is written again. Behind an execution of
-steps it is noted, too, where workers meet before the next one: for a checkpoint or the look whether one is due, or as
-callbacks look at batches. There its callbacks are told of the batch first.
+If no process can replace the lost worker, another worker saves a checkpoint of the last common step (`keep`). All
+workers restart from it. See docs/design/recovery.md.
 """
 
 from __future__ import annotations
@@ -47,7 +38,7 @@ from raytf.parallel import (
 from raytf.storage import checkpoint_files, step_folders
 from raytf.worker import checkpoint
 
-# See `_number`.
+# Bytes of a row in `_number`.
 _ROW_BYTES = 1 << 13
 
 
@@ -64,36 +55,35 @@ def survivable(
     steps: bool = True,
     ends: bool = False,
 ) -> Iterator[None]:
-    """Within it the loss of a worker in a step can be survived, where it can at all.
+    """Makes the loss of a worker in a step recoverable within it, if that is possible at all.
 
     Args:
-        heals: whether the run is to survive it.
-        model: built.
-        position: the `callbacks.FeedCallback`.
-        report: the `callbacks.ReportCallback`.
-        agreed: callbacks that all workers follow alike, by name; `told()` of each gives where it stands.
+        heals: Whether the run recovers lost workers in place.
+        model: The built model.
+        position: The `callbacks.FeedCallback`.
+        report: The `callbacks.ReportCallback`.
+        agreed: Callbacks with state that all workers share, by name; `told()` of each returns that state.
         order: `Feed.order` of the training rows.
-        session: the run around it: it knows how many reports were made, is told of a loss, and may keep a checkpoint
-            when it is asked to (`keep_now`).
-        users: the user's callbacks.
-        steps: whether it can be survived between two steps of an epoch, too: no report is made there.
-        ends: and between the last step of an epoch and the first one of the next: the session knows which reports are
-            made.
+        session: Session of the run: it counts reports, receives losses, and may save checkpoints (`keep_now`).
+        users: The user's callbacks.
+        steps: Whether a loss between two steps of an epoch is recoverable, too: there are no reports in between.
+        ends: Whether a loss between the last step of an epoch and the next step is recoverable, too: the session counts
+            reports.
     """
-    healer, holder = healing.here, gradient_ring.of(model.distribute_strategy)
+    recovery, holder = healing.here, gradient_ring.of(model.distribute_strategy)
     refused = _refused(model, holder) if heals else "TensorflowConfig(heal=False)"
     if refused is not None:
-        healer.place = None
-        healer.disarm(refused)
+        recovery.place = None
+        recovery.disarm(refused)
         yield
         return
 
-    alone = callbacks.held_by_chief(users)
-    meeting = [callback for callback in agreed.values() if hasattr(callback, "meets")]
+    chief_only = callbacks.held_by_chief(users)
+    collective_callbacks = [callback for callback in agreed.values() if hasattr(callback, "meets")]
 
     def ahead() -> int:
-        """Steps that are made, of which callbacks have not been told."""
-        return healer.step - position.step
+        """Returns the number of steps for which callbacks were not called yet."""
+        return recovery.step - position.step
 
     def listen() -> Listener:
         return gradient_ring.listener(gradient_ring.members(None))
@@ -101,61 +91,69 @@ def survivable(
     def parts_of(value: Callable[[keras.Variable], np.ndarray], logs: Mapping[str, float]) -> dict[str, Any]:
         named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
         epoch_step = position.epoch_step + ahead()
-        told = {"logs": logs, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
-        return report.parts(named, ahead=ahead(), **told)
+        state = {"logs": logs, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
+        return report.parts(named, ahead=ahead(), **state)
 
+    # If a worker is lost before it sends the state of its last step, the state of the step before is used. The metrics
+    # of the epoch then lack its rows of one step, and a warning reports it.
     def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
         if early := own_state.written_early(model):
             raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
         variables = own_state.variables_of(model)
-        values = metrics.together(model, variables, [own_state.values_of(model, its) for its in owned], behind)
+        values = metrics.together(model, variables, [own_state.values_of(model, content) for content in owned], behind)
         known = {id(v): value for v, value in zip(variables, values, strict=True)}
-        whole = position.epoch_step + ahead() >= position.steps
-        logs = metrics.logs_of(model, known) if whole else {}
-        own_state.put(model, values)  # this worker makes no other step
-        step = healer.step
+        epoch_complete = position.epoch_step + ahead() >= position.steps
+        logs = metrics.logs_of(model, known) if epoch_complete else {}
+        own_state.put(model, values)  # this worker makes no further step
+        step = recovery.step
         session.keep_now(
             step_folders.name_of(step, copy=holder.ring.rank > 0), model, parts_of(lambda v: known[id(v)], logs)
         )
         return step
 
     def standing() -> dict[str, Any]:
-        """Where those stand that all workers follow alike."""
-        stand = {name: callback.told() for name, callback in agreed.items()}
-        stand |= {"steps_per_execution": model.steps_per_execution, "reports": session.reports_made()}
-        return stand | {"looking": double_writes.looking()}
+        """Returns the state that all workers share."""
+        shared_state = {name: callback.told() for name, callback in agreed.items()}
+        shared_state |= {"steps_per_execution": model.steps_per_execution, "reports": session.reports_made()}
+        return shared_state | {"looking": double_writes.looking()}
 
     def nothing(variable: keras.Variable) -> np.ndarray:
         return np.zeros(tuple(variable.shape), variable.dtype)
 
     def check_chief() -> None:
-        """A copy is asked of the first worker that is left, which has other callbacks than the chief."""
-        if alone and holder.ring.rank > 0:
-            raise RaytfError(f"what {', '.join(alone)} held was the chief's alone")
+        """Raises RaytfError on other workers than the chief if a snapshot needs callbacks that only the chief has."""
+        if chief_only and holder.ring.rank > 0:
+            raise RaytfError(f"what {', '.join(chief_only)} held was the chief's alone")
 
     def image() -> ReplacementState:
         check_chief()
         if position.skipped:
             raise RaytfError("the other workers have made no step since they resumed with another batch")
         files = checkpoint.files(model, parts_of(nothing, {}))
-        within, stand = healer.within + healer.begun, standing()
-        if healer.at_end:
-            stand["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
-        return ReplacementState(healer.step, healer.tag, within, healer.at_end, files, b"", stand)
+        execution_steps, shared_state = recovery.within + recovery.begun, standing()
+        if recovery.at_end:
+            shared_state["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
+        return ReplacementState(recovery.step, recovery.tag, execution_steps, recovery.at_end, files, b"", shared_state)
 
     def note(epoch_ends: bool) -> Callable[[], ReplacementState] | None:
-        made = position.epoch_step + ahead()
-        looks = steps and model.__dict__.get("_raytf_sync_batches")
-        if not ends and made >= position.steps:
+        steps_made = position.epoch_step + ahead()
+        observed = steps and model.__dict__.get("_raytf_sync_batches")
+        if not ends and steps_made >= position.steps:
             return None
-        if not (epoch_ends or looks or (steps and any(callback.meets(healer.step) for callback in meeting))):
+        if not (
+            epoch_ends
+            or observed
+            or (steps and any(callback.meets(recovery.step) for callback in collective_callbacks))
+        ):
             return None
         try:
             check_chief()
-            return _Moment(model, parts_of(nothing, {}), standing(), healer.step, made, healer.tag, epoch_ends)
+            return _Moment(
+                model, parts_of(nothing, {}), standing(), recovery.step, steps_made, recovery.tag, epoch_ends
+            )
         except RaytfError as error:
             why = str(error)
-        except Exception as error:  # of a callback's `get_state`, which only the chief's checkpoint needs otherwise
+        except Exception as error:  # of a callback's `get_state`, which otherwise only the chief's checkpoint calls
             why = f"what a replacement needs could not be recorded: {in_a_line(error)}"
 
         def refused() -> ReplacementState:
@@ -165,15 +163,15 @@ def survivable(
 
     can_keep = hasattr(session, "keep_now")
     size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
-    healer.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends, size)
+    recovery.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends, size)
     try:
         yield
     finally:
-        healer.disarm()
+        recovery.disarm()
 
 
 def _refused(model, holder) -> str | None:
-    """Why the loss of a worker cannot be survived, as a clause, or None."""
+    """Returns why the loss of a worker is not recoverable, as a clause, or None."""
     if holder is None:
         return "workers do not sum gradients in raytf's ring"
     if local_sgd.every(model.distribute_strategy) > 1:
@@ -185,21 +183,26 @@ def _refused(model, holder) -> str | None:
 
 
 class _Moment:
-    """What a process needs to go on behind a step, noted as that is made; later a call gives the `ReplacementState`.
+    """Snapshot after a step of what a replacement worker needs; a later call returns the `ReplacementState`.
 
-    Callbacks may change the model behind it. What they assign from Python, as the learning rate, is noted then
-    (`assigned.AssignmentWatch`). Where an epoch ends, it is noted of all variables whether they are the same, too.
-    Behind other steps that would cost a part of each: there it is noted of those that a callback's compiled function is
-    known to assign; what it assigns otherwise is seen behind the next step (`own_state.check_alike`).
+    It is taken after the last step of an epoch, and between steps with an exchange between workers. That is one for a
+    checkpoint, for the check whether one is due, or for callbacks that observe batches. The replacement worker then
+    repeats the end of the epoch, with validation and callbacks, or the end of the batch. It writes again what a lost
+    chief has written of it.
+
+    Callbacks may change the model after the step. The snapshot tracks what they assign from Python, such as the
+    learning rate (`assigned.AssignmentWatch`). At the end of an epoch it compares checksums of all variables that
+    workers have alike. After other steps that would cost part of each step: it covers only variables that compiled
+    callbacks assign. The next step detects other assignments (`own_state.check_alike`).
 
     Args:
-        model: built.
-        parts: of a checkpoint of this moment, see `checkpoint.parts`.
-        agreed: see `ReplacementState`.
-        step: that are made in all.
-        epoch_step: of these, those of the epoch.
-        tag: see `ReplacementState`.
-        epoch_ends: whether callbacks have been told of the step, which was the last one of the epoch.
+        model: The built model.
+        parts: Parts of a checkpoint of this step, see `checkpoint.parts`.
+        agreed: See `ReplacementState`.
+        step: Number of steps in all.
+        epoch_step: Number of steps of the epoch.
+        tag: See `ReplacementState`.
+        epoch_ends: Whether the step was the last one of the epoch, and callbacks were called for it.
     """
 
     def __init__(
@@ -212,7 +215,8 @@ class _Moment:
         tag: int,
         epoch_ends: bool,
     ):
-        arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}  # callbacks go on
+        # a copy, as callbacks continue to change the arrays
+        arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}
         self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
         self._step, self._epoch_step, self._tag, self._epoch_ends = step, epoch_step, tag, epoch_ends
         self._last = model.__dict__["_raytf_last"]
@@ -227,25 +231,25 @@ class _Moment:
         changed = []
         for variable, held in self._watch.before():
             kind, shape = tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
-            then_and_now = (held, self._here(variable))
-            changed.append((variable, *(its.view(kind).reshape(shape).copy() for its in then_and_now)))
+            values = (held, self._here(variable))
+            changed.append((variable, *(value.view(kind).reshape(shape).copy() for value in values)))
         strategy = self._model.distribute_strategy
-        own_state.put_each(strategy, [(variable, then) for variable, then, _ in changed])
+        own_state.put_each(strategy, [(variable, saved) for variable, saved, _ in changed])
         try:
-            if others := [v.path for v, number in self._noted if _number(self._here(v)) != number]:
-                raise RaytfError(f"a callback has changed {', '.join(others)} since the last step")
+            if changed_paths := [v.path for v, number in self._noted if _number(self._here(v)) != number]:
+                raise RaytfError(f"a callback has changed {', '.join(changed_paths)} since the last step")
             files = checkpoint.files(self._model, self._parts)
         finally:
-            own_state.put_each(strategy, [(variable, now) for variable, _, now in changed])
+            own_state.put_each(strategy, [(variable, current) for variable, _, current in changed])
         agreed = self._agreed | {"last": metrics.last_logs(self._model, self._last)}
         ends = self._epoch_ends
         return ReplacementState(self._step, self._tag, 0, ends, files, b"", agreed, between=not ends)
 
 
 def _number(held: np.ndarray) -> int:
-    """A number that is another one where the bytes of a variable are others.
+    """Returns a checksum of a variable's bytes.
 
-    Sums of every 1024th word, of which the digest is made, take a fifth of the time that this takes of the bytes.
+    It is a CRC of sums over rows of `_ROW_BYTES` bytes, in a fifth of the time of a CRC of all bytes.
     """
     whole = held.size // _ROW_BYTES * _ROW_BYTES
     sums = np.add.reduce(held[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8), axis=0)
@@ -253,7 +257,7 @@ def _number(held: np.ndarray) -> int:
 
 
 class First(keras.callbacks.Callback):
-    """Before all others: says that callbacks are told of a batch, and of an epoch's end, which may not be survived."""
+    """Marks, before all other callbacks, the begin of a batch and the end of an epoch as phases with callbacks."""
 
     raytf_local_batches = True
 
@@ -261,17 +265,17 @@ class First(keras.callbacks.Callback):
         healing.here.begin_batch()
 
     def on_epoch_end(self, epoch, logs=None):
-        # where it may, workers need not see here alike whether one was healed; the next step looks
+        # if recoverable, a recovery need not be visible to all workers here; the next step checks
         if not healing.here.tell_callbacks() and healing.here.healed:
             own_state.check_alike(self.model)
 
 
 class RecoveryCallback(keras.callbacks.Callback):
-    """Behind all other callbacks: says from where on a loss can be survived, or takes the place of a lost worker.
+    """Marks, after all other callbacks, from when a loss is recoverable; sets up a replacement worker.
 
     Args:
-        position: the `callbacks.FeedCallback`.
-        place: that this worker takes, or None.
+        position: The `callbacks.FeedCallback`.
+        place: State for this replacement worker, or None.
     """
 
     raytf_local_batches = True
@@ -282,11 +286,11 @@ class RecoveryCallback(keras.callbacks.Callback):
         self._position, self._place = position, place
 
     def on_epoch_begin(self, epoch, logs=None):
-        place, self._place = self._place, None
-        if place is None and healing.here.armed:
+        replacement_state, self._place = self._place, None
+        if replacement_state is None and healing.here.armed:
             own_state.began(self.model)
-        elif place is not None:
-            self._take(place)
+        elif replacement_state is not None:
+            self._take(replacement_state)
 
     def _take(self, place: ReplacementState) -> None:
         own_state.take(self.model, place.own)
@@ -301,13 +305,13 @@ class RecoveryCallback(keras.callbacks.Callback):
             self._tell_of_batch()
 
     def _tell_of_batch(self) -> None:
-        """Tells all callbacks of the batch behind which this worker begins."""
+        """Calls `on_train_batch_end` of all callbacks for the batch after which this worker begins."""
         healing.here.steps_made()
-        told, (logs, rows) = self.model.__dict__, self.model.__dict__["_raytf_last"]
-        if told.get("_raytf_sync_batches"):
+        attributes, (logs, rows) = self.model.__dict__, self.model.__dict__["_raytf_last"]
+        if attributes.get("_raytf_sync_batches"):
             logs = metrics.global_logs(self.model, logs, rows)
         logs = pythonify_logs(logs)
-        for callback in told["_raytf_callbacks"]:
+        for callback in attributes["_raytf_callbacks"]:
             try:
                 callback.on_train_batch_end(self._position.epoch_step - 1, logs)
             except AttributeError as error:
@@ -316,7 +320,7 @@ class RecoveryCallback(keras.callbacks.Callback):
                     f"begin, received: {type(callback).__name__} with {in_a_line(error)}. What it keeps between them "
                     "must be a number, a text, an array, a list or dict of these, or what get_state() gives."
                 ) from error
-        if self.model.stop_training:  # what `fit` asks behind a step that it has made
+        if self.model.stop_training:  # `fit` checks this only after a step of its own
             epoch_iterator.newest_iterator().begin_at(self._position.steps, None)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -325,5 +329,5 @@ class RecoveryCallback(keras.callbacks.Callback):
 
 
 def first_execution(place: ReplacementState) -> int:
-    """Steps of the first execution: the others are within one of several."""
+    """Returns the number of steps of the first execution: the other workers may be within one of several steps."""
     return max(1, place.agreed["steps_per_execution"] - place.within)

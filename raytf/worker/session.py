@@ -1,8 +1,7 @@
-"""What a train loop asks of the run around it: rank, checkpoint to start from, where to report. On a worker.
+"""Connects a train loop to its run: rank, checkpoint to resume from, reports. Runs on a worker.
 
-Under `fit` that is Ray Train; in a sweep it is the worker group, which stands behind Ray Train's own functions, too,
-so that a train loop written for `ray.train.report` and `ray.train.get_context` runs there unchanged
-(`session_functions.py`).
+In `fit` the run is Ray Train's. In a sweep it is a worker group, which also implements Ray Train's own functions. So
+train loops with `ray.train.report` and `ray.train.get_context` run unchanged (`session_functions.py`).
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from raytf.worker.checkpoint import Moment
 from raytf.worker.ending import MovedError
 from raytf.worker.keeper import Keeper
 
-# Beside the files of a trial's checkpoints: what its sweep needs to know of them.
+# File in a trial's checkpoints with state of the sweep.
 TRIAL = "trial.json"
-# So many reports may wait for Ray Train's controller, and one may be so old; then the training waits, at most so long.
+# Pending reports to Ray Train's controller at which the training waits, up to a timeout; it also waits for an old one.
 _MOST_REPORTS = 5
-# What a controller that takes none may be at, as a clause that follows "it" or "which".
+# Reasons why a controller does not process reports, as a clause that follows "it" or "which".
 _WAITS_FOR = "waits for its storage or in a callback of RunConfig, or has no processor"
 
 
 @dataclasses.dataclass(frozen=True)
 class Holders:
-    """Who holds checkpoints in memory.
+    """Workers that keep checkpoints in memory.
 
     Args:
-        mine: whether this worker does.
-        peer: whether one does on another host than the chief's; the same on all workers.
+        mine: Whether this worker does.
+        peer: Whether a worker on another host than the chief's does; the same on all workers.
     """
 
     mine: bool
@@ -59,12 +58,12 @@ class Holders:
 
 
 class Pending:
-    """A checkpoint that is to be whole before it is reported, and before the next one; each in a thread of its own.
+    """A checkpoint that must be whole before its report and before the next one. Threads of their own wait for it.
 
     Args:
-        wait: returns when the checkpoint is whole; raises NotKeptError.
-        epoch: at whose end it is written.
-        held_up: around the time for which the training waits for it.
+        wait: Function that blocks until the checkpoint is whole, or raises NotKeptError.
+        epoch: Epoch at whose end it is written, from 1.
+        held_up: Function that returns a context manager for the time in which the training waits.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Pending:
         self._error: NotKeptError | None = None
 
     def settle(self) -> bool:
-        """Waits for the checkpoint, in the thread that reports; whether it is whole."""
+        """Blocks until the checkpoint is done, in the thread that reports. Returns whether it is whole."""
         with self._lock:
             if not self._settled:
                 self._settle()
@@ -94,9 +93,9 @@ class Pending:
         self._settled = True
 
     def __call__(self) -> NotKeptError | None:
-        """Waits, in the thread that trains, and says why the storage has not kept it; None where it has.
+        """Blocks the training thread until the checkpoint is done. Returns the error, or None if it is whole.
 
-        It does not wait for the reports before it: who takes those may be slow.
+        It does not wait for earlier reports, as their receiver may be slow.
         """
         with contextlib.nullcontext() if self._settled else self._held_up():
             self.settle()
@@ -104,54 +103,54 @@ class Pending:
 
 
 class Reports:
-    """Those that another thread makes, one after the other, as Ray Train's controller takes them."""
+    """Queue of reports that another thread makes in order, as fast as Ray Train's controller processes them."""
 
     def __init__(self):
         self._made: collections.deque[tuple[float, concurrent.futures.Future]] = collections.deque()
 
     def add(self, report: concurrent.futures.Future) -> None:
-        """Notes one, which is done when it is made."""
+        """Adds a future that is done when the report is made."""
         self._made.append((time.monotonic(), report))
 
     def wait(self) -> None:
-        """Waits where many are left, or one is old: what judges a trial, and removes checkpoints, is to follow it.
+        """Blocks if many reports are pending, or one is old, as trials are judged and checkpoints deleted after them.
 
         Raises:
-            TimeoutError: the controller takes none.
+            TimeoutError: The controller does not process reports.
         """
         while self._made and self._made[0][1].done():
             self._made.popleft()
         if not self._made:
             return
-        its = timeouts.get()
-        made, oldest = self._made[0]
-        if len(self._made) < _MOST_REPORTS and time.monotonic() - made < its.report_old:
+        limits = timeouts.get()
+        added_at, oldest = self._made[0]
+        if len(self._made) < _MOST_REPORTS and time.monotonic() - added_at < limits.report_old:
             return
         with activity.here.within(activity.CONTROLLER):
-            done, _ = concurrent.futures.wait([oldest], its.report_taken)
+            done, _ = concurrent.futures.wait([oldest], limits.report_taken)
         if not done:
             raise TimeoutError(
-                f"Ray Train's controller was to take a report within {its.report_taken:g} s and has not: "
+                f"Ray Train's controller was to take a report within {limits.report_taken:g} s and has not: "
                 f"it {_WAITS_FOR}"
             )
 
     def end(self) -> None:
-        """Says, when the training has ended, why the run has not, where that takes long."""
+        """Warns after the end of the training if pending reports delay the end of the run."""
         seconds = timeouts.get().report_old
-        _, left = concurrent.futures.wait([report for _, report in self._made], seconds)
-        if left:
+        _, pending = concurrent.futures.wait([report for _, report in self._made], seconds)
+        if pending:
             warnings.warn(
-                f"The training has ended, and {len(left)} of its reports wait since {seconds:g} s for Ray Train's "
+                f"The training has ended, and {len(pending)} of its reports wait since {seconds:g} s for Ray Train's "
                 f"controller, which {_WAITS_FOR}",
                 stacklevel=2,
             )
 
 
 class RaySession:
-    """A worker of Ray Train.
+    """Session of a worker of Ray Train.
 
     Args:
-        validate: whether checkpoints are to be evaluated beside the training.
+        validate: Whether checkpoints are evaluated in parallel to the training.
     """
 
     def __init__(self, validate: bool = False):
@@ -162,17 +161,17 @@ class RaySession:
         self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         self._pending: Pending | None = None
         self._reports = Reports()
-        self._whole: tuple[int, str] | None = None  # an epoch, and the checkpoint of its end that a lost chief has kept
-        self._told = 0  # reports to come that a lost worker has made
+        self._whole: tuple[int, str] | None = None  # epoch, and checkpoint of its end that a lost chief has saved
+        self._told = 0  # number of next reports that a lost worker has already made
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
-        """The folder of the checkpoint to go on from, or None: the last one that is whole, the same on every worker.
+        """Yields the folder of the last checkpoint that is whole, the same on every worker, or None without one.
 
-        One that takes a lost worker's place has what another held in memory.
+        On a replacement worker it contains the state from another worker's memory.
 
         Raises:
-            DamagedCheckpointError: there are some, and none is whole.
+            DamagedCheckpointError: There are checkpoints, but none is whole.
         """
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
@@ -193,9 +192,9 @@ class RaySession:
             yield folder
 
     def _report_for(self, place: healing.ReplacementState, history: list[dict]) -> None:
-        """Reports the epochs that a lost worker, whose place this one takes, had not come to report.
+        """Reports the epochs that the lost worker did not report before this one replaced it.
 
-        It may have reported the one whose end this one makes again.
+        That worker may have reported the epoch whose end this one repeats.
         """
         missing = max(0, place.agreed["missing"])
         self._told = max(0, -place.agreed["missing"])
@@ -213,29 +212,29 @@ class RaySession:
             self._whole = epoch, ends[epoch]
 
     def _report_kept(self, metrics: dict, name: str | None) -> None:
-        """Reports metrics with a checkpoint that is whole, or without one."""
+        """Reports metrics with a checkpoint that is whole, or without a checkpoint."""
         kept = (None, False) if name is None else (self._at(name), self._validate)
         self._reports.add(ray_train.report_later(metrics, lambda: kept))
 
     def reports_made(self) -> int:
-        """See `ray_train.reports_made`."""
+        """Returns the number of reports, see `ray_train.reports_made`."""
         return ray_train.reports_made()
 
     def tell_of_loss(self) -> None:
-        """See `ray_train.tell_of_loss`."""
+        """Reports the loss of a worker to the controller, see `ray_train.tell_of_loss`."""
         ray_train.tell_of_loss()
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
-        """Ends what keeps checkpoints; one that is held is needless where the training ended with one."""
+        """Closes the saver of checkpoints; drops a checkpoint in memory if the training ended with a saved one."""
         self._keeper.close(well=kind is None or issubclass(kind, MovedError))
         if kind is None:
             self._reports.end()
 
     def _newest(self, stack: contextlib.ExitStack) -> tuple[str | None, str | None, list[tuple[str, dict]]]:
-        """The last whole checkpoint, of an epoch or within one.
+        """Finds the last whole checkpoint, of an epoch's end or within an epoch.
 
         Returns:
-            Its name, its folder on this machine, and (name, metrics) of those that were whole and no longer reported.
+            Its name, its folder on this machine, and (name, metrics) of whole ones that were not reported in time.
         """
         self._keeper.wait_for_others()
         filesystem, run = self.storage.storage_filesystem, self.storage.experiment_fs_path
@@ -244,17 +243,18 @@ class RaySession:
         steps = step_folders.listed(filesystem, run) + [(state.step, name) for name, state in unlisted.items()]
         if last is None and not steps:
             return None, None, []
-        steps.sort(key=lambda found: (found[0], found[1] in unlisted), reverse=True)  # validation is behind an epoch's
+        # on a tie those of ends of epochs first, as they include the validation
+        steps.sort(key=lambda entry: (entry[0], entry[1] in unlisted), reverse=True)
         candidates = checkpoint_files.merged(
             _kept(last) if last is not None else iter(()), [(step, self._at(name)) for step, name in steps]
         )
         saved, folder = checkpoint_files.first_whole(candidates, functools.partial(_opened, stack))
         name = posixpath.basename(saved.path.rstrip("/"))
-        from_here, listed = checkpoint_files.read_state(folder).step, -1
+        resumed_step, listed = checkpoint_files.read_state(folder).step, -1
         if unlisted and last is not None:
-            with contextlib.suppress(DamagedCheckpointError):  # it has been named
+            with contextlib.suppress(DamagedCheckpointError):  # a warning has already named it
                 listed = checkpoint_files.read_state_of(last).step
-        late = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= from_here)
+        late = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= resumed_step)
         return name, folder, [(end, metrics) for _, end, metrics in late]
 
     def _at(self, name: str) -> ray.train.Checkpoint:
@@ -262,69 +262,70 @@ class RaySession:
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
     def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> bool:
-        """Keeps a checkpoint within an epoch; called on the chief.
+        """Saves a checkpoint within an epoch; the chief calls it.
 
         Args:
-            name: of its folder in that of the run, see `step_folders.name_of`.
-            model: a compiled and built `keras.Model`.
-            parts: what `checkpoint.parts` gave.
-            writers: so many workers write it together, each of which calls `keep_part`.
+            name: Name of the checkpoint's folder in the run's folder, see `step_folders.name_of`.
+            model: A compiled and built `keras.Model`.
+            parts: Result of `checkpoint.parts`.
+            writers: Number of workers that write it together, each of which calls `keep_part`.
 
         Returns:
-            Whether it was taken: the process that writes it may be behind, and says what it could not write.
+            True. The writer process may be slower, and warns of checkpoints that it could not write.
         """
         return self._keeper.keep(name, model, parts, writers, last=ending.gate.why is not None)
 
     def ready(self, model, held: bool) -> None:
-        """Prepares what the first checkpoint needs, on a worker that keeps some, or holds them; before the first step.
+        """Prepares the first checkpoint before the first step, on workers that save checkpoints or keep them in memory.
 
         Args:
-            model: a compiled and built `keras.Model`.
-            held: some are to be held in memory.
+            model: A compiled and built `keras.Model`.
+            held: Whether some checkpoints stay in memory.
         """
         if self.rank == 0 or (held and self.holders().mine):
             self._keeper.ready(model, held)
 
     def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
-        """Keeps a checkpoint, on any worker and in any thread while the training waits; returns when it is whole.
+        """Saves a checkpoint while the training waits, on any worker and in any thread. Returns when it is whole.
 
         Raises:
-            NotKeptError: it is not in the time that it has.
+            NotKeptError: It was not whole before the timeout.
         """
         self._keeper.keep_now(name, model, parts)
 
     def keep_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
-        """Keeps this worker's part of a checkpoint; called on all but the chief, see `Keeper.keep_part`."""
+        """Saves this worker's part of a checkpoint; all workers but the chief call it, see `Keeper.keep_part`."""
         if self.rank < writers:
             self._keeper.keep_part(name, model, self.rank, writers, pinned)
 
     def layout(self, model) -> int:
-        """See `Keeper.layout`."""
+        """Returns a number for the layout of the model's file, see `Keeper.layout`."""
         return self._keeper.layout(model)
 
     def writes_alone(self) -> bool:
-        """See `Keeper.writes_alone`."""
+        """Whether the chief must write alone, see `Keeper.writes_alone`."""
         return self._keeper.writes_alone()
 
     def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
-        """Holds a checkpoint in this host's memory, with the arguments of `keep`; see `Keeper.hold`."""
+        """Keeps a checkpoint in this host's memory, with the arguments of `keep`; see `Keeper.hold`."""
         return self._keeper.hold(name, model, parts)
 
     def holders(self) -> Holders:
-        """Who holds checkpoints in memory: the chief, and the first worker of the second host, if there is one."""
+        """Returns who keeps checkpoints in memory: the chief, and the first worker of the second host, if any."""
         context = ray.train.get_context()
         peer = context.get_node_rank() == 1 and context.get_local_rank() == 0
         return Holders(self.rank == 0 or peer, context.get_local_world_size() < self.size)
 
     def report(self, metrics: dict, moment: Moment | None) -> Callable[[], NotKeptError | None]:
-        """Reports metrics and, from the chief, a checkpoint; every worker calls it, and none waits for it.
+        """Reports metrics and, from the chief, a checkpoint. Every worker calls it, and none waits for its end.
 
-        The report is made when the checkpoint is whole. The training waits for that of the epoch before: a storage that
-        takes longer than an epoch holds it up, as every epoch has its own. Where the storage fails, the metrics are
-        reported without; what is kept within epochs, and the next one, are tried while the training goes on.
+        The report follows when the checkpoint is whole. The training waits for the checkpoint of the epoch before, as
+        every epoch has one. A storage that needs longer than an epoch delays it. If the storage fails, the metrics are
+        reported without a checkpoint. Later checkpoints are tried while the training continues.
 
         Returns:
-            Waits, and says why the storage has not kept it, or None; it is the chief's that knows.
+            A function that blocks until the checkpoint is done, and returns the error or None. Only the chief's can
+            return an error.
         """
         if self._pending is not None:
             self._pending()
@@ -332,7 +333,7 @@ class RaySession:
         name = self.storage.make_default_checkpoint_dir_name()
         if moment is not None and moment.agreed is not None:
             name = moment.agreed(name)
-        if self._told:  # by the worker whose place this one has taken
+        if self._told:  # the worker that this one replaced has made this report
             self._told -= 1
             ray_train.count_reports(ray_train.reports_made() + 1)
             return lambda: None
@@ -350,7 +351,7 @@ class RaySession:
         return pending
 
     def _kept_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
-        """What waits until the checkpoint is whole, see `Keeper.keep_at_end`."""
+        """Returns a function that blocks until the checkpoint is whole, see `Keeper.keep_at_end`."""
         try:
             return self._keeper.keep_at_end(name, moment)
         except NotKeptError as error:
@@ -363,7 +364,7 @@ class RaySession:
 
 
 def _names_reported() -> set[str]:
-    return {posixpath.basename(its.checkpoint.path.rstrip("/")) for its in _reported()}
+    return {posixpath.basename(entry.checkpoint.path.rstrip("/")) for entry in _reported()}
 
 
 def _reported() -> list:
@@ -373,21 +374,21 @@ def _reported() -> list:
 
 
 def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
-    """The last checkpoint of the run, and then those before it, which are asked for only if they are needed."""
+    """Returns the last checkpoint of the run, and then those before it, which are only listed if needed."""
     yield last
     yield from (c for c in checkpoint_files.newest_first(r.checkpoint for r in _reported()) if c.path != last.path)
 
 
 def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
-    """The folder of a checkpoint on this machine, once it is checked."""
-    with scratch.named():  # of another storage it is copied there
+    """Returns the folder of a checkpoint on this machine, after checking it."""
+    with scratch.named():  # a checkpoint of another storage is copied to this machine
         folder = stack.enter_context(saved.as_directory())
     checkpoint_files.check(folder, contents, posixpath.basename(saved.path))
     return folder
 
 
 def report(metrics: dict, write: Callable[[str], None] | None) -> None:
-    """`ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
+    """Calls `ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
     if write is None or ray.train.get_context().get_world_rank() != 0:
         _report(metrics)
         return
@@ -397,23 +398,23 @@ def report(metrics: dict, write: Callable[[str], None] | None) -> None:
 
 
 def _report(metrics: dict, **how: Any) -> None:
-    """`ray.train.report`, in which all workers wait for each other."""
+    """Calls `ray.train.report`, which is a barrier of all workers."""
     with activity.here.meeting(activity.REPORT):
         ray.train.report(metrics, **how)
 
 
 class TrialStopped(BaseException):
-    """Ends a trial's train loop at a report; no `except Exception` of the user's holds it up."""
+    """Ends a trial's train loop at a report. It is no `Exception`, so that the user's `except Exception` misses it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """Where a trial keeps checkpoints within its epochs; those of their ends Tune asks for.
+    """Location of a trial's checkpoints within epochs; Tune requests those of their ends.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: there; the trial's own.
-        reports: that the trial has made before.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        folder: Path of the trial's own folder in the file system.
+        reports: Number of reports that the trial has made before.
     """
 
     filesystem: Any
@@ -422,17 +423,18 @@ class Within:
 
 
 class TrialSession:
-    """A trial in a worker group: its thread stops at each report until it is told to go on, to save or to stop.
+    """Session of a trial in a worker group: its thread pauses at each report until a command: go, save or stop.
 
     Args:
-        rank, size: of this worker.
-        folder: of the checkpoint to go on from, or None.
-        name: of the trial.
-        within: None where the trial keeps none within its epochs.
+        rank: Rank of this worker.
+        size: Number of workers.
+        folder: Folder of the checkpoint to resume from, or None.
+        name: Name of the trial.
+        within: Location of checkpoints within epochs, or None without any.
 
     Attributes:
-        keep: see `RaySession.keep`, or None.
-        waits: whether it stands at a report.
+        keep: See `RaySession.keep`, or None.
+        waits: Whether it pauses at a report.
     """
 
     storage = None
@@ -444,55 +446,56 @@ class TrialSession:
         self._keeper = Keeper(within.filesystem, within.folder) if within is not None and rank == 0 else None
         self._reports = 0 if within is None else within.reports
         self._write: Callable[[str], None] | None = None
-        self._taken: dict[str, bytes] | None = None  # the files that it has written
-        self._mine = rank == 0  # whether this worker has files of its own
+        self._taken: dict[str, bytes] | None = None  # files that were already written
+        self._mine = rank == 0  # whether this worker has its own files
         self.waits = False
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
-        """See `RaySession`; Tune names one checkpoint, which is taken or refused."""
+        """Yields a folder as `RaySession.checkpoint`; Tune selects the checkpoint, and a damaged one is an error."""
         with contextlib.ExitStack() as stack:
             if self._keeper is not None:
                 stack.callback(self._keeper.close)
-            if (place := healing.here.place) is not None:
-                self.folder = stack.enter_context(scratch.folder(bytes_of(place.files)))
-                write_files(place.files, self.folder)
-                self._reports = place.agreed["reports"]
+            if (replacement_state := healing.here.place) is not None:
+                self.folder = stack.enter_context(scratch.folder(bytes_of(replacement_state.files)))
+                write_files(replacement_state.files, self.folder)
+                self._reports = replacement_state.agreed["reports"]
             if self.folder is not None:
                 checkpoint_files.check(self.folder, contents=self.rank == 0)
             yield self.folder
 
     def reports_made(self) -> int:
-        """How many the trial has made; the same on all workers within a step."""
+        """Returns the number of the trial's reports; the same on all workers within a step."""
         return self._reports
 
     def tell_of_loss(self) -> None:
-        """Tells nobody: who runs a trial waits for its workers all the time, and sees at once which one is lost."""
+        """Does nothing: the trial's driver always waits for its workers, and notices a loss at once."""
 
     def _keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
         return self._keeper.keep(name, model, parts, last=ending.gate.why is not None)
 
     def ready(self, model, held: bool) -> None:
-        """See `RaySession.ready`."""
+        """Prepares the first checkpoint, see `RaySession.ready`."""
         if self._keeper is not None:
             self._keeper.ready(model, held)
 
     def report(
         self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
     ) -> None:
-        """Hands the metrics to the group, and waits for what it says; a checkpoint is written only when asked for.
+        """Sends the metrics to the group, and waits for a command; a checkpoint is written only on request.
 
         Args:
-            metrics: by name.
-            write: write(folder) writes a checkpoint of this moment; None leaves that of an earlier report in force.
-            keep: write it now, as it will be asked for when this moment is over.
-            everyone: what other workers than the chief write belongs to the checkpoint, too.
+            metrics: Values by name.
+            write: Function `write(folder)` that writes a checkpoint of this moment. None: an earlier report's
+                remains valid.
+            keep: Whether to write it now, as the request comes when this moment is over.
+            everyone: Whether the files of other workers than the chief belong to the checkpoint, too.
         """
         self._reports += 1
-        # a training that is asked to end may end behind this report, and nobody else keeps it then
+        # a training that is requested to stop may end after this report, and nothing else saves it then
         if self._keeper is not None and isinstance(write, Moment) and ending.gate.why is not None:
             self._keep(step_folders.name_of(write.state.step), write.model, write.parts())
         if write is not None:
@@ -506,10 +509,10 @@ class TrialSession:
         self.waits = False
 
     def park(self) -> None:
-        """Does as it is told until that is to go on.
+        """Executes commands until "go".
 
         Raises:
-            TrialStopped: it was told to stop.
+            TrialStopped: The command is "stop".
         """
         while (command := self.commands.get()) != "go":
             if command == "stop":
@@ -517,7 +520,7 @@ class TrialSession:
             self.events.put(("saved", self._files()))
 
     def _files(self) -> dict[str, bytes] | None:
-        """The files of a checkpoint of this moment, by name; None where the loop wrote none here."""
+        """Returns the files of a checkpoint of this moment, by name; None if the loop wrote none on this worker."""
         if self._write is None or not self._mine:
             return None
         if self._taken is not None:
@@ -530,21 +533,21 @@ class TrialSession:
 
 
 def read_files(folder: str) -> dict[str, bytes]:
-    """The files below a folder, by their path in it."""
-    found = {}
-    for where, _, names in os.walk(folder):
+    """Returns the content of files below a folder, by relative path."""
+    files = {}
+    for directory, _, names in os.walk(folder):
         for name in names:
-            path = os.path.join(where, name)
+            path = os.path.join(directory, name)
             with open(path, "rb") as file:
-                found[os.path.relpath(path, folder)] = file.read()
-    return found
+                files[os.path.relpath(path, folder)] = file.read()
+    return files
 
 
 def fetched(saved: ray.train.Checkpoint) -> dict[str, bytes]:
-    """The files of a stored checkpoint, by their path in it.
+    """Returns the content of files of a stored checkpoint, by relative path.
 
     Raises:
-        DamagedCheckpointError: it is not whole.
+        DamagedCheckpointError: The checkpoint is not whole.
     """
     with scratch.named(), saved.as_directory() as folder:
         checkpoint_files.check(folder, name=posixpath.basename(saved.path))
@@ -552,12 +555,12 @@ def fetched(saved: ray.train.Checkpoint) -> dict[str, bytes]:
 
 
 def bytes_of(files: Mapping[str, bytes]) -> int:
-    """Bytes of what `read_files` gave."""
+    """Returns the size in bytes of a result of `read_files`."""
     return sum(map(len, files.values()))
 
 
 def write_files(files: dict[str, bytes], folder: str) -> None:
-    """Writes what `read_files` gave."""
+    """Writes a result of `read_files` to a folder."""
     for name, content in files.items():
         path = os.path.join(folder, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that the chief alone has, such as what its callbacks hold, given to the other workers."""
+"""Broadcasts the parts of a checkpoint that only the chief has, such as the state of its callbacks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _NUMBER = np.dtype(np.int64)
 
 
 def from_chief(strategy, parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> dict:
-    """The chief's parts on every worker; every worker calls it at once.
+    """Broadcasts the chief's parts to every worker. A collective call.
 
     Args:
-        strategy: one for which `communicator.spans_workers` holds.
-        parts: what `checkpoint.parts` gave on the chief; what others give is not looked at.
+        strategy: Strategy for which `communicator.spans_workers` holds.
+        parts: Result of `checkpoint.parts` on the chief; ignored on other workers.
     """
     packed = pack(parts) if communicator.is_chief(strategy) else np.empty(0, _NUMBER)
     (size,) = communicator.from_chief(strategy, [np.int64(packed.size)])
     if packed.size != size:
         packed = np.empty(int(size), _NUMBER)
-    (found,) = communicator.from_chief(strategy, [packed])
-    return unpack(found)
+    (received,) = communicator.from_chief(strategy, [packed])
+    return unpack(received)
 
 
 def pack(parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> np.ndarray:
-    """Texts, and arrays by name, as one array of int64."""
+    """Packs strings, and arrays by name, into one array of int64."""
     texts = {name: part for name, part in parts.items() if isinstance(part, str)}
     keys = [(name, key) for name, part in parts.items() if not isinstance(part, str) for key in part]
     names = [name for name in parts if name not in texts]
@@ -46,11 +46,11 @@ def pack(parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray) -> dict:
-    """What `pack` made an array of; a dtype that is not NumPy's is one of as many bytes."""
+    """Unpacks an array of `pack`. A dtype that NumPy lacks becomes one with as many bytes."""
     content = packed[1:].view(np.uint8)[: int(packed[0])].tobytes()
-    with np.load(io.BytesIO(content), allow_pickle=False) as found:
-        texts, names, keys = stored_json.value(found["head"].tobytes())
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+        texts, names, keys = stored_json.value(archive["head"].tobytes())
         parts: dict = {**texts, **{name: {} for name in names}}
         for i, (name, key) in enumerate(keys):
-            parts[name][key] = found[str(i)]
+            parts[name][key] = archive[str(i)]
     return parts

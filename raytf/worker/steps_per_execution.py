@@ -1,4 +1,4 @@
-"""How many steps one call of the training function makes: chosen from the time that Python takes between two calls."""
+"""Chooses how many steps one call of the training function runs, from the time of Python between two calls."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from raytf.parallel import epoch_iterator
 
 logger = logs.get_logger(__name__)
 
-# Executions that are measured, and those before them that still warm up.
+# Executions that are measured, and warm-up executions before them.
 _LOOKED_AT, _WARM_UP = 24, 8
-# Python's share of a step from which it is worth a new trace, and what may be left of it.
+# Python's share of a step from which a new trace pays, and target for that share.
 _MIN_OVERHEAD, _OVERHEAD_TARGET = 0.03, 0.01
-# One execution is to stay short: progress, and a stop, come between two.
+# Longest execution in seconds: progress and a stop come between two executions.
 _LONGEST_CALL = 1.0
 _MOST = 64
 
 
 def choose(between: float, within: float, first: float, steps_left: int) -> int:
-    """Steps an execution that leave little of the time between two calls, or 1 where more would not pay.
+    """Returns the steps per execution that hide the time between two calls, or 1 if more would not pay.
 
     Args:
-        between: seconds between two executions.
-        within: seconds of an execution of one step.
-        first: seconds of the first execution, which traces; another number of steps costs about as much again.
-        steps_left: of the whole training.
+        between: Seconds between two executions.
+        within: Seconds of an execution of one step.
+        first: Seconds of the first execution, which traces; another number of steps costs about as much again.
+        steps_left: Remaining steps of the whole training.
 
     Returns:
-        A power of two, at most `_MOST`, with executions of at most a second.
+        A power of two, at most `_MOST`, with executions of at most 1 s.
     """
     if between < _MIN_OVERHEAD * (between + within):
         return 1
@@ -50,15 +50,15 @@ def choose(between: float, within: float, first: float, steps_left: int) -> int:
 
 
 class ExecutionCallback(keras.callbacks.Callback):
-    """Measures the first steps and raises `steps_per_execution` where Python between steps costs; put it first.
+    """Measures the first steps and raises `steps_per_execution` if Python between steps is slow; put it first.
 
-    All workers follow the chief, at the same step. If the executions of several steps turn out slower, the training
-    goes back to single steps. Nothing happens where the model was compiled with more than one step an execution, runs
-    eagerly or has callbacks that look at batches, nor for data of unknown length.
+    All workers follow the chief, at the same step. If executions of several steps turn out slower, training returns to
+    single steps. It does nothing if the model was compiled with more than one step per execution, or runs eagerly. The
+    same applies to callbacks that observe batches, and to data of unknown length.
 
     Args:
-        callbacks: the user's callbacks.
-        told: where another worker stands with it, whose training this one joins; or None.
+        callbacks: The user's callbacks.
+        told: `told()` of another worker whose training this worker joins, or None.
     """
 
     raytf_local_batches = True
@@ -71,11 +71,11 @@ class ExecutionCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         model = self.model
         self._steps = self.params["steps"]
-        # under several workers all look or none: a callback may be the chief's alone
+        # with several workers all measure or none: a callback may be the chief's only
         fixed = self._fixed or model.__dict__.get("_raytf_sync_batches", False)
         self._looking = not (fixed or model.steps_per_execution > 1 or model.run_eagerly or not self._steps)
         self._iterator = epoch_iterator.newest_iterator() if self._looking else None
-        self._single = None  # the function of single steps and its time, once another is in use
+        self._single = None  # function and time of single steps, while another function is in use
         self._start_over()
         self._left = None
         self._first = 0.0
@@ -84,7 +84,7 @@ class ExecutionCallback(keras.callbacks.Callback):
             self._told = None
 
     def told(self) -> dict[str, Any]:
-        """Where it stands, for a worker that joins the training."""
+        """Returns the state for a replacement worker."""
         single = None if self._single is None else self._single[1]
         names = ("_looking", "_first", "_count", "_between", "_within")
         return {"single": single, **{name: copy.copy(getattr(self, name)) for name in names}}
@@ -96,7 +96,7 @@ class ExecutionCallback(keras.callbacks.Callback):
         self._iterator = epoch_iterator.newest_iterator() if self._looking else None
 
     def meets(self, step: int) -> bool:
-        """Whether it may exchange something with other workers behind the execution that ends."""
+        """Whether it may exchange something with other workers after the current execution."""
         return self._looking and (self._count + 1 in (_WARM_UP + _LOOKED_AT, self._judged_at()))
 
     def _judged_at(self) -> int:
@@ -104,7 +104,7 @@ class ExecutionCallback(keras.callbacks.Callback):
 
     def _start_over(self):
         self._count, self._ended, self._began = 0, None, None
-        self._between, self._within = [], []  # seconds between executions, and of a step within one
+        self._between, self._within = [], []  # seconds between executions, and of a step in one
 
     def on_epoch_begin(self, epoch, logs=None):
         self._left = (self.params["epochs"] - epoch) * (self._steps or 0)
@@ -120,7 +120,7 @@ class ExecutionCallback(keras.callbacks.Callback):
         if not self._looking:
             return
         self._ended = time.perf_counter()
-        if self._began is not None:  # not of an execution that was made by others, behind which this worker begins
+        if self._began is not None:  # None: other workers made the execution after which this replacement begins
             self._within.append((self._ended - self._began) / (batch - self._begin + 1))
         self._count += 1
         if self._count == 1 and self._within:
@@ -131,18 +131,16 @@ class ExecutionCallback(keras.callbacks.Callback):
             self._judge()
 
     def _decide(self, batch):
-        if len(self._between) <= _WARM_UP:  # epochs of one step have nothing between
+        if len(self._between) <= _WARM_UP:  # epochs of one step have no time between steps
             self._looking = False
             return
-        between, within = (statistics.median(times[_WARM_UP:]) for times in (self._between, self._within))
-        number = self._chiefs(choose(between, within, self._first, self._left - batch - 1))
+        gap, duration = (statistics.median(times[_WARM_UP:]) for times in (self._between, self._within))
+        number = self._chiefs(choose(gap, duration, self._first, self._left - batch - 1))
         if number == 1:
             self._looking = False
             return
-        self._single = self.model.train_function, between + within
-        logger.debug(
-            "steps_per_execution: %d, as Python took %.0f %% of a step", number, 100 * between / (between + within)
-        )
+        self._single = self.model.train_function, gap + duration
+        logger.debug("steps_per_execution: %d, as Python took %.0f %% of a step", number, 100 * gap / (gap + duration))
         self._use(number)
         self.model.make_train_function(force=True)
         self._start_over()
@@ -154,7 +152,7 @@ class ExecutionCallback(keras.callbacks.Callback):
             logger.debug("steps_per_execution: 1 again, as more did not help")
             self._use(1)
             self.model.train_function = function
-            if function is None:  # it was made by a worker whose place this one has taken
+            if function is None:  # another worker made it, which this one has replaced
                 self.model.make_train_function(force=True)
         self._looking = False
 

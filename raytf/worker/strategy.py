@@ -1,4 +1,4 @@
-"""On a worker: the strategy, built before any other TensorFlow operation, with raytf's ring and ports attached."""
+"""Builds the strategy of a worker before any other TensorFlow operation, with raytf's ring and ports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from raytf.runtime import ports
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import pick_strategy
 
-# Times `first_step_timeout_s`: workers that wait for one which is late are ended after that by the watch for hangs.
+# Factor of `first_step_timeout_s`: before this timeout the hang watch ends workers that wait for a late one.
 _JOIN_FACTOR = 3
 
 
 def communication_options(config: TensorflowConfig):
-    """TensorFlow's CommunicationOptions for a config."""
+    """Returns TensorFlow's CommunicationOptions for a config."""
     implementation = tf.distribute.experimental.CommunicationImplementation[config.communication.upper()]
     return tf.distribute.experimental.CommunicationOptions(
         implementation=implementation, bytes_per_pack=config.bytes_per_pack, timeout_seconds=config.timeout_s
@@ -33,11 +33,11 @@ def communication_options(config: TensorflowConfig):
 
 @contextlib.contextmanager
 def hooked(config: TensorflowConfig, built: Callable):
-    """Within it a MultiWorkerMirroredStrategy, whoever builds it, gets the port kept for it, options and a ring.
+    """Patches MultiWorkerMirroredStrategy: each one that is built gets the worker's port, options and a ring.
 
     Args:
-        config: the run's.
-        built: called with each.
+        config: Config of the run.
+        built: Function that is called with each strategy.
     """
     options = communication_options(config)
     kind = tf.distribute.MultiWorkerMirroredStrategy
@@ -64,9 +64,10 @@ def hooked(config: TensorflowConfig, built: Callable):
 
 
 def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, options) -> bool:
-    """Builds a strategy whose workers meet in raytf's ring, without TensorFlow's cluster; False where none helps.
+    """Builds a strategy over raytf's ring, without TensorFlow's cluster. Returns whether a ring is possible.
 
-    Whether is decided by what all workers know alike: the cluster, the driver's config, and that it gave a token.
+    The decision depends only on values that all workers share: the cluster, the driver's config, and whether there is a
+    token.
     """
     from raytf.collectives import exchange, gradient_ring, healing
     from raytf.compat import multi_worker
@@ -77,9 +78,9 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     if ring.token() is None:
         gradient_ring.check_without(config.gradient_dtype)
         return False
-    here, detached = healing.here, None
-    if here.place is not None or here.rehearses:
-        detached = healing.Detached(members.rank, len(members.addresses), config.timeout_s, here.rehearses)
+    recovery, detached = healing.here, None
+    if recovery.place is not None or recovery.rehearses:
+        detached = healing.Detached(members.rank, len(members.addresses), config.timeout_s, recovery.rehearses)
     joined = gradient_ring.join(
         members,
         detached=detached,
@@ -95,7 +96,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
 
 
 def _with_collectives(init: Callable, strategy, resolver, options) -> None:
-    """Builds a strategy whose workers meet in TensorFlow's collectives."""
+    """Builds a strategy over TensorFlow's collectives."""
     ports.release_port()
     init(strategy, resolver, options)
     _listen_only_here()
@@ -108,19 +109,19 @@ def _attach_for_keras_3(strategy, config: TensorflowConfig) -> None:
 
 
 def _distribute_for_keras_2(strategy):
-    """`strategy.experimental_distribute_dataset`, which leaves a worker's part as it is; Keras 2 calls it in `fit`."""
+    """Returns `strategy.experimental_distribute_dataset` for Keras 2 `fit`, which keeps a worker's shard as it is."""
     original = strategy.experimental_distribute_dataset
 
     @functools.wraps(original)
     def distribute(dataset, options=None):
-        ours = spans_workers(strategy) and isinstance(dataset, tf.data.Dataset) and worker_part.is_worker_part(dataset)
-        return worker_part.distributed(dataset, strategy) if ours else original(dataset, options)
+        shard = spans_workers(strategy) and isinstance(dataset, tf.data.Dataset) and worker_part.is_worker_part(dataset)
+        return worker_part.distributed(dataset, strategy) if shard else original(dataset, options)
 
     return distribute
 
 
 def _listen_only_here() -> None:
-    """Keeps TensorFlow's server to this worker's address, where raytf chose that: a token tells of it."""
+    """Binds TensorFlow's server to this worker's address only, if raytf chose that: then there is a token."""
     task = json.loads(os.environ.get("TF_CONFIG", "{}"))
     if "cluster" in task and ring.token() is not None:
         ports.listen_only_at(task["cluster"][task["task"]["type"]][task["task"]["index"]])
@@ -134,14 +135,14 @@ def coordinate(setup: WorkerSetup):
     """Starts the servers of a ParameterServerStrategy and connects to them; this process becomes their coordinator.
 
     Returns:
-        (strategy, `servers.ServerGroup`).
+        Tuple (strategy, `servers.ServerGroup`).
     """
     (address,) = _cluster()["worker"]
     servers = setup.servers.start(address, setup.config.ports)
     ports.release_port()
-    made = tf.distribute.ParameterServerStrategy(servers.resolver())
+    strategy = tf.distribute.ParameterServerStrategy(servers.resolver())
     _listen_only_here()
-    return made, servers
+    return strategy, servers
 
 
 def uses_tpu(setup: WorkerSetup) -> bool:
@@ -150,7 +151,7 @@ def uses_tpu(setup: WorkerSetup) -> bool:
 
 
 def build(setup: WorkerSetup) -> tf.distribute.Strategy:
-    """Builds the strategy of a setup's name (or "auto") from this worker's devices and TF_CONFIG."""
+    """Builds the strategy of a setup (by name, or "auto") from this worker's devices and TF_CONFIG."""
     workers = len(_cluster().get("worker", [None]))
     gpus = len(tf.config.list_physical_devices("GPU"))
     name = pick_strategy(setup.strategy, workers=workers, devices=gpus, tpu=uses_tpu(setup))

@@ -1,7 +1,7 @@
-"""TPUs: a worker for each host, of which the first coordinates all chips and the others hold their hosts for it.
+"""TPUs: one worker for each host. The first one coordinates all chips; the others reserve their hosts for it.
 
-A TPU program of TensorFlow has one coordinator; on the other hosts of a slice the TPU runtime serves it. No TPU has run
-this: the tests stand at the calls into TensorFlow's TPU functions.
+A TPU program of TensorFlow has one coordinator; on the other hosts of a slice the TPU runtime serves it. This code has
+never run on a TPU: the tests replace TensorFlow's TPU functions.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raytf.errors import ConfigError
 
-# Where the TPU runtime of a host listens.
+# Port of the TPU runtime on each host.
 RUNTIME_PORT = 8470
-# What Keras makes in one call: each call goes from the coordinator to all hosts and back.
+# Steps of one call in Keras: each call is a round trip from the coordinator to all hosts.
 STEPS_PER_EXECUTION = 32
 
 
 def connect(hosts: Sequence[str]) -> tf.distribute.Strategy:
-    """Connects to the chips of some hosts and initializes them; nothing of TensorFlow may have run before.
+    """Connects to the chips of some hosts and initializes them. No TensorFlow operation may have run before.
 
     Args:
-        hosts: addresses of the hosts, this one's first, without ports.
+        hosts: Addresses of the hosts without ports, this one's first.
     """
     # several hosts as one string: the resolver refuses a list of more than one
-    where = "local" if len(hosts) == 1 else ",".join(f"grpc://{host}:{RUNTIME_PORT}" for host in hosts)
-    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(where)
+    address = "local" if len(hosts) == 1 else ",".join(f"grpc://{host}:{RUNTIME_PORT}" for host in hosts)
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(address)
     tf.config.experimental_connect_to_cluster(resolver)
     tf.tpu.experimental.initialize_tpu_system(resolver)
     return tf.distribute.TPUStrategy(resolver)
@@ -38,9 +38,9 @@ def check_batch(batch: int, rows: int, replicas: int) -> None:
     """Raises ConfigError unless steps of `batch` rows can be compiled for the chips.
 
     Args:
-        batch: rows of a step.
-        rows: of an epoch.
-        replicas: cores that train.
+        batch: Number of rows of a step.
+        rows: Number of rows of an epoch.
+        replicas: Number of cores that train.
     """
     if batch % replicas:
         raise ConfigError(
@@ -57,9 +57,9 @@ def check_batch(batch: int, rows: int, replicas: int) -> None:
 
 
 class _LedSession:
-    """The coordinator's session: tells the workers that hold the other hosts when to report."""
+    """Session of the coordinator; signals the workers on the other hosts when to report."""
 
-    rank, size = 0, 1  # it feeds all chips
+    rank, size = 0, 1  # the coordinator feeds all chips
 
     def __init__(self, session):
         self._session, self.storage, self.checkpoint = session, session.storage, session.checkpoint
@@ -72,7 +72,7 @@ class _LedSession:
 
 @contextlib.contextmanager
 def led(session):
-    """On every worker of a run on several hosts: gives the coordinator its session, and the others None at the end.
+    """Yields the coordinator's session, and None at the end on the other workers. For runs on several hosts.
 
     Args:
         session: `session.RaySession` of this worker.

@@ -1,8 +1,8 @@
-"""Within an epoch: checkpoints after some of its steps, ends after one, and how a training goes on from it.
+"""Within an epoch: saves checkpoints, stops after a step, and resumes from such a checkpoint.
 
-Ends of epochs have their own (`callbacks.ReportCallback`). A training that goes on makes the next step as if nothing
-had happened: the same rows, masks and random numbers, with the metrics of the epoch so far, and callbacks that hold
-what they held. `fit` resets metrics and calls `on_epoch_begin` before it; what that changes is put back.
+`callbacks.ReportCallback` saves the checkpoints at ends of epochs. A resumed training makes the next step as without
+a break: with the same rows, masks, random numbers, metrics and callbacks. `fit` resets metrics and calls
+`on_epoch_begin` before it; `Resumption` undoes these changes.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ from raytf.worker.writers import Writers
 
 
 class StepCheckpointCallback(keras.callbacks.Callback):
-    """Keeps checkpoints within epochs, and ends the training with one when that is asked for; put it last.
+    """Saves checkpoints within epochs, and one when the training is requested to stop; put it last.
 
-    Every worker must have it, as metrics are summed over all.
+    Every worker needs it, as metrics are summed over all.
 
-    With a number of steps they lie at the same steps in each run, and what workers average at the ends of epochs
-    (moving statistics) is averaged at them, too, so that a run which goes on has it to the bit. With a time they lie
-    anywhere: they change nothing in the training, and a run which goes on has these averages to rounding.
+    With an interval in steps, checkpoints are at the same steps in each run. They also average what workers average at
+    the ends of epochs (moving statistics), so that a resumed run has equal bits. With an interval in time they are at
+    any step and do not change the training. A resumed run then has these averages up to rounding.
 
-    Those that are held in memory are copied alone, by the chief and by a worker of another host: this one has what all
-    workers have alike, and gets the rest, which only the chief has, from it.
+    For checkpoints in memory, the chief and a worker on another host copy the training state. That worker receives the
+    state that only the chief has.
 
     Args:
-        every: when; it may say only at the ends of epochs.
-        keep: keep(name, model, parts) -> whether it was kept; called on the chief, see `RaySession.keep`.
-        position: counts the steps.
-        report: knows what belongs to a checkpoint.
-        chief: whether this worker keeps them.
+        every: Interval, which may be none within epochs.
+        keep: Function `keep(name, model, parts) -> bool`, whether it was saved. The chief calls it, see
+            `RaySession.keep`.
+        position: Callback that counts the steps.
+        report: Callback that collects the parts of a checkpoint.
+        chief: Whether this worker is the chief, which saves them.
         order: `Feed.order` of the training rows.
-        validates: whether something comes between the last step of an epoch and its end that may take long.
-        memory_every: after every so many steps one is held in memory, or None.
-        hold: hold(name, model, parts), on a worker that does; None on others.
-        peer: whether another worker than the chief does.
-        writers: agrees on the workers that write one; None: the chief writes them.
-        keep_part: keep_part(name, model, writers), called on all others where several write.
-        told: where another worker stands with it, whose training this one joins; or None.
+        validates: Whether a validation, which may take long, is between the last step of an epoch and its end.
+        memory_every: Interval in steps of checkpoints in memory, or None.
+        hold: Function `hold(name, model, parts)` on workers that keep checkpoints in memory; None on others.
+        peer: Whether another worker than the chief keeps checkpoints in memory.
+        writers: Agrees on the workers that write a checkpoint. None: the chief.
+        keep_part: Function `keep_part(name, model, writers)`, which other workers call if several write.
+        told: `told()` of another worker whose training this worker joins, or None.
 
     Attributes:
-        stood: seconds for which the training has stood still for a checkpoint before this one is told of its step.
-        kept_step, held_step: steps that were made when one was last kept, or held in memory; 0 before the first.
+        stood: Seconds for which the training has paused for a checkpoint before this callback is called for its step.
+        kept_step: Number of steps at the last saved checkpoint; 0 without one.
+        held_step: Number of steps at the last checkpoint in memory; 0 without one.
     """
 
     raytf_local_batches = True
@@ -95,25 +97,25 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         self._chief, self._order, self._validates = chief, dict(order), validates
 
     def on_train_begin(self, logs=None):
-        self._waits = self._holds = False  # one is due as soon as all workers have the same weights
+        self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
         self._seen = self._next_look = self._position.step
         self._clock = Clock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
-        told, self._told = self._told, None
-        if told is not None:
-            vars(self).update(told["own"])
-        ending.gate.begin(None if told is None else told["gate"])
+        shared_state, self._told = self._told, None
+        if shared_state is not None:
+            vars(self).update(shared_state["own"])
+        ending.gate.begin(None if shared_state is None else shared_state["gate"])
 
     def told(self) -> dict[str, Any]:
-        """Where it stands, for a worker that joins the training."""
+        """Returns the state for a replacement worker."""
         own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
         return {"own": own, "gate": ending.gate.told()}
 
     def meets(self, step: int) -> bool:
-        """Whether it may exchange something with other workers behind a step.
+        """Whether it may exchange something with other workers after a step.
 
         Args:
-            step: that are made in all.
+            step: Number of steps in all.
         """
         if self._waits or self._holds or ending.gate.why is not None:
             return True
@@ -124,10 +126,10 @@ class StepCheckpointCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         ended = ending.gate.is_last()
-        before, self._seen = self._seen, self._position.step
-        self._waits = self._waits or self._is_due(before, self._seen)
+        previous, self._seen = self._seen, self._position.step
+        self._waits = self._waits or self._is_due(previous, self._seen)
         if self._memory_every is not None:
-            self._holds = self._holds or checkpoint_every.crosses(self._memory_every, before, self._seen)
+            self._holds = self._holds or checkpoint_every.crosses(self._memory_every, previous, self._seen)
         ends = self._position.epoch_step >= (self.params["steps"] or math.inf) and not self._validates
         due, held = ended or (self._waits and not ends), self._holds and not ends
         if not (due or held) or self.model.stop_training or not self._are_alike():
@@ -146,22 +148,22 @@ class StepCheckpointCallback(keras.callbacks.Callback):
             raise ending.StopTraining(ending.gate.why, self._position.step)
 
     def on_epoch_end(self, epoch, logs=None):
-        if ending.gate.is_over():  # no step was one after which workers had the same weights; the epoch is reported
+        if ending.gate.is_over():  # weights were not the same after any step; the epoch is already reported
             raise ending.StopTraining(ending.gate.why, self._position.step)
         self._waits = self._holds = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
     def wants(self, step: int) -> bool:
-        """Whether a training whose steps begin before others have ended is to let these end now.
+        """Whether to wait for all steps that have begun, for a training that begins steps before others end.
 
         Args:
-            step: steps that are made in all.
+            step: Number of steps in all.
         """
         self._waits = self._waits or self._is_due(step, step)
         return self._waits or ending.gate.why is not None
 
     def steps_to_next(self, step: int) -> float:
-        """Steps to the next checkpoint where a number of steps says when, kept or held, else infinity."""
+        """Returns the number of steps to the next checkpoint with an interval in steps, else infinity."""
         numbers = [number for number in (self._every.steps, self._memory_every) if number is not None]
         return min((number - step % number for number in numbers), default=math.inf)
 
@@ -175,19 +177,21 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         began = time.monotonic()
         due, wait = self._clock.look(began, step)
         if communicator.spans_workers(self.model.distribute_strategy):
-            (told,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(wait * 2 + due)])
-            wait, due = divmod(int(told), 2)
+            (chief_answer,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(wait * 2 + due)])
+            wait, due = divmod(int(chief_answer), 2)
         self._clock.looked(time.monotonic() - began)
         self._next_look = step + wait
         return bool(due)
 
     def _are_alike(self) -> bool:
-        """Whether all workers have the same weights; with `sync_every` these differ between two averages."""
+        """Whether all workers have the same weights; with `sync_every` they differ between two averages."""
         optimizers = model_optimizers.of(self.model).values()
-        return self._local_steps == 1 or all(int(one.iterations) % self._local_steps == 0 for one in optimizers)
+        return self._local_steps == 1 or all(
+            int(optimizer.iterations) % self._local_steps == 0 for optimizer in optimizers
+        )
 
     def _save(self, logs, kept: bool, held: bool) -> None:
-        """Keeps a checkpoint, or holds it in memory, or does both; every worker calls it at the same step."""
+        """Saves a checkpoint, or keeps it in memory, or both. Every worker calls it at the same step."""
         strategy, step = self.model.distribute_strategy, self._position.step
         self.kept_step = step if kept else self.kept_step
         self.held_step = step if held else self.held_step
@@ -210,42 +214,42 @@ class StepCheckpointCallback(keras.callbacks.Callback):
                     self._hold(step_folders.name_of(step, copy=True), self.model, parts)
 
     def _parts(self, values: list, logs: Mapping) -> dict:
-        """What belongs to a checkpoint of this step, but for the model."""
-        named = {f"{i}.{j}": value for i, its in enumerate(values) for j, value in enumerate(its)}
-        within = {"logs": logs, "metrics": metrics.described(self.model), "order": self._order}
-        return self._report.parts(named, epoch_step=self._position.epoch_step, **within)
+        """Returns the parts of a checkpoint of this step, without the model."""
+        named = {f"{i}.{j}": value for i, arrays in enumerate(values) for j, value in enumerate(arrays)}
+        step_state = {"logs": logs, "metrics": metrics.described(self.model), "order": self._order}
+        return self._report.parts(named, epoch_step=self._position.epoch_step, **step_state)
 
 
 @contextlib.contextmanager
 def _holding(pairs):
-    """Within it variables have other values."""
-    before = [np.asarray(variable) for variable, _ in pairs]
+    """Assigns values to variables, and restores the old ones at the end."""
+    old_values = [np.asarray(variable) for variable, _ in pairs]
     for variable, value in pairs:
         variable.assign(value)
     try:
         yield
     finally:
-        for (variable, _), value in zip(pairs, before, strict=True):
+        for (variable, _), value in zip(pairs, old_values, strict=True):
             variable.assign(value)
 
 
 class Resumption:
-    """A training that goes on after some steps of an epoch: two callbacks around all others.
+    """Resumes a training after some steps of an epoch, with two callbacks before and after all others.
 
     Args:
-        folder: of the checkpoint.
-        state: of the checkpoint.
+        folder: Folder of the checkpoint.
+        state: State of the checkpoint.
         states: `callback_state.CallbackStates` of the user's callbacks.
-        position: counts the steps, and tells the feed of the training rows.
-        iterator: gives what is to begin at a step: begin_at(step, dataset).
-        first: steps of the first execution, of a worker that takes the place of one within it; or None: where no step
-            is left, the logs of the checkpoint are those of the epoch.
-        begin: (step, rows of it that are skipped) where that is not the checkpoint's step, see `sampling.regrouped`.
-        begun: whether callbacks had been told of the begin of the first execution, too.
+        position: Callback that counts the steps, and sets the position of the feed of training rows.
+        iterator: Function that returns the iterator, whose `begin_at(step, dataset)` sets the first step.
+        first: Number of steps of a replacement worker's first execution. None: no replacement; if no step remains, the
+            logs of the checkpoint are those of the epoch.
+        begin: Tuple (step, skipped rows of it) if it differs from the checkpoint's step, see `sampling.regrouped`.
+        begun: Whether the saved state is from after callbacks' `on_train_batch_begin` of the first execution.
 
     Attributes:
-        first: callback before all others.
-        last: callback behind all others but those that report.
+        first: Callback before all others.
+        last: Callback after all others except those that report.
     """
 
     def __init__(
@@ -269,20 +273,20 @@ class Resumption:
         self.first, self.last = _First(self), _Last(self)
 
     def before_all(self, model) -> None:
-        """Notes what was restored, before callbacks begin the training."""
+        """Saves the restored values, before callbacks begin the training."""
         variables = [*model.variables, *keras_objects.seeds_of(model), *model_optimizers.variables(model)]
         counted = {id(v) for v in model.metrics_variables}
         self._variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
         self._iterator = self._newest()
 
     def before_epoch(self) -> None:
-        """Notes what callbacks hold, before the epoch begins for them."""
+        """Saves the state of callbacks, before their `on_epoch_begin`."""
         self._held, self._random = self._states.held(), random_state.taken()
 
     def begin(self, model, epoch: int) -> None:
-        """Puts back what callbacks have changed, and metrics, and has the epoch begin at its step.
+        """Restores metrics and what callbacks have changed, and makes the epoch begin at its step.
 
-        Another epoch than that of the checkpoint is one that a callback has chosen, and begins with its first step.
+        A callback may have chosen another epoch than the checkpoint's: that one begins with its first step.
         """
         held, variables, iterator = self._held, self._variables, self._iterator
         del self._held, self._variables, self._iterator
@@ -292,7 +296,7 @@ class Resumption:
         self._again = (held, variables) if self._begun else None
         try:
             self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics, self._names)}
-        except ValueError as error:  # with resume=True others may be compiled
+        except ValueError as error:  # with resume=True the model may have other metrics
             warnings.warn(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
                 f"checkpoint knows others: {error}",
@@ -310,11 +314,11 @@ class Resumption:
         random_state.give_back(self._random)
 
     def batch_begun(self, model) -> None:
-        """Behind all callbacks: what they had done at the first execution's begin is not to be done twice."""
-        again, self._again = self._again, None
-        if again is not None:
-            held, variables = again
-            own = {id(v) for v in own_state.variables_of(model)}  # the worker's, which it has got since
+        """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
+        replay, self._again = self._again, None
+        if replay is not None:
+            held, variables = replay
+            own = {id(v) for v in own_state.variables_of(model)}  # the worker's own, which were restored since
             self._hold(held, [pair for pair in variables if id(pair[0]) not in own])
 
     def _place(self, iterator, epoch: int) -> None:
@@ -323,11 +327,11 @@ class Resumption:
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
             return
-        behind = functools.partial(self._position.go_on, epoch, self._step + first)
-        iterator.begin_at(self._step, worker_part.mark_worker_part(dataset.take(first)), (first, behind))
+        remaining = functools.partial(self._position.go_on, epoch, self._step + first)
+        iterator.begin_at(self._step, worker_part.mark_worker_part(dataset.take(first)), (first, remaining))
 
     def stepped(self, model) -> None:
-        """After each execution: metrics that the first one has made get what they had summed before."""
+        """Restores metrics that were created in the first execution; called after each one."""
         late, self._late = self._late, {}
         if late:
             metrics.add(model, late)
