@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-# Smaller pieces are copied, as zipfile overwrites its headers once it knows the content that follows.
+# Smaller pieces are copied, as zipfile overwrites its headers after it has written the content.
 _SMALL = 1 << 12
 
 

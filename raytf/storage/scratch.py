@@ -125,7 +125,7 @@ def _free(path: str) -> int:
 
 
 def _what(path: str, error: Exception) -> str:
-    """Describes what is wrong with a folder, and its free space."""
+    """Describes a folder's defect and free space."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     with contextlib.suppress(OSError):
         status = os.statvfs(path)

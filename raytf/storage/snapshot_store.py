@@ -33,7 +33,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError unless the name is that of a folder, or file, directly within another."""
+    """Raises ConfigError unless the name is a plain name of a folder or file, without a path."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}", name):
         raise ConfigError(
             "The name of a snapshot, and of a part of it, is one word of letters, digits, '_', '-' and '.'",
@@ -46,7 +46,7 @@ def manifest(files: Mapping[str, list], parts: Sequence[str] = ()) -> bytes:
     """Returns the content of `manifest.json` for some files.
 
     Args:
-        files: The files as pieces of memory; the version is that of the state among them.
+        files: The files as pieces of memory; the state among them determines the version.
         parts: Those of them that form `model.keras`, in order.
     """
     sizes = {part: {"bytes": scattered.size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}

@@ -1,4 +1,4 @@
-"""Checks by owners and modes of files that no other user can have written what is about to be unpickled."""
+"""Checks by owners and modes of files that no other user can have written a pickle."""
 
 from __future__ import annotations
 
