@@ -92,13 +92,13 @@ def lines(
     zero: bool = False,
     show: Callable[[float], str] = number,
 ) -> str | None:
-    """Returns a chart of curves, with a logarithmic axis where the values span decades; None where there is no value.
+    """Returns a chart of curves, with a logarithmic axis if values span decades; None without values.
 
     Args:
-        series: the most important first; at most as many with names as there are `COLORS`.
-        x_label, y_label: of the axes.
-        zero: whether the axis of values begins at 0; it is linear then.
-        show: a value as a tick.
+        series: Curves, the most important first; at most as many named ones as there are `COLORS`.
+        x_label, y_label: Labels of the axes.
+        zero: Whether the axis of values begins at 0; it is linear then.
+        show: Formats a value as a tick.
     """
     points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if finite(x) and finite(y)]
     if not points:

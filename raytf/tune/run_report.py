@@ -31,14 +31,14 @@ _NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What a run's folder tells.
+    """The content of a run's folder.
 
     Args:
-        run: its state, as in a list of runs.
-        state: of its newest checkpoint, or None.
-        checkpoints: that are kept, newest first, with the bytes of each.
-        figures: lines of each worker, in the order of time.
-        events: what has happened to it, likewise.
+        run: The run's state, as in a list of runs.
+        state: State of its newest checkpoint, or None.
+        checkpoints: The kept checkpoints with their bytes, newest first.
+        figures: Lines of each worker, ordered by time.
+        events: Events of the run, ordered by time.
     """
 
     run: run_list.ListedRun
