@@ -37,13 +37,13 @@ _ALL_ROWS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Keeping:
-    """Where a call keeps checkpoints, and when.
+    """Location and schedule of a call's checkpoints.
 
     Args:
-        run: the folder of its name.
-        every: see `checkpoint_every`.
-        resume: "auto", True or False, as of a `KerasTrainer`.
-        where: the folder as its user would write it.
+        run: The folder of its name.
+        every: Schedule, see `checkpoint_every`.
+        resume: "auto", True or False, as in `KerasTrainer`.
+        where: The folder in the user's notation.
     """
 
     run: RunFolder

@@ -29,13 +29,13 @@ _READING_ALL = _PASSING | {"SkipDataset"}
 
 @dataclass(frozen=True)
 class DatasetContent:
-    """What a dataset gave.
+    """The content of a dataset.
 
     Args:
         parts: (x, y, sample weights).
-        batch: rows of a batch.
-        shuffles: whether each epoch has another order.
-        drops: whether each epoch leaves out a smaller last batch, of other rows each time.
+        batch: Rows of a batch.
+        shuffles: Whether each epoch has another order.
+        drops: Whether each epoch drops a smaller last batch, of other rows each time.
     """
 
     parts: tuple
