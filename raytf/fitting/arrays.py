@@ -62,8 +62,8 @@ class Data:
 
     def stored(self) -> StoredDataset:
         """Puts the table into Ray's object store."""
-        each = max(1, int(_BLOCK_BYTES / max(1.0, self.table.nbytes / max(1, self.table.num_rows))))
-        parts = [self.table.slice(start, each) for start in range(0, self.table.num_rows, each)]
+        block_rows = max(1, int(_BLOCK_BYTES / max(1.0, self.table.nbytes / max(1, self.table.num_rows))))
+        parts = [self.table.slice(start, block_rows) for start in range(0, self.table.num_rows, block_rows)]
         return StoredDataset(
             [ray.put(part) for part in parts], [p.num_rows for p in parts], list(self.table.column_names)
         )

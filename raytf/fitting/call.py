@@ -122,9 +122,7 @@ class Call:
         if not self._connected:
             self._phases.begin(phases_module.starting())
         self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
-        if (
-            not self._connected
-        ):  # a Ray that is started here handles SIGTERM itself; SIGINT is Python's KeyboardInterrupt
+        if not self._connected:  # a Ray started here handles SIGTERM itself; SIGINT is Python's KeyboardInterrupt
             signals = (signal.SIGTERM,) if self._keeping is None else (signal.SIGTERM, signal.SIGINT)
             self._ending = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
             if self._keeping is not None:
@@ -345,8 +343,10 @@ class Call:
             kept = f"step {last}" if last else "none"
             text = f"it was to end, and did after step {step}, which is not kept; the last that is: {kept}"
             raise TrainingError(None, text)
-        where = f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} resumes"
-        raise StoppedError(self._ending.number, where, step)
+        progress_text = (
+            f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} resumes"
+        )
+        raise StoppedError(self._ending.number, progress_text, step)
 
     def _last_epoch(self) -> dict | None:
         """Returns a worker's state after the last complete epoch; None if there is none, or no such worker remains."""

@@ -75,13 +75,13 @@ def _is_definition(kind: type, name: str, value) -> bool:
 
 def _changeable(kind: type, module: dict[str, Any]) -> set[str]:
     """Returns the names of module variables that code of a class uses and that may have changed."""
-    used, stored, seen = set(), set(), set()
+    used, stored, visited = set(), set(), set()
     pending = list(_functions(vars(kind).values()))
     while pending:
         function = pending.pop()
-        if function in seen or function.__globals__ is not module:
+        if function in visited or function.__globals__ is not module:
             continue
-        seen.add(function)
+        visited.add(function)
         for code in _codes(function.__code__):
             used |= set(code.co_names) & module.keys()
             stored |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}

@@ -131,13 +131,15 @@ def _check_same(dataset, name: str) -> bool:
             "Python code in it (from_generator, py_function), of which that is not known",
             "Pass arrays, or a ray.data.Dataset that maps the code over rows; .cache() keeps what one reading gives",
         )
-    shuffles = [after for layer, after in layers if reshuffles(layer)]
-    wrong = {_kind(layer) for after in shuffles for layer in after if _kind(layer) not in _PASSING}
-    wrong |= {"a batch that drops the remainder, not at the end" for after in shuffles if _drops_within(after)}
-    if wrong:
+    shuffles = [later_layers for layer, later_layers in layers if reshuffles(layer)]
+    refused = {_kind(layer) for later_layers in shuffles for layer in later_layers if _kind(layer) not in _PASSING}
+    refused |= {
+        "a batch that drops the remainder, not at the end" for later_layers in shuffles if _drops_within(later_layers)
+    }
+    if refused:
         raise ConfigError(
             rule,
-            f"a shuffle that gives other rows to {', '.join(sorted(wrong))} each time",
+            f"a shuffle that gives other rows to {', '.join(sorted(refused))} each time",
             "Put .shuffle(...) after it, before .batch(...); or shuffle(..., reshuffle_each_iteration=False), which "
             "takes the same rows in each epoch",
         )

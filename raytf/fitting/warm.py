@@ -56,14 +56,14 @@ class Group:
         self.proven: set[str] = set()
         self._warned = Entries("warned")
         self._reservation = Reservation({}, cleaned=True)
-        workers, each = scaling_config.num_workers, per_worker(scaling_config)
+        workers, per_bundle = scaling_config.num_workers, per_worker(scaling_config)
         selectors = label_selectors(scaling_config, workers)
-        self._reservation.take(workers, each, scaling_config.placement_strategy, selectors)
+        self._reservation.take(workers, per_bundle, scaling_config.placement_strategy, selectors)
         try:
             environment = worker_environment(run_config, scaling_config)
             group = self._reservation.group
             setup = dataclasses.replace(setup, warned=self._warned)
-            self.worker_group = WorkerGroup(setup, each, workers, environment, group=group, kind=FitWorker)
+            self.worker_group = WorkerGroup(setup, per_bundle, workers, environment, group=group, kind=FitWorker)
         except BaseException:
             self._reservation.drop()
             raise

@@ -444,8 +444,8 @@ def _check_first_format(folder: str, name: str) -> None:
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()
         except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
-            what = "empty" if not os.path.getsize(path) else f"no archive: {first_line(error)}"
-            raise damaged(name, f"{part} is {what}") from error
+            problem = "empty" if not os.path.getsize(path) else f"no archive: {first_line(error)}"
+            raise damaged(name, f"{part} is {problem}") from error
         if broken is not None:
             raise damaged(name, f"{part} is broken at {broken}")
 
@@ -515,14 +515,14 @@ def merged(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:
         epochs: `ray.train.Checkpoint`s, newest first; consumed lazily.
         steps: (steps made in total, `ray.train.Checkpoint`), newest first.
     """
-    left = list(steps)
+    remaining = list(steps)
     for epoch in epochs:
         with contextlib.suppress(DamagedCheckpointError):  # reported when it is tried
             step = read_state_of(epoch).step
-            while left and left[0][0] > step:
-                yield left.pop(0)[1]
+            while remaining and remaining[0][0] > step:
+                yield remaining.pop(0)[1]
         yield epoch
-    yield from (candidate for _, candidate in left)
+    yield from (candidate for _, candidate in remaining)
 
 
 def newest_first(checkpoints: Iterable) -> list:

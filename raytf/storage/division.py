@@ -41,7 +41,7 @@ def split(pieces: Sequence, count: int) -> list[list]:
     views = [memoryview(piece) for piece in pieces]
     weights = max(range(len(views)), key=lambda i: len(views[i]))
     cut = [views[weights][begin:end] for begin, end in ranges(len(views[weights]), count)]
-    return [[*views[:weights], cut[0]], *([one] for one in cut[1:]), views[weights + 1 :]]
+    return [[*views[:weights], cut[0]], *([part] for part in cut[1:]), views[weights + 1 :]]
 
 
 class Cutter:

@@ -23,8 +23,8 @@ def encode(value, arrays: list | None = None):
     """Converts a value for `json.dumps`.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, NumPy scalars, and list, tuple, set, frozenset, deque and
-            dict of these; NumPy arrays if `arrays` is a list.
+        value: None, bool, a number, text, bytes, or a NumPy scalar; also list, tuple, set, frozenset, deque and dict of
+            these. NumPy arrays are allowed if `arrays` is a list.
         arrays: Receives the arrays, or None.
 
     Raises:

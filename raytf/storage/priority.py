@@ -1,7 +1,7 @@
 """Processor shares of a process that runs next to a training: lowest priority, unless the training waits for it.
 
-Linux may leave a process of low priority without a processor for many seconds while others compute, though it needs one
-for only 1 ms. That is right as long as no thread waits for its work.
+Linux may leave a process of low priority without a processor for many seconds while others compute. It may need one for
+only 1 ms. That is right as long as no thread waits for its work.
 """
 
 from __future__ import annotations

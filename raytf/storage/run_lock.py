@@ -155,15 +155,15 @@ class RunLock:
         text = self._text()
         if self._file.create(text):
             return
-        seen, owner = look(self._file)
-        if seen is None:  # released in the meantime
+        lock_text, owner = look(self._file)
+        if lock_text is None:  # released in the meantime
             if self._file.create(text):
                 return
-            seen, owner = look(self._file)
-        age = None if _same_machine(owner) else self._age(owner, seen)
+            lock_text, owner = look(self._file)
+        age = None if _same_machine(owner) else self._age(owner, lock_text)
         if not _is_dead(owner, age):
             raise self._refused(owner, self._file.age() if age is None else age)
-        if not self._file.replace(text, seen):
+        if not self._file.replace(text, lock_text):
             raise self._refused(look(self._file)[1], 0.0)
         why = "is gone" if age is None else f"gave no sign of life for {age:.0f} s"
         logger.info(f"{self._folder}: the lock of {_shown(owner)}, which {why}, is taken over")
@@ -231,8 +231,8 @@ def holder(filesystem: pyarrow.fs.FileSystem, folder: str) -> str | None:
     """Returns the holder of a run folder's lock as a clause; None if there is none, or it is dead."""
     local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
     file = (MountedFile if local else StoredFile)(filesystem, f"{folder}/{LOCK}", "")
-    seen, owner = look(file)
-    if seen is None or _is_dead(owner, None if _same_machine(owner) else file.age()):
+    lock_text, owner = look(file)
+    if lock_text is None or _is_dead(owner, None if _same_machine(owner) else file.age()):
         return None
     return _shown(owner)
 

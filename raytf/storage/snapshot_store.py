@@ -355,10 +355,10 @@ class _Others:
 
     def wait(self) -> Iterator[tuple[str, bool]]:
         """Yields (name, whether it has arrived) of each part; called when this process has written its own."""
-        until = time.monotonic() + max(timeouts.get().checkpoint_parts, _PATIENCE * (time.monotonic() - self._began))
+        deadline = time.monotonic() + max(timeouts.get().checkpoint_parts, _PATIENCE * (time.monotonic() - self._began))
         for name, size in self.awaited.items():
             path = posixpath.join(self.folder, name)
-            while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < until:
+            while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline:
                 time.sleep(_LOOKS_INTERVAL)
             if not is_there:
                 self.late.append(self._index[name])

@@ -227,10 +227,13 @@ def pieces(part: dict, memory: memoryview) -> list:
     """
     if "arrays" in part:
         return scattered.arrays(
-            {key: np.ndarray(shape, np.dtype(kind), memory, at).view() for key, kind, shape, at in part["arrays"]}
+            {
+                key: np.ndarray(shape, np.dtype(kind), memory, offset).view()
+                for key, kind, shape, offset in part["arrays"]
+            }
         )
     if "members" in part:
-        return scattered.archive([(name, memory[at : at + size]) for name, at, size in part["members"]])
+        return scattered.archive([(name, memory[offset : offset + size]) for name, offset, size in part["members"]])
     return [memory[part["at"] : part["at"] + part["size"]]]
 
 

@@ -7,10 +7,9 @@
     writer.finish(60.0, number=number)     # it is whole, or NotKeptError explains why not
     writer.close()
 
-Snapshots are in buffers of anonymous shared memory. Small snapshots have several buffers: one is written while another
-is filled, and a third one replaces a waiting one. A large snapshot has a single buffer, so that a checkpoint needs its
-own size of memory and no more. Snapshots that come while it is written are left out; a pinned one waits. So a slow
-storage loses some snapshots, and the training does not wait. With held snapshots there are two large buffers.
+Snapshots are in anonymous shared memory. Small ones have several buffers, of which the newest replaces a waiting one. A
+large one has a single buffer, or two with held ones, so that a checkpoint needs only its own size of memory. Snapshots
+that come while it is written are left out; a pinned one waits. So training does not wait for slow storage.
 """
 
 from __future__ import annotations
@@ -484,12 +483,12 @@ class SnapshotWriter:
                     self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
 
     def _hear_of_parts(self, name: str, event: dict) -> None:
-        late, others = event.get("late", []), event.get("others", [])
+        late, unequal = event.get("late", []), event.get("others", [])
         self._late = self._late + 1 if late else 0
-        if others:
+        if unequal:
             self._say(
                 "others",
-                f"Workers {others} have written other weights of {name} than the chief has, which are not used: their "
+                f"Workers {unequal} have written other weights of {name} than the chief has, which are not used: their "
                 "models are no longer alike",
             )
         elif late:

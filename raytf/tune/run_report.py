@@ -137,10 +137,10 @@ def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _of_metric(history: Sequence[Mapping[str, Any]], name: str) -> str | None:
     x = [row["epoch"] for row in history]
-    both = [("training", name), ("validation", f"val_{name}")]
+    kinds = [("training", name), ("validation", f"val_{name}")]
     series = [
         charts.Series(name=kind, x=x, y=[row.get(key) for row in history])
-        for kind, key in both
+        for kind, key in kinds
         if any(key in row for row in history)
     ]
     return charts.lines(series, "epoch", name)

@@ -147,9 +147,9 @@ class SweepTable(tune.Callback):
         title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
         if best is not None:
             title += f", best {self._metric} {_shown(best[0])}"
-        left = self.seconds_left(running)
-        if left is not None:
-            title += f", {int(left) // 60}:{int(left) % 60:02d} left"
+        remaining = self.seconds_left(running)
+        if remaining is not None:
+            title += f", {int(remaining) // 60}:{int(remaining) % 60:02d} left"
         table = RichTable()
         for name in ("trial", "state", "config", "report", self._metric):
             table.add_column(name)

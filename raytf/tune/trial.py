@@ -78,9 +78,9 @@ class SweepSpec:
 
     def resources(self, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
         """Returns Tune's request for a trial: nothing for its actor, a bundle for each worker."""
-        each = ray_configs.resources_per_worker(self.scaling_config)
+        per_worker = ray_configs.resources_per_worker(self.scaling_config)
         count = self.workers(config)
-        bundles = [{}, *[dict(each) for _ in range(count)]]
+        bundles = [{}, *[dict(per_worker) for _ in range(count)]]
         selectors = ray_configs.label_selectors(self.scaling_config, count)
         # Tune omits the empty bundle of the trial's actor, and so do the selectors
         more = {} if selectors is None else {"bundle_label_selector": selectors}
@@ -194,10 +194,10 @@ class Trial(tune.Trainable):
             if "scaled_learning_rate" in self._derived:
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
             if self._worker_group is None:
-                each = ray_configs.resources_per_worker(plan.scaling_config)
+                per_worker = ray_configs.resources_per_worker(plan.scaling_config)
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
-                self._worker_group = WorkerGroup(plan.setup, each, workers, plan.environment, **places)
+                self._worker_group = WorkerGroup(plan.setup, per_worker, workers, plan.environment, **places)
             storage = ray_tune.storage_of(self)
             context = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
             context |= {"filesystem": storage.storage_filesystem, "folder": storage.trial_fs_path}
