@@ -2,8 +2,8 @@
 
 Such a class is sent by its name. A constructor may have changed it: Keras gives a functional-style subclass of
 `keras.Model` other bases; others count or register their instances in the class or its module. So the class is sent
-with its bases, its values, and those module variables that its code uses and some code changes. A value that does not
-pickle (a lock, a logger), or is as large as data, keeps its value from the import.
+with its bases and values. Module variables that its code uses, and some code changes, are sent, too. A value that does
+not pickle (a lock, a logger), or is as large as data, is not sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Worker side of `raytf.fit`, `evaluate` and `predict`: a model comes from the driver, and returns to it.
 
-The model stays in the process between two calls, with its traced functions, so that a second call starts at once.
+The model stays in the process between two calls with its traced functions, so that a second call starts at once.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class _Kept:
 
 
 def _nothing(metrics: dict, moment) -> None:
-    """Ignores an epoch's report, as only the driver gets it."""
+    """Reports nothing: `EpochReport` already reports to the driver."""
 
 
 def _built(model, everything) -> dict[str, tuple[str, list[int], list]]:

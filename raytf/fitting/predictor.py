@@ -284,7 +284,7 @@ class _Loaded:
         )
 
     def _takes_names(self) -> bool:
-        """Whether the model takes a dict of its inputs; several inputs are always fed as one."""
+        """Whether the model takes a dict of its inputs; several inputs are always fed as a dict."""
         import keras
 
         model = self._model

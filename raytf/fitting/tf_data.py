@@ -15,7 +15,7 @@ from raytf.errors import ConfigError, in_a_line
 
 _CHANCE = ("RandomDataset", "SampleFromDatasets", "DirectedInterleaveDataset")
 _UNKNOWN = ("PyFunc", "EagerPyFunc", "PyFuncStateless", "GeneratorDataset")
-# Operations that give the same rows, whatever their order.
+# Operations that give the same rows for any order of their input.
 _PASSING = {
     *("MapDataset", "ParallelMapDataset", "FilterDataset", "FlatMapDataset", "PrefetchDataset", "OptionsDataset"),
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "UnbatchDataset"),

@@ -163,7 +163,7 @@ class _Pickler(ray.cloudpickle.Pickler):
         return self._object(value) if reduced is NotImplemented else reduced
 
     def _object(self, value):
-        """Reduces another object that is only its attributes, such as a graph's node; its own hash would need them."""
+        """Reduces an object that is only attributes, such as a graph's node; excludes those whose hash needs them."""
         kind = type(value)
         if kind not in self._plain:
             own = (kind.__reduce_ex__, kind.__reduce__, kind.__hash__)

@@ -59,8 +59,8 @@ def wait(filesystem, folder: str, seconds: float) -> bool:
     Args:
         filesystem: A `pyarrow.fs.FileSystem`.
         folder: The run's folder there.
-        seconds: Timeout. Notes that exist during all of it are of hosts that have gone, if it is longer than a writer
-            lives alone. They are removed.
+        seconds: Timeout. Notes that exist during all of it are removed: if it is longer than a writer lives alone,
+            their hosts have gone.
     """
     deadline = time.monotonic() + seconds
     first = notes = _notes(filesystem, folder)

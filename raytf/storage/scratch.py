@@ -1,6 +1,6 @@
 """Temporary folders that do not outlive their process for long, however it ends.
 
-A killed process removes nothing. So a folder's name contains its owner, and the next process that creates one on the
+A killed process removes nothing. So a folder's name contains its owner. The next process that creates a folder on the
 same host removes those of dead owners.
 
 The folders are below `TMPDIR`; in a Ray worker else below its node's `--temp-dir`; else in Python's temporary folder.

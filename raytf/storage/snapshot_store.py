@@ -26,7 +26,7 @@ from raytf.storage import checkpoint_files, division, scattered, step_folders, s
 from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, MODEL, STATE, VERSION, VERSION_OF_PARTS
 
 _PARTIAL, _PARTS = ".partial_", ".parts_"
-# Timeout for other workers' parts, as a multiple of the time that this worker's own part took.
+# Factor of this worker's own writing time for the timeout of other workers' parts, if longer than the configured one.
 _PATIENCE = 3.0
 _LOOKS_INTERVAL = 0.02
 _CHUNK_BYTES = 1 << 22

@@ -1,11 +1,12 @@
 """The process that writes snapshots: it reads them from shared memory, and outlives the process that sends them.
 
-python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, from `snapshots.SnapshotWriter`
+    python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, from `snapshots.SnapshotWriter`
 
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes, sent when the data in its buffer is complete: so data is written even if the sender is killed
-right after. Once the peer has gone, this process writes the remaining data for `Timeouts.writer_alone` seconds of
-processor time plus the time for its bytes, and then exits. It writes held data only if the peer disappears unannounced.
+right after. Once the peer has gone, this process writes the remaining data, and then exits. Its time is
+`Timeouts.writer_alone` seconds with a processor, and more for many bytes. It writes held data only if the peer
+disappears unannounced.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
 
 class _Server:
-    """Serves requests one by one, always the newest first, except a pinned one that has not failed.
+    """Serves requests one by one, always the newest; a pinned one precedes it unless it has just failed.
 
     Args:
         control: The socket to the peer; its end means that the peer has gone.
@@ -239,7 +240,7 @@ def pieces(part: dict, memory: memoryview) -> list:
 
 @contextlib.contextmanager
 def _mapped(buffer: int, size: int):
-    """Maps the first bytes of a buffer. Views of it stay valid until the process ends."""
+    """Maps the first bytes of a buffer; remaining views of it keep it mapped."""
     mapped = mmap.mmap(buffer, size, prot=mmap.PROT_READ)
     try:
         yield memoryview(mapped)
@@ -265,7 +266,7 @@ def _end_with_the_other_side(control: socket.socket, left: Callable[[], int], no
 
 
 def _stay(left: Callable[[], int]) -> None:
-    """Returns when this process's time alone, for the remaining bytes, is over."""
+    """Blocks until the time that this process may run alone, with the remaining bytes, is over."""
     began, queued, most = time.monotonic(), _queued(), 0
     while True:
         current = timeouts.get()

@@ -14,9 +14,9 @@ from raytf.errors import ConfigError
 def check_own(folder: str, what: str) -> None:
     """Refuses a folder of pickles that another user can write to, as its writers run code in this process.
 
-    Its files and folders, and those above it, must belong to this user or to root and be writable for no other user. A
-    folder above may be writable if it is sticky, as /tmp is; a user's own group counts as the user. Storage that is not
-    mounted (a URI) cannot be checked: it raises a warning.
+    The folder, its content and the folders above it must belong to this user or to root. No other user may write to
+    them. A folder above may be writable if it is sticky, as /tmp is; a user's own group counts as the user. Storage
+    that is not mounted (a URI) cannot be checked: it raises a warning.
 
     Args:
         folder: An absolute path, or a URI.

@@ -167,7 +167,7 @@ def search(given: Any):
 def parse(texts: Mapping[str, Any]) -> dict[str, Any]:
     """Parses a space from YAML or a command line, such as {"learning_rate": "loguniform(1e-4, 1e-1)"}.
 
-    A text that calls one of `FUNCTIONS` with literal arguments becomes that domain, a list becomes a choice, and
+    A text that calls one of `FUNCTIONS` with literal arguments becomes that domain. A list becomes a choice, and
     anything else is a constant. No code runs.
 
     Raises:

@@ -1,7 +1,7 @@
 """A trial's mid-epoch checkpoints: their folders, and the one that a restarted trial resumes from.
 
-Epoch-end checkpoints are Tune's, which selects the one that a trial starts from, perhaps another trial's. Later ones of
-a trial are in a subfolder named after its config and the foreign checkpoint that it began with. So a trial never
+Epoch-end checkpoints are Tune's, which selects the one that a trial starts from, perhaps another trial's. Later ones
+are in a subfolder, named after the trial's config and the foreign checkpoint that it began with. So a trial never
 resumes from checkpoints of other weights or another config.
 """
 
@@ -36,7 +36,7 @@ def folder_of(config: Mapping[str, Any], begun_with: str) -> str:
 
 
 def begun_with(checkpoint: str, trial: str, files: Mapping[str, bytes]) -> str:
-    """Returns the checkpoint of another trial that a trial began with, or "", if it starts from a checkpoint of Tune.
+    """Returns the foreign checkpoint that a trial began with, from the Tune checkpoint that it now starts from, or "".
 
     Args:
         checkpoint: Path of the checkpoint.
