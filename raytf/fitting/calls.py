@@ -136,14 +136,14 @@ def fit(
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     drops = False
     if isinstance(x, tf.data.Dataset):
-        arguments_of_rows = {
+        other_arguments = {
             "y": y,
             "batch_size": batch_size,
             "sample_weight": sample_weight,
             "class_weight": class_weight,
         }
         once = name is None and _is_one_epoch(epochs, initial_epoch)
-        content = tf_data.rows_of(x, "x", arguments_of_rows, once)
+        content = tf_data.rows_of(x, "x", other_arguments, once)
         (x, y, sample_weight), batch_size, shuffle, drops = (
             content.parts,
             content.batch,
@@ -151,8 +151,8 @@ def fit(
             content.drops,
         )
     if isinstance(validation_data, tf.data.Dataset):
-        arguments_of_rows = {"validation_batch_size": validation_batch_size}
-        content = tf_data.rows_of(validation_data, "validation_data", arguments_of_rows)
+        other_arguments = {"validation_batch_size": validation_batch_size}
+        content = tf_data.rows_of(validation_data, "validation_data", other_arguments)
         validation_data, validation_batch_size = content.parts, content.batch
         if content.drops:
             raise ConfigError(
@@ -251,8 +251,8 @@ def evaluate(
     _check_model(model, "evaluate")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        arguments_of_rows = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-        content = tf_data.rows_of(x, "x", arguments_of_rows, once=True)
+        other_arguments = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
+        content = tf_data.rows_of(x, "x", other_arguments, once=True)
         (x, y, sample_weight), batch_size = content.parts, content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)

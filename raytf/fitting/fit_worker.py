@@ -1,6 +1,6 @@
 """Worker side of `raytf.fit`, `evaluate` and `predict`: a model comes from the driver, and returns to it.
 
-The model stays in the process between two calls with its traced functions, so that a second call starts at once.
+The model and its traced functions stay in the process between calls, so that a second call starts at once.
 """
 
 from __future__ import annotations

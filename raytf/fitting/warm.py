@@ -1,7 +1,7 @@
 """Workers that stay after a call of `raytf.fit` for the next one: one group per driver.
 
-Idle workers release their resources for another run of this driver, or for any work that the cluster has no room for.
-They also end after 600 s, and with the driver.
+Idle workers release their resources for another run of this driver, or for work that the cluster lacks room for. They
+also end after 600 s, and with the driver.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class HyperBand(HyperBandScheduler):
     """Halves or ends a bracket only once its trials are paused and no checkpoint is being saved.
 
     Ray's class (2.60) does so at the last trial's report, which has two defects. A trial that is about to pause is not
-    ended with a finished bracket, and its last checkpoint does not count. After a bracket's first halving, an error in
+    ended with a finished bracket, or its last checkpoint does not count. After a bracket's first halving, an error in
     the last awaited trial leaves the others paused.
     """
 
