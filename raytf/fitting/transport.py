@@ -81,7 +81,7 @@ class Sent:
         return {number: value_of(variable) for number, variable in self.variables().items()}
 
     def assign(self, values: dict[int, np.ndarray]) -> None:
-        """Assigns values to the variables that another process has read from them."""
+        """Assigns the values that another process has read from the variables."""
         for number, value in values.items():
             for local in _locals(self.objects[number]):
                 local.assign(np.array(value))
