@@ -1,1 +1,1 @@
-"""`raytf.fit`, `evaluate` and `predict`: several workers for a model that is already there."""
+"""`raytf.fit`, `evaluate` and `predict`: several workers for an existing model."""

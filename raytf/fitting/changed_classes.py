@@ -1,9 +1,9 @@
-"""What has happened to an importable class since its import, for the process that imports it anew.
+"""Transfers changes of an importable class since its import to the process that imports it again.
 
-Such a class travels by its name. A constructor may have changed it: Keras gives a functional-style subclass of
-`keras.Model` other bases, others count or register what they make, in the class or in variables of its module. So the
-class takes along its bases, its values, and those variables of the module that its code uses and some code changes. A
-value that does not pickle (a lock, a logger), or is as large as data, stays what the import makes it.
+Such a class is sent by its name. A constructor may have changed it: Keras gives a functional-style subclass of
+`keras.Model` other bases; others count or register their instances in the class or its module. So the class is sent
+with its bases and values. Module variables that its code uses, and some code changes, are sent, too. A value that does
+not pickle (a lock, a logger), or is as large as data, is not sent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 import keras
 from ray import cloudpickle
 
-# What these do to their own classes, they do at import.
+# These change their own classes only at import.
 _LIBRARIES = frozenset(("keras", "tensorflow", "raytf", "builtins", "abc", "typing"))
 _CHANGEABLE = (dict, list, set, bytearray, collections.deque)
 
 
 def may_be(kind: type) -> bool:
-    """Returns whether a class is a user's or another library's, about Keras, and found by its name."""
+    """Whether a class is a user's or another library's, related to Keras, and importable by name."""
     kinds = (keras.Operation, keras.metrics.Metric, keras.Loss, keras.optimizers.Optimizer, keras.callbacks.Callback)
     if not issubclass(kind, kinds) or kind.__module__.split(".")[0] in _LIBRARIES:
         return False
@@ -36,36 +36,36 @@ def may_be(kind: type) -> bool:
         return False
     try:
         return operator.attrgetter(kind.__qualname__)(module) is kind
-    except AttributeError:  # of a function's own
+    except AttributeError:  # a local class of a function
         return False
 
 
 def _by_value(module: str) -> bool:
-    """Returns whether the user has cloudpickle write the code of a module, or of a package it is in."""
+    """Whether the user has registered a module, or its package, for pickling by value with cloudpickle."""
     parts = module.split(".")
     registered = cloudpickle.list_registry_pickle_by_value()
     return any(".".join(parts[:end]) in registered for end in range(1, len(parts) + 1))
 
 
 def state(kind: type, pickles: Callable[[Any], bool]) -> dict[str, Any]:
-    """Returns what `set_state` gives the class in another process.
+    """Returns the changes that `set_state` applies to the class in another process.
 
     Args:
-        kind: the class.
-        pickles: whether a value can be sent.
+        kind: The class.
+        pickles: Returns whether a value can be sent.
     """
     values = {k: v for k, v in vars(kind).items() if not _is_definition(kind, k, v)}
     module = vars(sys.modules[kind.__module__])
-    found = {name: module[name] for name in sorted(_changeable(kind, module))}
+    variables = {name: module[name] for name in sorted(_changeable(kind, module))}
     return {
         "bases": kind.__bases__,
         "values": {k: v for k, v in values.items() if pickles(v)},
-        "variables": {k: v for k, v in found.items() if pickles(v)},
+        "variables": {k: v for k, v in variables.items() if pickles(v)},
     }
 
 
 def _is_definition(kind: type, name: str, value) -> bool:
-    """Returns whether an import gives a class this attribute, or none can be sent."""
+    """Whether an import defines this attribute of a class, or it cannot be sent."""
     if name.startswith("__") or name.startswith("_abc_"):
         return True
     if isinstance(value, types.FunctionType):
@@ -74,18 +74,18 @@ def _is_definition(kind: type, name: str, value) -> bool:
 
 
 def _changeable(kind: type, module: dict[str, Any]) -> set[str]:
-    """Returns the names of variables of a module that code of a class uses, and that may have changed."""
-    used, stored, seen = set(), set(), set()
-    left = list(_functions(vars(kind).values()))
-    while left:
-        function = left.pop()
-        if function in seen or function.__globals__ is not module:
+    """Returns the names of module variables that code of a class uses and that may have changed."""
+    used, stored, visited = set(), set(), set()
+    pending = list(_functions(vars(kind).values()))
+    while pending:
+        function = pending.pop()
+        if function in visited or function.__globals__ is not module:
             continue
-        seen.add(function)
+        visited.add(function)
         for code in _codes(function.__code__):
             used |= set(code.co_names) & module.keys()
             stored |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
-        left += _functions(module[name] for name in used)
+        pending += _functions(module[name] for name in used)
     kept = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
     return {
         name
@@ -110,12 +110,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def imported(module: str, name: str) -> type:
-    """Returns the class of a name, of this process."""
+    """Imports a class by name."""
     return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def set_state(kind: type, found: dict[str, Any]) -> None:
-    """Gives a class and its module what `state` found in another process."""
+    """Applies the changes from `state` in another process to a class and its module."""
     if kind.__bases__ != found["bases"]:
         kind.__bases__ = found["bases"]
     for name, value in found["values"].items():
@@ -126,7 +126,7 @@ def set_state(kind: type, found: dict[str, Any]) -> None:
 
 
 def _set(module: types.ModuleType, name: str, value) -> None:
-    """Sets a variable; what other modules may have imported from this one stays the same object."""
+    """Sets a variable; updates a container in place, as other modules may have imported it."""
     present = getattr(module, name, None)
     if type(present) is not type(value) or not isinstance(present, _CHANGEABLE):
         setattr(module, name, value)

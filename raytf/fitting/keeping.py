@@ -1,7 +1,7 @@
-"""What a call of `raytf.fit` that has a name keeps, so that the same call goes on at the next step. Driver side.
+"""Checkpoints of a named `raytf.fit` call, from which the same call resumes at the next step. Driver side.
 
-The checkpoints lie in `<storage>/<name>/fit`, and are removed when the training has come to its end: what it learnt is
-in the model then, and the next call trains that on.
+The checkpoints are in `<storage>/<name>/fit`, and are removed when the training is complete: then the model has the
+result, and the next call trains it further.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from raytf.worker.session import Within, fetched
 logger = logs.get_logger(__name__)
 
 _FOLDER = "fit"
-# Of larger tables a sample of the rows is compared.
+# From this size on a table's fingerprint uses a sample of the rows.
 _ALL_ROWS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Where a call keeps checkpoints, and when.
+    """Location and schedule of a call's checkpoints.
 
     Args:
-        run: the folder of its name.
-        every: see `checkpoint_every`.
-        resume: "auto", True or False, as of a `KerasTrainer`.
-        where: the folder as its user would write it.
+        run: The folder of its name.
+        every: Schedule, see `checkpoint_every`.
+        resume: "auto", True or False, as in `KerasTrainer`.
+        where: The folder in the user's notation.
     """
 
     run: RunFolder
@@ -53,10 +53,10 @@ class Keeping:
 
     @staticmethod
     def of(name: str | None, storage, checkpoint_every: str, resume: str | bool) -> Keeping | None:
-        """What arguments of `raytf.fit` stand for; None without a name.
+        """Parses arguments of `raytf.fit`; returns None without a name.
 
         Raises:
-            ConfigError: one is wrong, or means nothing without a name.
+            ConfigError: An argument is wrong, or has no effect without a name.
         """
         every = checkpoint_every_module.parse(checkpoint_every)
         if not isinstance(resume, bool) and resume != "auto":
@@ -66,13 +66,13 @@ class Keeping:
             if any(given.values()):
                 raise ConfigError(
                     "raytf.fit keeps checkpoints, and resumes from them, under a name",
-                    f"no name, and {', '.join(key for key, its in given.items() if its)}",
+                    f"no name, and {', '.join(key for key, is_given in given.items() if is_given)}",
                     'Pass name="...", too',
                 )
             return None
         validation.check_run_name(name)
-        where = {} if storage is None else {"storage_path": os.fspath(storage)}
-        config = run_folder.located(RunConfig(name=name, **where))
+        location = {} if storage is None else {"storage_path": os.fspath(storage)}
+        config = run_folder.located(RunConfig(name=name, **location))
         return Keeping(RunFolder.of(config), every, resume, run_folder.where(config))
 
     @property
@@ -82,22 +82,22 @@ class Keeping:
 
     @property
     def within(self) -> Within:
-        """What the workers are told of it."""
+        """The checkpoint location for the workers."""
         return Within(self.run.filesystem, self.folder, 0)
 
     def lock(self) -> RunLock:
-        """Keeps others from calling by the same name meanwhile."""
+        """Returns a lock that excludes other calls of the same name."""
         return RunLock(self.run.filesystem, self.run.path)
 
     def newest(self, now: Mapping[str, Any]) -> tuple[dict[str, bytes], CheckpointState] | tuple[None, None]:
-        """(files, state) of the checkpoint to go on from, or Nones.
+        """Returns (files, state) of the checkpoint to resume from, or Nones.
 
         Args:
-            now: of `identity`.
+            now: Result of `identity`.
 
         Raises:
-            ConfigError: it is of another training, or there is none and resume=True.
-            DamagedCheckpointError: there are some, and none is whole.
+            ConfigError: It is of another training, or there is none and resume=True.
+            DamagedCheckpointError: There are checkpoints, but no whole one.
         """
         snapshots.wait_for_all(self.run.filesystem, self.folder)
         if self.resume is False:
@@ -116,12 +116,12 @@ class Keeping:
         saved, files = checkpoint_files.first_whole(candidates, fetched)
         state = checkpoint_files.state_of(files[STATE], posixpath.basename(saved.path))
         same_run.check(state.identity, now, self.resume, self.run.name)
-        where = checkpoint_files.standing(state.epoch, state.epoch_step)
-        logger.info(f"{self.run.name}: resumes after step {state.step} ({where})")
+        progress = checkpoint_files.standing(state.epoch, state.epoch_step)
+        logger.info(f"{self.run.name}: resumes after step {state.step} ({progress})")
         return files, state
 
     def last(self) -> int:
-        """Steps made in all of the last checkpoint that was finished; 0 without one."""
+        """Returns the total steps at the last finished checkpoint; 0 without one."""
         steps = step_folders.listed(self.run.filesystem, self.folder)
         return steps[0][0] if steps else 0
 
@@ -132,14 +132,14 @@ class Keeping:
 
 
 def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: int, arguments: Mapping[str, Any]):
-    """What tells a training from others, see `same_run.compare`; JSON.
+    """Returns JSON that identifies a training, see `same_run.compare`.
 
     Args:
-        model: compiled and built.
-        parts: its data.
-        rows: of those that are no tables.
-        batch: rows of the global one.
-        arguments: of the call that change what is computed.
+        model: A compiled and built model.
+        parts: Its data.
+        rows: Number of rows of those parts that are no tables.
+        batch: Rows of the global batch.
+        arguments: Arguments of the call that change the result.
     """
     data = {}
     for name, part in parts.items():
@@ -148,7 +148,7 @@ def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: i
         else:
             data[name] = {"rows": part.table.num_rows, "sources": [_content(part.table)], "operations": []}
     used = arguments["shuffle"]
-    told = {
+    properties = {
         "version": same_run.VERSION,
         **fingerprint.of_model(model),
         "columns": {role: fingerprint.of_columns(spec) for role, spec in parts["train"].batch.roles.items()},
@@ -158,7 +158,7 @@ def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: i
         "settings": dict(arguments),
         "data": data,
     }
-    return stored_json.parsed(json.dumps(told))
+    return stored_json.parsed(json.dumps(properties))
 
 
 def _content(table: pa.Table) -> dict[str, str]:

@@ -87,34 +87,34 @@ class Predictor:
             raise ConfigError("keep must be a list of columns' names", repr(keep), 'Pass keep=["id"]')
         self._features = columns.parse(features, "features")
         self._keep = None if keep is None else tuple(keep)
-        how = {"which": which, "metric": metric, "mode": mode, "average": average}
-        Choice(**how)
-        how |= {"build_model": build_model, "config": config, "custom_objects": custom_objects}
-        self._source = _of_model(run, how) if _is_model(run) else _of_run(run, how)
+        options = {"which": which, "metric": metric, "mode": mode, "average": average}
+        Choice(**options)
+        options |= {"build_model": build_model, "config": config, "custom_objects": custom_objects}
+        self._source = _of_model(run, options) if _is_model(run) else _of_run(run, options)
 
     def __call__(self, batch: Mapping[str, np.ndarray] | pa.Table | pd.DataFrame) -> dict[str, Any]:
         """Predicts one row for each row of a batch, in order.
 
         Args:
-            batch: columns by name, an Arrow table or a DataFrame, as `map_batches` gives them.
+            batch: Columns by name, an Arrow table or a DataFrame, as from `map_batches`.
 
         Returns:
-            The kept columns, and a column for each output of the model: its key, or "predictions", or
-            "predictions_0", ...
+            The kept columns, and a column for each output of the model: its key, or "predictions", or "predictions_0",
+            ...
 
         Raises:
-            ConfigError: the batch does not have the columns, or a prediction would take the name of one.
+            ConfigError: The batch lacks a column, or a prediction has the name of one.
         """
         block = batch if not isinstance(batch, Mapping) else BlockAccessor.batch_to_block(dict(batch))
-        found = BlockAccessor.for_block(block).to_batch_format("numpy")
-        kept = found if self._keep is None else {name: _column(found, name) for name in self._keep}
-        if not len(next(iter(found.values()), ())):
+        values = BlockAccessor.for_block(block).to_batch_format("numpy")
+        kept = values if self._keep is None else {name: _column(values, name) for name in self._keep}
+        if not len(next(iter(values.values()), ())):
             return kept
         predictions = _loaded(self._source).predict(as_table(block), self._features)
-        if twice := sorted(kept.keys() & predictions.keys()):
+        if duplicates := sorted(kept.keys() & predictions.keys()):
             raise ConfigError(
                 "Predictions are columns in addition to those that are kept",
-                f"{', '.join(map(repr, twice))} in both",
+                f"{', '.join(map(repr, duplicates))} in both",
                 "Rename it in the dataset, or name other columns in keep=[...]",
             )
         return {**kept, **predictions}
@@ -126,15 +126,15 @@ def _column(found: Mapping[str, Any], name: str):
 
 
 def _is_model(run) -> bool:
-    """Returns whether it is a model of Keras; who has none has not imported Keras."""
+    """Whether it is a Keras model; without Keras imported, there is none."""
     return "keras" in sys.modules and isinstance(run, sys.modules["keras"].Model)
 
 
 class _Source:
-    """Where a model comes from; equal in all processes that one `Predictor` is sent to.
+    """The source of a model; equal in all processes that one `Predictor` is sent to.
 
     Args:
-        load: load() -> the model.
+        load: Function load() that returns the model.
     """
 
     def __init__(self, load: Callable):
@@ -156,7 +156,7 @@ def _of_run(run, how: dict) -> _Source:
 
 
 def _load(run, how: dict, made: tuple[Callable, dict] | None):
-    if made is not None:  # known in the process that trained, which need not be this one
+    if made is not None:  # set in the process that trained, which may be another one
         checkpoint.remember(getattr(run, "path", run), *made)
     return checkpoint.load_model(run, compile=False, **how)
 
@@ -171,7 +171,7 @@ def _of_model(model, how: dict) -> _Source:
 
 
 class _ModelSource(_Source):
-    """A model of this process; it is written once, when it is first sent."""
+    """A model of this process; serialized once, when it is first sent."""
 
     def __init__(self, model):
         super().__init__(lambda: model)
@@ -210,10 +210,10 @@ def _loaded(source: _Source) -> _Loaded:
 
 
 class _Loaded:
-    """A model, and the function that predicts.
+    """A model, and its predict function.
 
     Args:
-        model: a `keras.Model`.
+        model: A `keras.Model`.
     """
 
     def __init__(self, model):
@@ -223,7 +223,7 @@ class _Loaded:
         from raytf.compat.tensorflow import traced_apart
 
         self._model = model
-        if type(model).predict is not keras.Model.predict:  # which knows what to make of the rows
+        if type(model).predict is not keras.Model.predict:  # its own `predict` handles the rows
             self._step = lambda rows: model.predict(tf.data.Dataset.from_tensors(rows), verbose=0)
         else:
             step = lambda rows: model.predict_step(rows)
@@ -233,8 +233,8 @@ class _Loaded:
         """Returns an array for each output, by its column.
 
         Args:
-            table: the rows, at least one.
-            features: parsed columns, or None for those that the model names.
+            table: The rows, at least one.
+            features: Parsed columns, or None for those that the model names.
         """
         import numpy as np
 
@@ -248,10 +248,10 @@ class _Loaded:
         return {name: np.asarray(output) for name, output in outputs.items()}
 
     def _check_shapes(self, rows) -> None:
-        """Raises ConfigError for rows that a layer would take all the same, and make something else of."""
+        """Raises ConfigError for rows that a layer would accept, but misinterpret."""
         inputs = getattr(self._model, "inputs", None) or []
         if isinstance(rows, dict):
-            pairs = [(rows[one.name], one) for one in inputs if one.name in rows]
+            pairs = [(rows[layer_input.name], layer_input) for layer_input in inputs if layer_input.name in rows]
         else:
             pairs = [(rows, inputs[0])] if len(inputs) == 1 and hasattr(rows, "shape") else []
         for given, wanted in pairs:
@@ -263,17 +263,17 @@ class _Loaded:
                 )
 
     def _own_features(self, names: Sequence[str]):
-        """Returns the columns that the run was trained with, or those named as the model's inputs."""
-        told = checkpoint.columns_of(self._model)
-        if told is not None:
-            if told.get("map") is not None:
+        """Returns the columns of the run's training, or those named like the model's inputs."""
+        trained_columns = checkpoint.columns_of(self._model)
+        if trained_columns is not None:
+            if trained_columns.get("map") is not None:
                 warnings.warn(
                     "The run was trained with map=..., which raytf.Predictor does not apply; do so in the dataset, and "
                     "pass features=...",
                     stacklevel=2,
                 )
-            return columns.parse(told["features"], "features")
-        names_of_inputs = [one.name for one in getattr(self._model, "inputs", None) or []]
+            return columns.parse(trained_columns["features"], "features")
+        names_of_inputs = [layer_input.name for layer_input in getattr(self._model, "inputs", None) or []]
         if names_of_inputs and set(names_of_inputs) <= set(names):
             by_name = {name: name for name in names_of_inputs}
             return columns.parse(by_name if self._takes_names() else names_of_inputs[0], "features")
@@ -284,7 +284,7 @@ class _Loaded:
         )
 
     def _takes_names(self) -> bool:
-        """Returns whether the model takes a dict of its inputs, as several are always fed."""
+        """Whether the model takes a dict of its inputs; several inputs are always fed as a dict."""
         import keras
 
         model = self._model
@@ -292,7 +292,7 @@ class _Loaded:
 
 
 def _fits(given, wanted) -> bool:
-    """Returns whether Keras takes rows of a shape for those of another: it adds or drops a last dimension of 1."""
+    """Whether Keras accepts rows of a shape for another one: it adds or drops a last dimension of 1."""
     if given.rank is None:
         return True
     given, wanted = list(given)[1:], list(wanted)[1:]
@@ -306,7 +306,7 @@ def _fits(given, wanted) -> bool:
 
 
 def _tensors(table: pa.Table, spec: BatchSpec):
-    """Returns the rows of a table as the model takes them, made as for training."""
+    """Returns the rows of a table as tensors for the model, as in training."""
     import tensorflow as tf
 
     from raytf.data.feed import Feed
@@ -319,15 +319,15 @@ def _tensors(table: pa.Table, spec: BatchSpec):
 
 
 def named(outputs) -> dict[str, Any]:
-    """Returns the outputs of a model by the column that each becomes: its key, "predictions", "predictions_0", ...
+    """Returns the outputs of a model by column name: its key, "predictions", "predictions_0", ...
 
     Args:
-        outputs: a structure of anything.
+        outputs: A structure of anything.
     """
     from keras import tree
 
-    found = {}
+    by_column = {}
     for path, output in tree.flatten_with_path(outputs):
         keyed = path and isinstance(path[0], str)
-        found["_".join(map(str, path)) if keyed else "_".join(["predictions", *map(str, path)])] = output
-    return found
+        by_column["_".join(map(str, path)) if keyed else "_".join(["predictions", *map(str, path)])] = output
+    return by_column

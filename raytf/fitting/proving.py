@@ -1,6 +1,6 @@
-"""Compares two workers with one process on the model of a `raytf.fit`, beside its start; see `train/verify`.
+"""Compares two workers with one process on the model of a `raytf.fit` during its start; see `train/verify`.
 
-A process of its own does, as workers that stay from call to call have run TensorFlow. It leaves the processors to them.
+It uses its own process of low priority, as workers that stay between calls have already run TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MOST_BYTES = 64 << 20
 
 
 class Proving:
-    """A comparison that goes on in a thread, and in a process of the cluster.
+    """A comparison that runs in a thread, and in a process of the cluster.
 
     Args:
-        scaling_config, run_config: of the workers.
+        scaling_config, run_config: Configs of the workers.
         word: "warn" or "error".
-        sending: the model, with its data.
-        rows: what is trained and validated on, by name.
-        blocks: the first block of each, of this process.
+        sending: The model, with its data.
+        rows: Rows for training and validation, by name.
+        blocks: The first block of each, in this process.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class Proving:
             self._proof = verify.Proof(skipped="one row" if few["train"] is None else f"{size >> 20} MiB of weights")
             self._thread = None
             return
-        parts = {name: (rows[name].batch, rows[name].structure, found) for name, found in few.items() if found}
+        parts = {name: (rows[name].batch, rows[name].structure, selected) for name, selected in few.items() if selected}
         arguments = scaling_config, run_config, sending, parts
         self._thread = threading.Thread(target=self._run, args=arguments, name="raytf_verify", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
-        """Warns of what was found, once it is known."""
+        """Warns of the outcome, once it is known."""
         if self._proof is not None and not self._told:
             self._told = True
             verify.tell(self._proof, self._word)
 
     def wait(self, seconds: float, more: bool = False) -> None:
-        """Waits for the outcome, and warns of what was found.
+        """Waits for the outcome, and warns of it.
 
         Args:
-            seconds: at most.
-            more: whether the thread is to warn of it when it is known later.
+            seconds: Timeout.
+            more: Whether the thread warns of a later outcome.
 
         Raises:
-            ConfigError: with "error", two workers do not train as one process does, or it is not known by then.
+            ConfigError: With "error", two workers do not train as one process does, or the outcome is unknown by then.
         """
         if self._thread is not None:
             self._thread.join(seconds)
@@ -87,7 +87,7 @@ class Proving:
             atexit.register(self._give_up)
 
     def _give_up(self) -> None:
-        """Says at the end of this process that nothing is known."""
+        """Warns at the end of this process that the outcome is unknown."""
         self._proof = self._proof or verify.NOT_IN_TIME
         self.look()
 
@@ -96,10 +96,10 @@ class Proving:
             environment = worker_environment(run_config, scaling_config, threads(1) | {"CUDA_VISIBLE_DEVICES": "-1"})
             process = start(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
-                importing, its = process.execute.remote(_import_nicely), timeouts.get()
-                collect([importing], its.imports, "its imports", names=["a process"])
-                call = process.execute.remote(timeouts.under, its, prove, sending, parts)
-                (self._proof,) = collect([call], its.verify_error + 60, "its outcome", names=["a process"])
+                importing, settings = process.execute.remote(_import_nicely), timeouts.get()
+                collect([importing], settings.imports, "its imports", names=["a process"])
+                call = process.execute.remote(timeouts.under, settings, prove, sending, parts)
+                (self._proof,) = collect([call], settings.verify_error + 60, "its outcome", names=["a process"])
             finally:
                 ray.kill(process)
         except Exception as error:
@@ -118,13 +118,13 @@ def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
     """Compares two workers with one device, in a process that has run no TensorFlow.
 
     Args:
-        sending: the model, with its data.
-        parts: (its batch, its structure, what `verify.few_rows` gave) of "train", and of "validation" if there is one.
+        sending: The model, with its data.
+        parts: (batch, structure, result of `verify.few_rows`) of "train", and optionally of "validation".
     """
     batch, structure, (rows, first) = parts["train"]
-    its_batch, its_structure, validation = None, structure, None
+    validation_batch, validation_structure, validation = None, structure, None
     if "validation" in parts:
-        its_batch, its_structure, (validation, _) = parts["validation"]
+        validation_batch, validation_structure, (validation, _) = parts["validation"]
 
     def build() -> Any:
         from raytf.fitting import transport
@@ -146,8 +146,8 @@ def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
             validation=validation,
             global_batch=first,
             structure=lambda dataset: fit_worker.structured(dataset, structure),
-            validation_batch=its_batch,
-            validation_structure=lambda dataset: fit_worker.structured(dataset, its_structure),
+            validation_batch=validation_batch,
+            validation_structure=lambda dataset: fit_worker.structured(dataset, validation_structure),
         )
 
     proof = verify.outcome(verify.begin(trial), timeouts.get().verify_error)

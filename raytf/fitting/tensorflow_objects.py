@@ -1,4 +1,4 @@
-"""Objects of TensorFlow that no pickle takes, as what makes them anew: functions, tables, generators, structures."""
+"""Reduces TensorFlow objects that do not pickle: functions, tables, generators, structures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raytf.compat.tensorflow import TrackedStructure, default_of, function_argum
 
 
 def reduced(value):
-    """Returns (function, arguments) that make an object in another process, NotImplemented for any other one.
+    """Returns (function, arguments) that rebuild an object in another process; NotImplemented for others.
 
     Raises:
-        pickle.PicklingError: it belongs to the graph of a function.
+        pickle.PicklingError: It belongs to the graph of a function.
     """
-    if isinstance(value, TrackedStructure):  # whose constructor would look into what has no state yet
+    if isinstance(value, TrackedStructure):  # its constructor would access missing state
         return _plain, (structure_of(value),)
     if isinstance(value, TfFunction):
         return _function, function_arguments(value)

@@ -1,14 +1,9 @@
-"""A compiled model and its callbacks from process to process, exactly: every object by value, with what it refers to.
+"""Sends a compiled model and its callbacks to another process, exactly: every object by value, with its references.
 
-Keras' own pickles go through its file format, which loses what is not registered. Here the objects themselves travel,
-by cloudpickle, so that classes and functions of a notebook come along; layers, optimizers and metrics with their
-attributes, variables with their values. It passes through Ray only; nothing of it goes into a storage.
-
-A pickle descends from an object into its attributes, and a chain of 1,000 layers is too deep for it. Here an object is
-written without its attributes, and these follow once all that is being written has ended: depth costs nothing.
-
-What is numbered on the way out keeps its number on the way back: values of variables, and callbacks that refer to the
-model, find the very objects that they left from.
+Keras's own pickles use its file format, which loses unregistered objects. This module uses cloudpickle, so classes and
+functions of a notebook are sent, too. The data passes only through Ray, never through a storage. An object is written
+without its attributes, which follow later: a pickle would be too deep for a chain of 1,000 layers. Objects keep their
+numbers on the way back: variables' values and callbacks find the original objects.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, in_a_line
 from raytf.fitting import changed_classes, tensorflow_objects
 
-# What belongs to a process, and is made anew: of all objects, of layers and of models.
+# Attributes that each process creates itself: of all objects, of layers and of models.
 _ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
 _ANEW_OF_LAYERS = ("_losses", "_loss_ids", "build", "quantize")
 _ANEW_OF_MODELS = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "stop_training")
@@ -46,21 +41,21 @@ _PREDICATES = {
     "layers": lambda x: isinstance(x, keras.layers.Layer) and not isinstance(x, keras.metrics.Metric),
     "seed_generators": lambda x: isinstance(x, keras.random.SeedGenerator),
 }
-# Of a callback: what Keras sets anew for each training.
+# Attributes of a callback that Keras sets in each training.
 _OF_A_TRAINING = ("_model", "params", "_params", "validation_data")
-# Bytes of a value of an importable class or its module that goes along.
+# Largest value, in bytes, of an importable class or its module that is sent with it.
 _MOST_OF_A_CLASS = 16 << 20
-# Of a class that Python code defines (Py_TPFLAGS_HEAPTYPE), see `type.__flags__`.
+# Flag of a class defined in Python code (Py_TPFLAGS_HEAPTYPE), see `type.__flags__`.
 _OF_PYTHON = 1 << 9
 _reading = threading.local()
 
 
 class Sent:
-    """Objects that went, or came: each by its number.
+    """Objects that were sent or received, by number.
 
     Attributes:
-        objects: variables, layers, models, optimizers, losses and metrics.
-        numbers: the number of each, by its id.
+        objects: Variables, layers, models, optimizers, losses and metrics.
+        numbers: The number of each, by its id.
     """
 
     def __init__(self):
@@ -73,40 +68,40 @@ class Sent:
         return number
 
     def variables(self) -> dict[int, Any]:
-        """The variables that have values, by their numbers."""
+        """Returns the variables that have values, by their numbers."""
         return {
-            number: one
-            for number, one in enumerate(self.objects)
-            if isinstance(one, tf.Variable)
-            or (isinstance(one, keras.Variable) and keras_objects.held_by(one) is not None)
+            number: value
+            for number, value in enumerate(self.objects)
+            if isinstance(value, tf.Variable)
+            or (isinstance(value, keras.Variable) and keras_objects.held_by(value) is not None)
         }
 
     def values(self) -> dict[int, np.ndarray]:
-        """The values of all variables, by their numbers, in TensorFlow's memory: to be sent before the next step."""
-        return {number: value_of(one) for number, one in self.variables().items()}
+        """Returns the values of all variables by number, in TensorFlow's memory: send them before the next step."""
+        return {number: value_of(variable) for number, variable in self.variables().items()}
 
     def assign(self, values: dict[int, np.ndarray]) -> None:
-        """Gives the variables values that another process has read from them."""
+        """Assigns the values that another process has read from the variables."""
         for number, value in values.items():
             for local in _locals(self.objects[number]):
                 local.assign(np.array(value))
 
     def joined(self, other: Sent) -> Sent:
-        """These objects, and then those of another, under one numbering."""
-        both = Sent()
+        """Returns these objects followed by another's, under one numbering."""
+        merged = Sent()
         for value in (*self.objects, *other.objects):
-            both.add(value)
-        return both
+            merged.add(value)
+        return merged
 
 
 def _locals(variable) -> list:
-    """The variables of this process behind one; a read of metrics through a strategy would wait for other workers."""
+    """Returns a variable's local variables; reading metrics through a strategy would wait for other workers."""
     inner = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
     return list(inner.values) if isinstance(inner, DistributedVariable) else [inner]
 
 
 def value_of(variable) -> np.ndarray:
-    """Returns the value in TensorFlow's own memory where that can be: not to be written into, and good until a step."""
+    """Returns the value, if possible in TensorFlow's own memory: read-only, and valid until the next step."""
     return as_array(_locals(variable)[0])
 
 
@@ -114,8 +109,8 @@ class _Pickler(ray.cloudpickle.Pickler):
     """Writes objects by value.
 
     Args:
-        known: of objects that the reader has, which are only numbered; None where it has none.
-        classes: whether importable classes bring what has happened to them since their import.
+        known: Objects that the reader has, which are only numbered; None if it has none.
+        classes: Whether importable classes are sent with their changes since their import.
     """
 
     def __init__(self, file, known: Sent | None = None, classes: bool = True):
@@ -126,7 +121,7 @@ class _Pickler(ray.cloudpickle.Pickler):
         self._plain: dict[type, bool] = {}
 
     def write(self, value) -> None:
-        """Writes a value, and then the states of its objects in rounds: (object, setter, state) each, [] at the end."""
+        """Writes a value, then its objects' states in rounds: (object, setter, state) each, and [] at the end."""
         self.dump(value)
         while True:
             states, self._changed, self._states = self._changed + self._states, [], []
@@ -168,13 +163,13 @@ class _Pickler(ray.cloudpickle.Pickler):
         return self._object(value) if reduced is NotImplemented else reduced
 
     def _object(self, value):
-        """Any other object that is only its attributes, such as a node of a graph; a hash of its own needs these."""
+        """Reduces an object that is only attributes, such as a graph's node; excludes those whose hash needs them."""
         kind = type(value)
         if kind not in self._plain:
             own = (kind.__reduce_ex__, kind.__reduce__, kind.__hash__)
-            found = own == (object.__reduce_ex__, object.__reduce__, object.__hash__)
-            found = found and kind not in self.dispatch_table and not hasattr(kind, "__setstate__")
-            self._plain[kind] = found and bool(kind.__flags__ & _OF_PYTHON)
+            is_plain = own == (object.__reduce_ex__, object.__reduce__, object.__hash__)
+            is_plain = is_plain and kind not in self.dispatch_table and not hasattr(kind, "__setstate__")
+            self._plain[kind] = is_plain and bool(kind.__flags__ & _OF_PYTHON)
         if not self._plain[kind]:
             return NotImplemented
         made, arguments, state, items, pairs, *_ = (*value.__reduce_ex__(5), None, None, None)
@@ -190,7 +185,7 @@ class _Pickler(ray.cloudpickle.Pickler):
         return changed_classes.imported, (kind.__module__, kind.__qualname__)
 
     def _pickles(self, value) -> bool:
-        """Whether a value can be written, and is not as large as data, which a module reads at its import."""
+        """Whether a value can be written, and is smaller than data that a module reads at its import."""
         file = io.BytesIO()
         try:
             _Pickler(file, self._known, classes=False).write(value)
@@ -199,7 +194,7 @@ class _Pickler(ray.cloudpickle.Pickler):
         return file.tell() <= _MOST_OF_A_CLASS
 
     def _deferred(self, value, made: tuple, state, setter):
-        """What makes an object; its state follows."""
+        """Returns an object's reduction without its state, which follows later."""
         self._states.append((value, setter, state))
         return made
 
@@ -224,7 +219,7 @@ class _Pickler(ray.cloudpickle.Pickler):
         return _new_tf_variable, (self.sent.add(value), basic, self._content(value))
 
     def _content(self, value):
-        """The value itself where the reader does not get it apart."""
+        """Returns the value itself if the reader does not receive it separately."""
         return value_of(value) if self._known is not None else ()
 
 
@@ -236,18 +231,18 @@ def _plain_state(value) -> dict[str, Any]:
 
 
 def _state(value) -> dict[str, Any]:
-    anew = {*_ANEW}
+    excluded = {*_ANEW}
     if isinstance(value, keras.layers.Layer):
-        anew |= {*_ANEW_OF_LAYERS}
+        excluded |= {*_ANEW_OF_LAYERS}
     if isinstance(value, keras.Function):
-        anew |= {"_nodes"}  # names by the ids of objects
+        excluded |= {"_nodes"}  # contains names by the ids of objects
     if isinstance(value, keras.Model):
-        anew |= {*_ANEW_OF_MODELS}
+        excluded |= {*_ANEW_OF_MODELS}
         if isinstance(vars(value).get("history"), keras.callbacks.History):
-            anew |= {"history"}
+            excluded |= {"history"}
         if getattr(vars(value).get("predict_step"), "__module__", "").startswith("raytf."):
-            anew |= {"predict_step"}
-    return {name: part for name, part in vars(value).items() if name not in anew}
+            excluded |= {"predict_step"}
+    return {name: part for name, part in vars(value).items() if name not in excluded}
 
 
 def _optimizer_state(optimizer) -> dict[str, Any]:
@@ -268,8 +263,8 @@ def _optimizer_state(optimizer) -> dict[str, Any]:
 def _tracker_state(tracker) -> dict[str, Any]:
     stores = {name: store for name, (_, store) in tracker.config.items()}
     own = {name: test for name, (test, _) in tracker.config.items() if name not in _PREDICATES}
-    rest = {k: v for k, v in vars(tracker).items() if k not in ("config", "stored_ids")}
-    return {"stores": stores, "own": own, "rest": rest}
+    attributes = {k: v for k, v in vars(tracker).items() if k not in ("config", "stored_ids")}
+    return {"stores": stores, "own": own, "rest": attributes}
 
 
 # ------------------------------------------------------------------------------------------ at the reader
@@ -302,8 +297,8 @@ def _new_tf_variable(number, basic, content):
 
 
 def _content_of(number, content) -> np.ndarray:
-    found = content if isinstance(content, np.ndarray) else _reading.values[number]
-    return np.array(found)  # TensorFlow may work in place on what it is given, and this may lie in Ray's store
+    value = content if isinstance(content, np.ndarray) else _reading.values[number]
+    return np.array(value)  # TensorFlow may modify its argument in place, and this may be in Ray's store
 
 
 def _update(value, state) -> None:
@@ -322,12 +317,12 @@ def _set_operation(value, state) -> None:
         strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
         vars(value).update(train_function=None, test_function=None, predict_function=None)
         vars(value).update(_distribute_strategy=strategy, stop_training=False)
-    # which class is a Function is known when all classes have their bases
+    # the Functions among classes are known once all classes have their bases
     _reading.after.append(lambda: _name_nodes(value) if isinstance(value, keras.Function) else None)
 
 
 def _name_nodes(function) -> None:
-    """What `map_graph` calls the nodes of a function; `get_config` asks for these."""
+    """Sets the node names of a function as `map_graph` does; `get_config` needs them."""
     by_depth, operations = keras_objects.graph_of(function)
     nodes = {id(node) for group in by_depth.values() for node in group}
     vars(function)["_nodes"] = {
@@ -385,7 +380,7 @@ class _Unpickler(pickle.Unpickler):
         return self._known.objects[number]
 
     def read(self):
-        """What `_Pickler.write` wrote."""
+        """Reads the output of `_Pickler.write`."""
         value = self.load()
         while states := self.load():
             for made, setter, state in states:
@@ -397,12 +392,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def write(value, known: Sent | None = None, classes: bool = True) -> tuple[bytes, Sent]:
-    """(the bytes of an object without the values of its variables, the objects in it).
+    """Returns (the bytes of an object without its variables' values, the objects in it).
 
     Args:
-        value: anything.
-        known: objects that the reader has: they are only named, and others bring their values.
-        classes: whether importable classes bring what has happened to them since their import.
+        value: Any object.
+        known: Objects that the reader has: they are only numbered, and others are written with their values.
+        classes: Whether importable classes are sent with their changes since their import.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, known, classes)
@@ -411,30 +406,30 @@ def write(value, known: Sent | None = None, classes: bool = True) -> tuple[bytes
 
 
 def read(data: bytes, values: dict[int, np.ndarray] | None = None, known: Sent | None = None) -> tuple[Any, Sent]:
-    """What `write` wrote, in the scope of the strategy that is in force, and the objects in it.
+    """Reads the output of `write` in the scope of the current strategy. Returns the value and the objects in it.
 
     Args:
-        data: the bytes.
-        values: of the variables, by number, where they came apart.
-        known: the reader's objects.
+        data: The bytes.
+        values: Values of the variables, by number, if they were sent separately.
+        known: The reader's objects.
     """
-    before = dict(vars(_reading))
+    outer = dict(vars(_reading))
     vars(_reading).update(sent=Sent(), values=values or {}, after=[])
     try:
-        found = _Unpickler(io.BytesIO(data), known).read()
+        value = _Unpickler(io.BytesIO(data), known).read()
         for finish in _reading.after:
             finish()
-        return found, _reading.sent
+        return value, _reading.sent
     finally:
         vars(_reading).clear()
-        vars(_reading).update(before)
+        vars(_reading).update(outer)
 
 
 def write_named(values: Sequence[tuple[str, Any]], known: Sent | None = None) -> tuple[bytes, Sent]:
-    """`write` of a list of values, which have names.
+    """Writes a list of named values.
 
     Raises:
-        ConfigError: one of them does not pickle; it is named.
+        ConfigError: One of them does not pickle; it is named.
     """
     try:
         return write([value for _, value in values], known)
@@ -443,10 +438,10 @@ def write_named(values: Sequence[tuple[str, Any]], known: Sent | None = None) ->
             try:
                 write(value, known)
             except Exception as error:
-                where = _culprit(value, known)
+                culprit = _culprit(value, known)
                 raise ConfigError(
                     "The model and the callbacks are sent to the workers, so all of them must pickle",
-                    f"{name}{where} ({in_a_line(error)})",
+                    f"{name}{culprit} ({in_a_line(error)})",
                     "Make what does not pickle (locks, files, connections, generators) where it is used, for example "
                     "in on_train_begin",
                 ) from error
@@ -454,7 +449,7 @@ def write_named(values: Sequence[tuple[str, Any]], known: Sent | None = None) ->
 
 
 def _culprit(value, known: Sent | None) -> str:
-    """ " with its attribute 'name'", where a single attribute is to blame."""
+    """Returns " with its attribute 'name'" if a single attribute is to blame, else ""."""
     for name, part in getattr(value, "__dict__", {}).items():
         if name in (*_ANEW, *_ANEW_OF_LAYERS, *_ANEW_OF_MODELS, *_OF_A_TRAINING):
             continue
@@ -469,26 +464,26 @@ def _culprit(value, known: Sent | None) -> str:
 
 
 def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, bytes]], list[str]]:
-    """(the attributes of each callback, as bytes; names of the user's own that do not pickle)."""
-    found, lost = [], []
+    """Returns (the attributes of each callback, as bytes; names of the user's own that do not pickle)."""
+    results, lost = [], []
     for callback in callbacks:
-        mine = {}
+        attributes = {}
         for name, value in vars(callback).items():
             if name in _OF_A_TRAINING:
                 continue
             try:
-                mine[name] = write(value, known, classes=False)[0]
+                attributes[name] = write(value, known, classes=False)[0]
             except Exception:
-                if not type(callback).__module__.startswith("keras."):  # whose files and writers are nobody else's
+                if not type(callback).__module__.startswith("keras."):  # Keras's files and writers are not transferable
                     lost.append(f"{type(callback).__name__}.{name}")
-        found.append(mine)
-    return found, lost
+        results.append(attributes)
+    return results, lost
 
 
 def read_attributes(callbacks: Sequence, attributes: Sequence[dict[str, bytes]], known: Sent) -> None:
-    """Gives callbacks the attributes that their copies had."""
-    for callback, mine in zip(callbacks, attributes, strict=True):
-        for name, data in mine.items():
+    """Sets the callbacks' attributes to those of their copies."""
+    for callback, own_attributes in zip(callbacks, attributes, strict=True):
+        for name, data in own_attributes.items():
             with contextlib.suppress(AttributeError):  # a property without a setter
                 vars(callback)[name] = read(data, known=known)[0]
 
@@ -497,7 +492,7 @@ def read_attributes(callbacks: Sequence, attributes: Sequence[dict[str, bytes]],
 
 
 def settings() -> dict[str, Any]:
-    """What of Keras' and TensorFlow's global settings a model depends on."""
+    """Returns the global settings of Keras and TensorFlow that a model depends on."""
     return {
         "floatx": keras.config.floatx(),
         "epsilon": keras.config.epsilon(),
@@ -509,7 +504,7 @@ def settings() -> dict[str, Any]:
 
 
 def apply_settings(given: dict[str, Any]) -> None:
-    """Gives another process what `settings` found."""
+    """Applies the result of `settings` in another process."""
     for name in ("floatx", "epsilon", "image_data_format"):
         getattr(keras.config, f"set_{name}")(given[name])
     keras.config.set_dtype_policy(read(given["dtype_policy"])[0])

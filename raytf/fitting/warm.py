@@ -1,7 +1,7 @@
-"""Workers that stay when a call of `raytf.fit` has ended, for the next one: one group for each driver.
+"""Workers that stay after a call of `raytf.fit` for the next one: one group per driver.
 
-While nothing runs on them they hold their resources only for as long as nobody else wants any: another run of this
-driver, or work of anybody that the cluster has no room for. They end after a while, too, and with the driver.
+Idle workers release their resources for another run of this driver, or for work that the cluster lacks room for. They
+also end after 600 s, and with the driver.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from raytf.train.worker_group import WorkerGroup, WorkerGroupLostError
 logger = logs.get_logger(__name__)
 
 _IDLE_INTERVAL = 600.0
-# Between two looks at whether somebody waits for room.
+# Seconds between two checks for work that waits for room.
 _LOOK_INTERVAL = 0.5
 # States of a placement group that the cluster has no room for.
 _WAITING = ("PENDING", "RESCHEDULING")
 
 
 class Group:
-    """Workers, and what of the cluster is theirs.
+    """Workers, and their resources in the cluster.
 
     Args:
-        scaling_config, run_config, setup: of the workers.
+        scaling_config, run_config, setup: Configs of the workers.
 
     Attributes:
-        model: key of the model that the workers have, or None.
-        proven: keys of models that were compared, see `proving`.
+        model: Key of the model that the workers have, or None.
+        proven: Keys of models that were compared, see `proving`.
     """
 
     def __init__(self, scaling_config, run_config, setup):
@@ -56,20 +56,20 @@ class Group:
         self.proven: set[str] = set()
         self._warned = Entries("warned")
         self._reservation = Reservation({}, cleaned=True)
-        workers, each = scaling_config.num_workers, per_worker(scaling_config)
+        workers, per_bundle = scaling_config.num_workers, per_worker(scaling_config)
         selectors = label_selectors(scaling_config, workers)
-        self._reservation.take(workers, each, scaling_config.placement_strategy, selectors)
+        self._reservation.take(workers, per_bundle, scaling_config.placement_strategy, selectors)
         try:
             environment = worker_environment(run_config, scaling_config)
             group = self._reservation.group
             setup = dataclasses.replace(setup, warned=self._warned)
-            self.worker_group = WorkerGroup(setup, each, workers, environment, group=group, kind=FitWorker)
+            self.worker_group = WorkerGroup(setup, per_bundle, workers, environment, group=group, kind=FitWorker)
         except BaseException:
             self._reservation.drop()
             raise
 
     def answers(self) -> bool:
-        """Whether all workers live."""
+        """Whether all workers are alive."""
         try:
             collect(
                 [w.__ray_ready__.remote() for w in self.worker_group.workers],
@@ -81,15 +81,15 @@ class Group:
         return True
 
     def close(self) -> None:
-        """Ends the workers and gives back what they held; returns when the cluster has it."""
+        """Ends the workers and releases their resources; returns when the cluster has them."""
         group = self._reservation.group
         try:
             self.worker_group.close(well=False)
-        finally:  # who ends idle workers looks over errors of a cluster that goes
+        finally:  # the caller ignores errors of a cluster that shuts down
             self._reservation.drop()
         self._warned.clear()
-        until = time.monotonic() + timeouts.get().resources_back
-        while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < until:
+        deadline = time.monotonic() + timeouts.get().resources_back
+        while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
             time.sleep(0.02)
         # at the end of a process the request to remove a group may be lost
         if placement_group_table(group).get("state") == "REMOVED":
@@ -98,22 +98,22 @@ class Group:
 
 
 def _key(scaling_config, run_config, setup) -> str:
-    of = (
+    properties = (
         sorted(vars(scaling_config).items(), key=str),
         run_config.worker_runtime_env,
         setup,
         _session(),
     )
-    return repr(of)
+    return repr(properties)
 
 
 def _session() -> str:
-    """This driver, in this cluster."""
+    """Returns an id of this driver in this cluster."""
     return f"{ray.get_runtime_context().gcs_address} {ray.get_runtime_context().get_worker_id()}"
 
 
 class _Shelf:
-    """Where the group is while nothing runs on it."""
+    """Holds the group while it is idle."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class _Shelf:
         self._watch: threading.Thread | None = None
 
     def take(self) -> Group | None:
-        """The group, which is no longer here; None where there is none that lives."""
+        """Removes and returns the group; None if no live one is stored."""
         with self._lock:
             group, self._group = self._group, None
             if group is not None and ray.is_initialized() and self._session == _session():
@@ -138,7 +138,7 @@ class _Shelf:
                 self._watch.start()
 
     def clear(self) -> None:
-        """Ends what is here."""
+        """Ends the stored group."""
         group = self.take()
         if group is not None:
             with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
@@ -163,7 +163,7 @@ class _Shelf:
 def wanted() -> bool:
     """Whether anything in the cluster waits for resources: a task, an actor, or a placement group of any driver.
 
-    Placement groups are asked for by name: the load that Ray reports need not hold those that were tried in vain.
+    Placement groups are checked separately: Ray's reported load may omit those that it has tried in vain.
     """
     state = get_cluster_resource_state(ray_core.gcs_client())
     if state.pending_resource_requests or state.pending_gang_resource_requests:
@@ -175,10 +175,10 @@ _shelf = _Shelf()
 
 
 def take(scaling_config, run_config, setup) -> Group:
-    """The workers of the last call, if they are of the same kind, or new ones.
+    """Returns the workers of the last call if they match, or new ones.
 
     Args:
-        scaling_config, run_config, setup: of the workers.
+        scaling_config, run_config, setup: Configs of the workers.
     """
     group = _shelf.take()
     if group is not None and group.key == _key(scaling_config, run_config, setup) and group.answers():
@@ -189,7 +189,7 @@ def take(scaling_config, run_config, setup) -> Group:
 
 
 def give_back(group: Group) -> None:
-    """Keeps workers on which nothing runs, unless their memory has grown by too much."""
+    """Keeps idle workers, unless their memory has grown too much."""
     try:
         outgrown = group.worker_group.outgrown()
     except WorkerGroupLostError as error:
@@ -202,7 +202,7 @@ def give_back(group: Group) -> None:
 
 
 def end() -> None:
-    """Ends workers that are kept."""
+    """Ends the kept workers."""
     _shelf.clear()
 
 

@@ -1,1 +1,1 @@
-"""Files of runs, on disks and object stores: folders, locks, checkpoints' files, and what may be read of them."""
+"""Files of runs on disks and object stores: run folders, locks, checkpoint files, and safe readers."""

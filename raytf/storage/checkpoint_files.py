@@ -1,4 +1,4 @@
-"""Files of a checkpoint: which there are, whether they are whole, and its small state; see `checkpoint.py`."""
+"""Checkpoint files: which parts exist, whether they are whole, and the small state; see `checkpoint.py`."""
 
 from __future__ import annotations
 
@@ -21,41 +21,42 @@ from pyarrow.fs import FileSelector, FileType
 from raytf.errors import ConfigError, first_line
 from raytf.storage import scratch, stored_json
 
-# Format 4 has its model in parts; 3 is written within an epoch alone, which others would begin anew.
+# Format 4 stores the model in parts. Format 3 is used only mid-epoch; older versions would restart the epoch.
 VERSION_OF_PARTS, VERSION, VERSION_OF_EPOCHS = 4, 3, 2
 MODEL, STATE, SEEDS, MANIFEST = "model.keras", "state.json", "seeds.npz", "manifest.json"
 CALLBACKS, ARRAYS, BUILD = "callbacks.json", "callbacks.npz", "build.json"
 METRICS, RANDOM = "metrics.npz", "random.npz"
-# How Ray names the folders of checkpoints at the ends of epochs, a time behind it.
+# Prefix of Ray's folder names for epoch-end checkpoints; a timestamp follows.
 AT_ENDS = "checkpoint_"
 _LONGEST_METADATA = 1 << 16
-# How many times its size a file of Keras may unpack to: Keras packs nothing, and weights shrink little. Small ones may.
+# Largest ratio of unpacked to packed bytes of a Keras file. Keras does not compress, and weights compress little. Small
+# files may exceed it.
 _MOST_UNPACKED = 16
 _ALWAYS_UNPACKED = 1 << 26
 _CHUNK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(ConfigError):
-    """A part of a checkpoint is missing, cut off, or not what was written."""
+    """A part of a checkpoint is missing, truncated or not as written."""
 
 
 @dataclasses.dataclass
 class CheckpointState:
-    """Where a training stands.
+    """Training progress that a checkpoint stores.
 
     Args:
-        epoch: epochs that are complete, at least 0.
-        step: training steps that were made in all, at least 0.
-        seed: the run's seed.
-        stopped: whether a callback ended the run before its last epoch.
-        history: a dict of metric values for each epoch.
-        identity: what tells this run from another, by name; {} in checkpoints that have none.
-        learning_rate: the config's, or None where that is not a number.
-        epoch_step: steps of the next epoch that are made, too; 0 at the end of an epoch.
-        logs: metrics of these steps, as at the end of an epoch; {} there.
-        metrics: what the model's metrics are, whose variables `metrics.npz` holds; [] at the end of an epoch.
-        order: what says which rows the steps of an epoch have, see `Feed.order`; {} at the end of an epoch.
-        batch_scale: by which rows of a step, and the learning rate, were more than the config's, above 0.
+        epoch: Completed epochs, at least 0.
+        step: Training steps made in total, at least 0.
+        seed: The run's seed.
+        stopped: Whether a callback ended the run before its last epoch.
+        history: A dict of metric values for each epoch.
+        identity: Values that identify the run, by name; {} in checkpoints without them.
+        learning_rate: The config's learning rate, or None if it is not a number.
+        epoch_step: Completed steps of the next epoch; 0 at the end of an epoch.
+        logs: Metrics of these steps, in the format of an epoch's end; {} there.
+        metrics: Descriptions of the model's metrics, whose variables are in `metrics.npz`; [] at the end of an epoch.
+        order: Values that determine the rows of an epoch's steps, see `Feed.order`; {} at the end of an epoch.
+        batch_scale: Factor above 0 by which rows of a step, and the learning rate, exceeded the config's.
     """
 
     epoch: int
@@ -73,12 +74,12 @@ class CheckpointState:
 
     @property
     def version(self) -> int:
-        """The format that a checkpoint of it has."""
+        """The format version of a checkpoint with this state."""
         return VERSION if self.epoch_step else VERSION_OF_EPOCHS
 
     @property
     def reported(self) -> dict[str, Any]:
-        """The metrics that Ray lists with it: those of the last epoch."""
+        """The metrics that Ray lists with the checkpoint: those of the last epoch."""
         return {"epoch": self.epoch, **(self.history[-1] if self.history else {})}
 
     def to_json(self) -> str:
@@ -86,15 +87,15 @@ class CheckpointState:
 
     @classmethod
     def of(cls, found: dict, name: str) -> CheckpointState:
-        """What `to_json` wrote.
+        """Parses what `to_json` wrote.
 
         Args:
-            found: the object of the file.
-            name: of the checkpoint, for errors.
+            found: The object in the file.
+            name: The checkpoint's name, for errors.
 
         Raises:
-            DamagedCheckpointError: it is not such an object.
-            ConfigError: a newer raytf wrote it.
+            DamagedCheckpointError: The object is not such a state.
+            ConfigError: A newer raytf wrote it.
         """
         check_version(found.get("version", 1), name)
         fields = {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found}
@@ -144,15 +145,15 @@ def check_version(version, name: str) -> None:
 
 
 def read_json(folder: str, part: str, name: str | None = None) -> dict:
-    """The object in a JSON file of a checkpoint's folder.
+    """Returns the object in a JSON file of a checkpoint's folder.
 
     Args:
-        folder: of the checkpoint.
-        part: the file.
-        name: of the checkpoint for errors, where that is not the folder's.
+        folder: The checkpoint's folder.
+        part: The file's name.
+        name: The checkpoint's name for errors, if it is not the folder's.
 
     Raises:
-        DamagedCheckpointError: there is none.
+        DamagedCheckpointError: The file holds no readable object.
     """
     try:
         return stored_json.load(os.path.join(folder, part))
@@ -161,66 +162,66 @@ def read_json(folder: str, part: str, name: str | None = None) -> dict:
 
 
 def read_state(folder: str, name: str | None = None) -> CheckpointState:
-    """The `CheckpointState` of a checkpoint folder; see `read_json`."""
+    """Returns the `CheckpointState` of a checkpoint folder; see `read_json`."""
     return CheckpointState.of(read_json(folder, STATE, name), name or _name(folder))
 
 
 def read_state_of(checkpoint) -> CheckpointState:
-    """The `CheckpointState` of a `ray.train.Checkpoint`, of which only this small file is read from its storage.
+    """Returns the `CheckpointState` of a `ray.train.Checkpoint`; reads only this small file from the storage.
 
     Raises:
-        DamagedCheckpointError: it has none that can be read.
+        DamagedCheckpointError: The checkpoint has no readable state.
     """
     name = posixpath.basename(checkpoint.path.rstrip("/"))
     return state_of(_small(checkpoint.filesystem, checkpoint.path, STATE, name), name)
 
 
 def state_of(text: bytes, name: str) -> CheckpointState:
-    """The `CheckpointState` of the text of a `state.json`.
+    """Parses the text of a `state.json` as a `CheckpointState`.
 
     Args:
-        text: of the file.
-        name: of the checkpoint, for errors.
+        text: Content of the file.
+        name: The checkpoint's name, for errors.
 
     Raises:
-        DamagedCheckpointError: it is none.
-        ConfigError: a newer raytf wrote it.
+        DamagedCheckpointError: The text is not such a state.
+        ConfigError: A newer raytf wrote it.
     """
     return CheckpointState.of(object_of(text, STATE, name), name)
 
 
 def standing(epoch: int, epoch_step: int) -> str:
-    """Where a training stands, for its user.
+    """Describes the training progress for the user.
 
     Args:
-        epoch: epochs that are complete.
-        epoch_step: steps of the next one that are made, too.
+        epoch: Completed epochs.
+        epoch_step: Completed steps of the next epoch.
     """
     return f"step {epoch_step} of epoch {epoch + 1}" if epoch_step else f"epoch {epoch}"
 
 
 def look(filesystem, path: str) -> CheckpointState:
-    """Returns the state of a stored checkpoint whose parts have their lengths, and whose state is what was written.
+    """Returns the state of a stored checkpoint after a check of the parts' sizes and the state's checksum.
 
-    Only the small files are read; see `check` for the others.
+    Reads only the small files; `check` reads the others.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        path: of the checkpoint there.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        path: Path of the checkpoint there.
 
     Raises:
-        DamagedCheckpointError: it is not such a one.
-        ConfigError: a newer raytf wrote it.
+        DamagedCheckpointError: The check fails.
+        ConfigError: A newer raytf wrote it.
     """
     name = posixpath.basename(path.rstrip("/"))
     text = _small(filesystem, path, STATE, name)
-    found = object_of(text, STATE, name)
+    state = object_of(text, STATE, name)
     try:
         manifest = stored_json.fetched(filesystem, posixpath.join(path, MANIFEST))
     except stored_json.UnreadableError as error:
-        if not error.missing or "version" in found:
+        if not error.missing or "version" in state:
             raise damaged(name, f"{MANIFEST} {error}") from error
-        return CheckpointState.of(found, name)  # of format 1
+        return CheckpointState.of(state, name)  # format 1
     parts = _parts(manifest, name)
     for info, (part, known) in zip(
         filesystem.get_file_info([posixpath.join(path, part) for part in parts]), parts.items(), strict=True
@@ -228,18 +229,18 @@ def look(filesystem, path: str) -> CheckpointState:
         _check_size(part, info.size if info.is_file else None, known, name)
     if zlib.crc32(text) != parts[STATE]["crc32"]:
         raise damaged(name, f"{STATE} is not what was written")
-    return CheckpointState.of(found, name)
+    return CheckpointState.of(state, name)
 
 
 def finished(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
-    """The names of finished checkpoints in a run's folder: those with a manifest, which is written last.
+    """Returns the names of finished checkpoints in a run's folder: those with a manifest, which is written last.
 
-    What else is wrong with one is seen when it is opened.
+    Other damage shows when the checkpoint is opened.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        run: path of the run's folder there; it may be missing.
-        wanted: wanted(name of a folder) says whether it is looked at.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        run: Path of the run's folder there; it may be missing.
+        wanted: Predicate wanted(folder name) that selects the folders to check.
     """
     infos = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
     names = [info.base_name for info in infos if info.type == FileType.Directory and wanted(info.base_name)]
@@ -248,20 +249,20 @@ def finished(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
 
 
 def unlisted(filesystem, run: str, listed: Callable[[], Container[str]]) -> list[tuple[str, CheckpointState]]:
-    """(name, state) of whole checkpoints of ends of epochs that Ray does not list: their workers ended before.
+    """Returns (name, state) of whole epoch-end checkpoints that Ray does not list, as their workers ended first.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        run: path of the run's folder there; it may be missing.
-        listed: gives the names that Ray lists; called if there are any checkpoints of raytf's.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        run: Path of the run's folder there; it may be missing.
+        listed: Returns the names that Ray lists; called only if raytf's checkpoints exist.
     """
     stored = finished(filesystem, run, lambda name: name.startswith(AT_ENDS))
-    known, found = listed() if stored else (), []
+    known, states = listed() if stored else (), []
     for name in stored:
         if name not in known:
             with contextlib.suppress(DamagedCheckpointError):  # Ray was removing it
-                found.append((name, look(filesystem, posixpath.join(run, name))))
-    return found
+                states.append((name, look(filesystem, posixpath.join(run, name))))
+    return states
 
 
 def _small(filesystem, path: str, part: str, name: str) -> bytes:
@@ -288,13 +289,13 @@ def _check_regular(path: str, part: str, name: str) -> None:
 
 
 def check_archive(path: str, name: str) -> None:
-    """Raises DamagedCheckpointError unless a file of Keras is an archive, of parts that are not absurdly large.
+    """Raises DamagedCheckpointError unless a Keras file is a zip archive whose parts are not absurdly large.
 
-    Nothing of it is unpacked for this. A part that unpacks to more than its archive says is cut off by zipfile.
+    Unpacks nothing. zipfile cuts off a part that unpacks to more than the archive declares.
 
     Args:
-        path: of the file.
-        name: of its checkpoint.
+        path: Path of the file.
+        name: Name of its checkpoint.
     """
     part = os.path.basename(path)
     _check_regular(path, part, name)
@@ -310,21 +311,21 @@ def check_archive(path: str, name: str) -> None:
 
 
 def keras_version(path: str) -> str:
-    """The version of Keras that wrote a file of it, or "" where that does not say."""
+    """Returns the version of Keras that wrote a file, or "" if the file does not name it."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("metadata.json") as file:
-            found = stored_json.parsed(file.read(_LONGEST_METADATA))
+            metadata = stored_json.parsed(file.read(_LONGEST_METADATA))
     except (KeyError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
         return ""
-    return str(found.get("keras_version", ""))
+    return str(metadata.get("keras_version", ""))
 
 
 def write_manifest(folder: str, version: int = VERSION_OF_EPOCHS) -> None:
-    """Writes sizes and checksums of what is in the folder; the last file of a checkpoint.
+    """Writes sizes and checksums of the files in the folder; the manifest is the last file of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
-        version: its format, which `CheckpointState.version` tells.
+        folder: The checkpoint's folder.
+        version: Its format, from `CheckpointState.version`.
     """
     files = {}
     for part in sorted(os.listdir(folder)):
@@ -343,16 +344,16 @@ def _crc32(path: str) -> int:
 
 
 def check(folder: str, contents: bool = True, name: str | None = None) -> None:
-    """Raises unless every part of a checkpoint is there as it was written; nothing of it is used for this.
+    """Raises unless every part of a checkpoint is as written; uses none of the content.
 
     Args:
-        folder: of the checkpoint.
-        contents: compare checksums, which reads every byte; else sizes alone.
-        name: of the checkpoint for errors, where that is not the folder's.
+        folder: The checkpoint's folder.
+        contents: Whether to compare checksums, which reads every byte, or only sizes.
+        name: The checkpoint's name for errors, if it is not the folder's.
 
     Raises:
-        DamagedCheckpointError: a part is not.
-        ConfigError: a newer raytf wrote the checkpoint.
+        DamagedCheckpointError: A part is missing or differs.
+        ConfigError: A newer raytf wrote the checkpoint.
     """
     name = name or _name(folder)
     if not os.path.isdir(folder):
@@ -370,7 +371,7 @@ def check(folder: str, contents: bool = True, name: str | None = None) -> None:
 
 
 def _parts(manifest: dict, name: str) -> dict[str, dict[str, int]]:
-    """{"bytes", "crc32"} of each part that a manifest names."""
+    """Returns {"bytes", "crc32"} of each part in a manifest."""
     check_version(manifest.get("version"), name)
     files, model = manifest.get("files"), _joined(manifest, name) or [MODEL]
     if type(files) is not dict or not {*model, STATE, SEEDS} <= files.keys():
@@ -383,31 +384,31 @@ def _parts(manifest: dict, name: str) -> dict[str, dict[str, int]]:
 
 
 def _joined(manifest: dict, name: str) -> list[str]:
-    """The parts that are `model.keras`, in order; [] where it is one file."""
+    """Returns the parts that form `model.keras`, in order; [] if it is one file."""
     joined = manifest.get("joined", {})
-    found = joined.get(MODEL, []) if type(joined) is dict else None
-    if type(found) is not list or any(type(part) is not str for part in found):
+    parts = joined.get(MODEL, []) if type(joined) is dict else None
+    if type(parts) is not list or any(type(part) is not str for part in parts):
         raise damaged(name, f"{MANIFEST} does not name the parts of {MODEL}")
-    return found
+    return parts
 
 
 @contextlib.contextmanager
 def whole(folder: str) -> Iterator[str]:
-    """A folder with the files of a checkpoint in which `model.keras` is one file: this one, or one for the moment.
+    """Yields a folder with the checkpoint's files and `model.keras` as one file: this folder, or a temporary one.
 
     Args:
-        folder: of a checkpoint that was checked.
+        folder: Folder of a checkpoint that was checked.
 
     Raises:
-        DamagedCheckpointError: parts of its model are missing.
+        DamagedCheckpointError: Parts of its model are missing.
     """
     path = os.path.join(folder, MANIFEST)
-    found = read_json(folder, MANIFEST) if os.path.isfile(path) else {}
-    parts = _joined(found, _name(folder))
+    manifest = read_json(folder, MANIFEST) if os.path.isfile(path) else {}
+    parts = _joined(manifest, _name(folder))
     if not parts:
         yield folder
         return
-    _parts(found, _name(folder))
+    _parts(manifest, _name(folder))
     files = [name for name in parts if os.path.isfile(os.path.join(folder, name))]
     with scratch.folder(sum(os.path.getsize(os.path.join(folder, name)) for name in files)) as made:
         target = os.path.join(made, _name(folder))
@@ -418,13 +419,13 @@ def whole(folder: str) -> Iterator[str]:
         with open(os.path.join(target, MODEL), "xb") as file:
             for part in parts:
                 _check_regular(os.path.join(folder, part), part, _name(folder))
-                with open(os.path.join(folder, part), "rb") as one:
-                    shutil.copyfileobj(one, file, _CHUNK_BYTES)
+                with open(os.path.join(folder, part), "rb") as part_file:
+                    shutil.copyfileobj(part_file, file, _CHUNK_BYTES)
         yield target
 
 
 def _check_size(part: str, size: int | None, known: dict[str, int], name: str) -> None:
-    """Raises unless a part has the size that it had; None: there is no such file."""
+    """Raises unless a part has the recorded size; a size of None means that the file does not exist."""
     if size is None:
         raise damaged(name, f"{part} is missing")
     if size != known["bytes"]:
@@ -432,7 +433,7 @@ def _check_size(part: str, size: int | None, known: dict[str, int], name: str) -
 
 
 def _check_first_format(folder: str, name: str) -> None:
-    """What can be seen of a checkpoint of format 1, which had no manifest: archives have checksums of their own."""
+    """Checks a checkpoint of format 1, which has no manifest, by the archives' own checksums."""
     if "version" in read_json(folder, STATE, name):
         raise damaged(name, f"{MANIFEST} is missing")
     read_state(folder, name)
@@ -443,18 +444,18 @@ def _check_first_format(folder: str, name: str) -> None:
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()
         except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
-            what = "empty" if not os.path.getsize(path) else f"no archive: {first_line(error)}"
-            raise damaged(name, f"{part} is {what}") from error
+            problem = "empty" if not os.path.getsize(path) else f"no archive: {first_line(error)}"
+            raise damaged(name, f"{part} is {problem}") from error
         if broken is not None:
             raise damaged(name, f"{part} is broken at {broken}")
 
 
 @contextlib.contextmanager
 def arrays(folder: str, part: str):
-    """The arrays of an npz of a checkpoint, by name; objects are refused, and what is packed smaller than it is.
+    """Yields the arrays of a checkpoint's npz by name; refuses objects and compressed members.
 
     Raises:
-        DamagedCheckpointError: it holds something else, also while they are read.
+        DamagedCheckpointError: The file holds something else, also while the arrays are read.
     """
     path, name = os.path.join(folder, part), _name(folder)
     _check_regular(path, part, name)
@@ -462,8 +463,8 @@ def arrays(folder: str, part: str):
         with zipfile.ZipFile(path) as archive:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise ValueError("it is compressed, as raytf never writes it")
-        with np.load(path, allow_pickle=False) as found:
-            yield found
+        with np.load(path, allow_pickle=False) as loaded:
+            yield loaded
     except (zipfile.BadZipFile, EOFError, OSError, ValueError, KeyError, MemoryError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -471,28 +472,28 @@ def arrays(folder: str, part: str):
 
 
 def first_whole(candidates: Iterable, check: Callable[[object], str]):
-    """The first checkpoint that is whole, with a warning that names those that are not.
+    """Returns the first whole checkpoint, and warns with the names of the damaged ones before it.
 
     Args:
         candidates: `ray.train.Checkpoint`s, newest first.
-        check: check(candidate) gives something for a whole one, else raises DamagedCheckpointError.
+        check: Returns a result for a whole candidate, else raises DamagedCheckpointError.
 
     Returns:
-        (the candidate, what `check` gave).
+        (the candidate, the result of `check`).
 
     Raises:
-        DamagedCheckpointError: none is; names all.
+        DamagedCheckpointError: No candidate is whole; names all of them.
     """
     refused = []
     for candidate in candidates:
         try:
-            found = check(candidate)
+            result = check(candidate)
         except (DamagedCheckpointError, FileNotFoundError) as error:
             refused.append(error.received if isinstance(error, ConfigError) else f"{candidate.path} is missing")
             continue
         if refused:
             warnings.warn(taken_instead(refused, posixpath.basename(candidate.path)), stacklevel=3)
-        return candidate, found
+        return candidate, result
     raise DamagedCheckpointError(
         "A run resumes from a checkpoint of which every part is what was written",
         "; ".join(refused),
@@ -501,36 +502,36 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
 
 
 def taken_instead(refused: Iterable[str], name: str) -> str:
-    """Says which checkpoint is taken, and what is wrong with those that would have come first."""
+    """Describes which checkpoint is used, and the damage of those that would have come first."""
     return f"Damaged: {'; '.join(refused)}. Instead {name} is taken"
 
 
 def merged(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:
-    """Checkpoints of the ends of epochs and of steps within them, in the order in which they are to be tried.
+    """Yields epoch-end and mid-epoch checkpoints in the order in which to try them.
 
-    After as many steps that of the epoch comes first, as its validation is behind it.
+    After equally many steps the epoch's checkpoint comes first, as its validation is complete.
 
     Args:
-        epochs: `ray.train.Checkpoint`s, newest first; taken one by one.
-        steps: (steps made in all, `ray.train.Checkpoint`), newest first.
+        epochs: `ray.train.Checkpoint`s, newest first; consumed lazily.
+        steps: (steps made in total, `ray.train.Checkpoint`), newest first.
     """
-    left = list(steps)
+    remaining = list(steps)
     for epoch in epochs:
-        with contextlib.suppress(DamagedCheckpointError):  # it is named when it is tried
+        with contextlib.suppress(DamagedCheckpointError):  # reported when it is tried
             step = read_state_of(epoch).step
-            while left and left[0][0] > step:
-                yield left.pop(0)[1]
+            while remaining and remaining[0][0] > step:
+                yield remaining.pop(0)[1]
         yield epoch
-    yield from (candidate for _, candidate in left)
+    yield from (candidate for _, candidate in remaining)
 
 
 def newest_first(checkpoints: Iterable) -> list:
-    """Checkpoints of one run by the steps that were made before each, each checkpoint once.
+    """Returns the checkpoints of one run by descending step count, without duplicates.
 
-    The time in their names, which Ray gives them, is that of the chief's host, whose clock may be wrong, or put back.
+    Ray puts the time of the chief's host into their names, and that clock may be wrong or set back.
 
     Args:
-        checkpoints: with a `path` and a `filesystem`, as `ray.train.Checkpoint`s.
+        checkpoints: Objects with a `path` and a `filesystem`, such as `ray.train.Checkpoint`s.
     """
 
     def step(one) -> int | None:
@@ -539,23 +540,23 @@ def newest_first(checkpoints: Iterable) -> list:
         except DamagedCheckpointError:
             return None
 
-    found = {one.path.rstrip("/"): one for one in checkpoints}
-    return by_step(found.values(), lambda one: posixpath.basename(one.path.rstrip("/")), step)
+    by_path = {one.path.rstrip("/"): one for one in checkpoints}
+    return by_step(by_path.values(), lambda one: posixpath.basename(one.path.rstrip("/")), step)
 
 
 def by_step(found: Iterable, name: Callable[[Any], str], step: Callable[[Any], int | None]) -> list:
-    """Checkpoints of one run, newest first.
+    """Returns the checkpoints of one run, newest first.
 
     Args:
-        found: whatever stands for them.
-        name: name(one) of its folder, by which those of one step are ordered.
-        step: step(one), made in all before it; one that tells None stands just before the next older one by name.
+        found: Objects that represent the checkpoints.
+        name: Returns the folder's name of one, which orders those of one step.
+        step: Returns the steps made before one; None places it just before the next older one by name.
     """
     placed, last = [], -1
-    for one in sorted(found, key=name):
-        known = step(one)
+    for checkpoint in sorted(found, key=name):
+        known = step(checkpoint)
         last = last if known is None else known
-        placed.append((last, one))
+        placed.append((last, checkpoint))
     placed.reverse()
     placed.sort(key=lambda pair: -pair[0])
-    return [one for _, one in placed]
+    return [checkpoint for _, checkpoint in placed]

@@ -1,6 +1,6 @@
-"""Notes in a run's folder of writers whose worker has gone, and that still finish: a run that goes on waits for them.
+"""Notes in a run's folder of writers that still write after their worker has gone; a resumed run waits for them.
 
-Those of the same host are seen without one, see `snapshots.wait_for_writers`.
+Writers of the same host are found without notes, see `snapshots.wait_for_writers`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LOOKS_INTERVAL = 0.2
 
 
 class Note:
-    """That of one writer.
+    """The note of one writer.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: of the run there.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        folder: The run's folder there.
     """
 
     def __init__(self, filesystem, folder: str):
@@ -34,7 +34,7 @@ class Note:
         self._is_over = self._is_there = False
 
     def write(self, size: int = 0) -> None:
-        """Says that it finishes so many bytes; where the storage takes no note, it takes no checkpoint either."""
+        """Notes that the writer finishes `size` bytes; a storage that refuses the note refuses the checkpoint, too."""
         with self._lock, contextlib.suppress(OSError):
             if not self._is_over:
                 with self._filesystem.open_output_stream(self._path) as file:
@@ -44,7 +44,7 @@ class Note:
                 self._is_there = True
 
     def remove(self) -> None:
-        """Says that it has finished; no note comes after this."""
+        """Removes the note when the writer has finished; no note is written after this."""
         if self._lock.acquire(timeout=timeouts.get().note_removal):
             self._is_over = True
             if self._is_there:
@@ -54,27 +54,27 @@ class Note:
 
 
 def wait(filesystem, folder: str, seconds: float) -> bool:
-    """Waits until nobody finishes any more, and says whether all did.
+    """Waits until no writer has a note. Returns whether all have finished.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: of the run there.
-        seconds: at most so long. Notes that are there all the time are of hosts that have gone, and removed, where this
-            is longer than a writer lives alone.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        folder: The run's folder there.
+        seconds: Timeout. Notes that exist during all of it are removed: if it is longer than a writer lives alone,
+            their hosts have gone.
     """
-    until = time.monotonic() + seconds
-    first = found = _notes(filesystem, folder)
-    while found and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    first = notes = _notes(filesystem, folder)
+    while notes and time.monotonic() < deadline:
         time.sleep(_LOOKS_INTERVAL)
-        found = _notes(filesystem, folder)
-    for path in first & found:
+        notes = _notes(filesystem, folder)
+    for path in first & notes:
         with contextlib.suppress(FileNotFoundError):
             filesystem.delete_file(path)
-    return not found
+    return not notes
 
 
 def seconds_more(filesystem, folder: str) -> float:
-    """How much longer than others those may take that write much, as their notes say, which may be anybody's."""
+    """Returns the extra seconds for writers of many bytes, from their notes, which anybody may have written."""
     sizes = [0]
     for path in _notes(filesystem, folder):
         with contextlib.suppress(FileNotFoundError, ValueError), filesystem.open_input_stream(path) as file:

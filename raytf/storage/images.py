@@ -1,4 +1,4 @@
-"""Files of which only arrays change: they are laid out once, and then these are copied into them."""
+"""Files in which only arrays change: laid out once, then the arrays are copied in."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 class Image:
-    """A file in which only arrays change, at fixed places, without these: what is between them lies in each buffer.
+    """Layout of a file in which only arrays change, at fixed offsets; the bytes between them stay in each buffer.
 
     Args:
-        size: bytes of the file.
-        texts: (offset, bytes) of what is in no place, in order.
-        places: where each array lies, as (offset, bytes).
+        size: Bytes of the file.
+        texts: (offset, bytes) of the constant content, in order.
+        places: (offset, bytes) of each array.
     """
 
     def __init__(self, size: int, texts: Sequence[tuple[int, bytes]], places: Sequence[tuple[int, int]]):
@@ -22,41 +22,41 @@ class Image:
 
     @classmethod
     def of(cls, content: bytes, places: Sequence[tuple[int, int]]) -> Image:
-        """That of a file as it was written once.
+        """Returns the image of a file from its content.
 
         Args:
-            content: of the file.
-            places: where arrays lie, as (offset, bytes).
+            content: The file's content.
+            places: (offset, bytes) of the arrays.
         """
-        texts, at = [], 0
-        for begin, size in sorted(place for place in places if place[1]):
-            texts += [(at, content[at:begin])] if begin > at else []
-            at = begin + size
-        return cls(len(content), [*texts, *([(at, content[at:])] if at < len(content) else [])], places)
+        texts, offset = [], 0
+        for begin, size in sorted(region for region in places if region[1]):
+            texts += [(offset, content[offset:begin])] if begin > offset else []
+            offset = begin + size
+        return cls(len(content), [*texts, *([(offset, content[offset:])] if offset < len(content) else [])], places)
 
     def pieces(self, values: Sequence[np.ndarray]) -> list:
-        """The file with these arrays, as pieces of memory one after the other; arrays that are contiguous by reference.
+        """Returns the file with these arrays as consecutive pieces of memory; contiguous arrays by reference.
 
         Args:
-            values: one for each place.
+            values: One array for each place.
         """
-        arrays = [(at, flat(value)) for (at, size), value in zip(self.places, values, strict=True) if size]
+        arrays = [(offset, flat(value)) for (offset, size), value in zip(self.places, values, strict=True) if size]
         return [piece for _, piece in sorted([*self.texts, *arrays], key=lambda piece: piece[0])]
 
 
 def flat(value: np.ndarray) -> np.ndarray:
-    """The bytes of an array; of its own memory where that is contiguous."""
+    """Returns the bytes of an array; a view of its memory if it is contiguous."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """A zip file of members that are not packed.
+    """A zip file of uncompressed members.
 
     Args:
         members: (name, content) in order; content is bytes, or the `image`.
-        image: the member whose arrays are `values`.
-        values: an array for each of the image's places, of as many bytes.
+        image: The member whose arrays are `values`.
+        values: An array for each of the image's places, with as many bytes.
     """
 
     members: Sequence[tuple[str, bytes | Image]]
@@ -66,11 +66,11 @@ class Archive:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A file that is an image with its values, as a range of another one is.
+    """A file that is one image with its values, such as a range of another image.
 
     Args:
-        image: all of the file.
-        values: an array for each of the image's places, of as many bytes.
+        image: The whole file.
+        values: An array for each of the image's places, with as many bytes.
     """
 
     image: Image

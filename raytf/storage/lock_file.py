@@ -1,4 +1,4 @@
-"""A lock's file on a mounted file system, where creating it is exclusive, and on an object store, where it is not."""
+"""The lock file on a mounted file system, with exclusive creation, and on an object store, without it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 from raytf import timeouts
 from raytf.storage import stored_json
 
-# What two drivers that write at the same moment to an object store may differ by, and some more.
+# Seconds by which the writes of two concurrent drivers to an object store may differ, with a margin.
 SETTLE_INTERVAL = 1.0
 
 
 class MountedFile:
-    """A lock file on a file system that is mounted here."""
+    """A lock file on a mounted file system."""
 
     def __init__(self, filesystem, path: str, own: str):
         self._path, self._own, self._fd = path, own, None
 
     def create(self, text: str) -> bool:
-        """Whether the file is ours now; False where there is one."""
+        """Creates the file. Returns False if it exists."""
         try:
             self._fd = _exclusive(self._path)
         except FileExistsError:
@@ -28,14 +28,14 @@ class MountedFile:
         return True
 
     def replace(self, text: str, seen: str | None) -> bool:
-        """Puts ours in the place of a dead owner's; False where another was faster."""
+        """Replaces a dead owner's file; returns False if another driver was faster."""
         taking = f"{self._path}.taking"
         try:
             os.close(_exclusive(taking))
         except FileExistsError:
             if self._since(taking) <= timeouts.get().lock_taking:
                 return False
-            os.unlink(taking)  # its writer died within a few lines of here
+            os.unlink(taking)  # its writer died within the next few lines
             os.close(_exclusive(taking))
         try:
             if self.read() != seen:
@@ -49,10 +49,10 @@ class MountedFile:
             os.unlink(taking)
 
     def settle(self) -> None:
-        """Nothing to wait for: creation is exclusive."""
+        """Returns at once: creation is exclusive."""
 
     def read(self) -> str | None:
-        """The text, or None where there is no file."""
+        """Returns the text, or None if there is no file."""
         try:
             with open(self._path, "rb") as file:
                 return _text(file.read())
@@ -60,7 +60,7 @@ class MountedFile:
             return None
 
     def age(self) -> float | None:
-        """Seconds since the last heartbeat, by the clock of the file system."""
+        """Returns the seconds since the last heartbeat, by the clock of the file system."""
         try:
             return self._since(self._path)
         except FileNotFoundError:
@@ -75,12 +75,12 @@ class MountedFile:
             os.unlink(probe)
 
     def beat(self, text: str) -> bool:
-        """Whether the file is still ours; then it is younger now. What was replaced is not written to."""
+        """Refreshes the file's time if it still belongs to this driver. Returns whether it does."""
         try:
-            there, mine = os.stat(self._path), os.fstat(self._fd)
+            stored, own = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             return False
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+        if (stored.st_dev, stored.st_ino) != (own.st_dev, own.st_ino):
             return False
         self._write(text)
         return True
@@ -118,7 +118,7 @@ class StoredFile:
         return True
 
     def settle(self) -> None:
-        """Waits until whoever wrote at the same moment has written."""
+        """Waits until a driver that wrote at the same moment has written."""
         time.sleep(max(0.0, self._written + SETTLE_INTERVAL - time.monotonic()))
 
     def read(self) -> str | None:
@@ -131,11 +131,11 @@ class StoredFile:
     def age(self) -> float | None:
         probe = f"{self._path}.{self._own}.now"
         self._write(probe, "")
-        now, then = self._filesystem.get_file_info([probe, self._path])
+        probed, locked = self._filesystem.get_file_info([probe, self._path])
         self._filesystem.delete_file(probe)
-        if now.mtime is None or then.mtime is None:
+        if probed.mtime is None or locked.mtime is None:
             return None
-        return (now.mtime_ns - then.mtime_ns) / 1e9
+        return (probed.mtime_ns - locked.mtime_ns) / 1e9
 
     def beat(self, text: str) -> bool:
         if look(self)[1].get("id") != self._own:
@@ -153,11 +153,11 @@ class StoredFile:
         self._filesystem.delete_file(self._path)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def _text(content: bytes) -> str:
-    """Whatever the bytes are: two that differ are two texts, and what is no UTF-8 names nobody."""
+    """Decodes any bytes without loss: different bytes give different texts, and invalid UTF-8 names no owner."""
     return content.decode(errors="surrogateescape")
 
 
@@ -166,7 +166,7 @@ def _exclusive(path: str) -> int:
 
 
 def look(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
-    """The lock's text and its owner; one that names nobody is read again for a moment, as it may be half written."""
+    """Returns the lock's text and its owner; retries briefly if none is named, as the file may be half written."""
     end = time.monotonic() + SETTLE_INTERVAL
     while True:
         text = file.read()
@@ -177,7 +177,7 @@ def look(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
 
 
 def _owner_in(text: str | None) -> dict:
-    """The owner that a lock's text names; {} where it names none, as one that was just created."""
+    """Returns the owner named in a lock's text; {} if it names none, such as just after creation."""
     try:
         return stored_json.parsed((text or "{}").encode(errors="surrogateescape"))
     except stored_json.UnreadableError:

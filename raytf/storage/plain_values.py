@@ -1,4 +1,4 @@
-"""Plain values as JSON and arrays, and back with the same types, so that nothing need be unpickled."""
+"""Converts plain values to JSON and arrays, and back with the same types, without pickle."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# The key of an object that stands for what JSON does not have.
+# The key of an object that represents a type without JSON equivalent.
 _TAG = "$"
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
-# NumPy's types of a fixed size, and those that Keras brings, which NumPy's own files do not name.
+# NumPy's types of a fixed size, and Keras's additional types, which NumPy's own files do not name.
 _NUMPY = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8(\[\w+\])?|\?)")
 _BROUGHT = re.compile(r"bfloat16|float8_\w+|u?int[124]")
 
 
 def encode(value, arrays: list | None = None):
-    """A value as what `json.dumps` writes.
+    """Converts a value for `json.dumps`.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, NumPy scalars, and list, tuple, set, frozenset, deque and
-            dict of these; NumPy arrays where there is a list to put them into.
-        arrays: takes the arrays, or None.
+        value: None, bool, a number, text, bytes, or a NumPy scalar; also list, tuple, set, frozenset, deque and dict of
+            these. NumPy arrays are allowed if `arrays` is a list.
+        arrays: Receives the arrays, or None.
 
     Raises:
-        TypeError: anything else, named by its place.
+        TypeError: The value holds another type; the message names its location.
     """
     try:
         return _encode(value, arrays, "the value")
@@ -51,7 +51,7 @@ def _encode(value, arrays, where: str):
         return {_TAG: "dict", "items": pairs}
     if kind in _SEQUENCES.values():
         items = [_encode(v, arrays, f"an item of {where}") for v in value]
-        # the order of a set is another in each process
+        # the iteration order of a set differs between processes
         return {_TAG: kind.__name__, "items": items if kind is tuple else sorted(items, key=json.dumps)}
     if kind is collections.deque:
         return {
@@ -72,18 +72,18 @@ def _encode(value, arrays, where: str):
 
 
 def _name(dtype: np.dtype) -> str | None:
-    """How a dtype is written, or None for one that is not a plain value."""
+    """Returns the text form of a dtype, or None if it is not a plain one."""
     if (_BROUGHT.fullmatch(dtype.name) and dtype.kind in "Vf") or dtype.name in ("int2", "int4", "uint2", "uint4"):
         return dtype.name
     return dtype.str if _NUMPY.fullmatch(dtype.str) else None
 
 
 def decode(value, arrays: Mapping[str, np.ndarray] | None = None):
-    """What `encode` was given.
+    """Converts a value back to what `encode` received.
 
     Args:
-        value: what `json.loads` read.
-        arrays: by the text of their number, such as an opened npz.
+        value: Output of `json.loads`.
+        arrays: Arrays by the text of their index, such as an open npz.
 
     Raises:
         ValueError: `encode` never wrote this.
@@ -131,7 +131,7 @@ def _dtype(name) -> np.dtype:
 
 
 def digest(value) -> str | None:
-    """A short text that is another where the value is another; None for what is not plain."""
+    """Returns a short text that differs if the value differs; None if the value is not plain."""
     arrays: list[np.ndarray] = []
     try:
         text = json.dumps(encode(value, arrays))

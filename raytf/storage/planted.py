@@ -1,6 +1,6 @@
-"""Errors that a test plants in the writing of checkpoints, see `raytf.testing.FailWrite`; nothing else plants any.
+"""Errors that a test injects into checkpoint writes, see `raytf.testing.FailWrite`; nothing else injects any.
 
-They are kept in this process alone, and go with the next checkpoint to the process that writes it.
+They stay in this process, until the next checkpoint carries them to the writer process.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ _numbers: list[int] = []
 
 
 def plant(number: int, times: int) -> None:
-    """Has the next tries to write a checkpoint fail.
+    """Makes the next attempts to write a checkpoint fail.
 
     Args:
-        number: of the OSError.
-        times: how many tries, at least 1.
+        number: The errno of the OSError.
+        times: Number of attempts that fail, at least 1.
     """
     _numbers.extend([number] * times)
 
 
 def taken() -> list[int]:
-    """The numbers that are planted, one a try, which from now on are no longer."""
-    found = list(_numbers)
+    """Returns and clears the injected errnos, one for each attempt."""
+    numbers = list(_numbers)
     _numbers.clear()
-    return found
+    return numbers

@@ -1,7 +1,7 @@
-"""How a process that writes beside a training shares processors: it goes last, unless the training waits for it.
+"""Processor shares of a process that runs next to a training: lowest priority, unless the training waits for it.
 
-Linux may leave a process of low niceness without a processor for many seconds where others compute, though it needs
-one for a millisecond. That is right as long as nobody waits for what it does.
+Linux may leave a process of low priority without a processor for many seconds while others compute. It may need one for
+only 1 ms. That is right as long as no thread waits for its work.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import contextlib
 import os
 import threading
 
-# Training goes first on a processor that both want.
+# Training has priority on a contended processor.
 _NICE = 10
 _NICEST = 19
 
 
 def go_last() -> int:
-    """Gives this process, which has a session of its own, what is left of the processors.
+    """Lowers the priority of this process, which has its own session, to the lowest.
 
-    Its niceness is raised only where this user may lower it again: else `share_alike` could not.
+    Raises its niceness only if this user may lower it again, as `share_alike` must do.
 
     Returns:
-        Its niceness from now on, for `go_last_again`.
+        The new niceness, for `go_last_again`.
     """
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     if _may_be_taken_back():
@@ -31,40 +31,40 @@ def go_last() -> int:
 
 
 def go_last_again(pid: int, niceness: int) -> None:
-    """Has a process go last once more, after `share_alike`.
+    """Lowers the priority of a process again, after `share_alike`.
 
     Args:
-        pid: of a process of this host.
-        niceness: what `go_last` gave there.
+        pid: Id of a process on this host.
+        niceness: Result of `go_last` in that process.
     """
-    # of this policy it does not take the processor from the thread that has just woken it, either
+    # under this policy it does not preempt the thread that has just woken it, either
     _set(pid, os.SCHED_BATCH, niceness, _NICE)
 
 
 def share_alike(pid: int) -> None:
-    """Has a process that went last share processors with all others, as far as this user may say so.
+    """Restores normal priority of a process, as far as this user may.
 
     Args:
-        pid: of a process of this host.
+        pid: Id of a process on this host.
     """
     _set(pid, os.SCHED_OTHER, 0, 0)
 
 
 def _may_be_taken_back() -> bool:
-    """Whether niceness can be lowered; tried in a thread, as Linux has one for each."""
-    found = []
+    """Whether niceness can be lowered; tested in a thread, as Linux keeps niceness per thread."""
+    successes = []
 
     def try_it() -> None:
-        before = os.getpriority(os.PRIO_PROCESS, 0)
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, before + 1)
-            os.setpriority(os.PRIO_PROCESS, 0, min(before, _NICEST - 1))
-            found.append(True)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness + 1)
+            os.setpriority(os.PRIO_PROCESS, 0, min(niceness, _NICEST - 1))
+            successes.append(True)
 
     thread = threading.Thread(target=try_it)
     thread.start()
     thread.join()
-    return bool(found)
+    return bool(successes)
 
 
 def _set(pid: int, policy: int, niceness: int, group: int) -> None:
@@ -77,6 +77,6 @@ def _set(pid: int, policy: int, niceness: int, group: int) -> None:
             os.sched_setscheduler(thread, policy, os.sched_param(0))
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
-    # where Linux shares the processors among sessions first, niceness counts within one of them alone
+    # if Linux first divides the processors among sessions, niceness counts only within a session
     with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as weight:
         weight.write(str(group))

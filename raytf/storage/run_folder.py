@@ -1,7 +1,7 @@
-"""The folder of a run on its storage: its name, where its run stands, and how it is put aside. Driver side.
+"""A run's folder on its storage: its name, the run's progress, and archiving. Driver side.
 
-Ray Train goes on from what its `checkpoint_manager_snapshot.json` lists; beside each checkpoint lies raytf's own
-`state.json`. Both are read where they are: no checkpoint is downloaded for them.
+Ray Train resumes from the checkpoints that its `checkpoint_manager_snapshot.json` lists. Each checkpoint also holds
+raytf's own `state.json`. Both are read in place, without a download of the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from raytf.storage.run_lock import LOCK
 
 logger = logs.get_logger(__name__)
 
-# Ray Train names every RunConfig that has no name by the second in which it is made.
+# Ray Train names every unnamed RunConfig by the second of its creation.
 _RAYS_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
-# How Ray Train names the folders of checkpoints, unless a train loop names them otherwise.
+# Ray Train's names of checkpoint folders, unless a train loop names them otherwise.
 _RAYS_CHECKPOINT = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 
 def new_name(kind: str) -> str:
-    """A name that no other run has, with the time in it for its reader."""
+    """Returns a unique run name that contains the time."""
     return f"{kind}_{_now()}_{secrets.token_hex(3)}"
 
 
 def is_unnamed(run_config) -> bool:
-    """Whether a RunConfig was given no name."""
+    """Whether a RunConfig was created without a name."""
     return not run_config.name or _RAYS_NAME.fullmatch(run_config.name) is not None
 
 
 def named(run_config, kind: str):
-    """The RunConfig with a name; one without gets a new one each time, and is itself left as it is."""
+    """Returns the RunConfig with a name; copies one without a name and creates a new name each time."""
     return dataclasses.replace(run_config, name=new_name(kind)) if is_unnamed(run_config) else run_config
 
 
 def located(run_config):
-    """Returns the RunConfig with its storage path from the root, as Ray wants it; a URI stays as it is."""
+    """Returns the RunConfig with an absolute storage path, as Ray requires; keeps a URI."""
     path = run_config.storage_path
     if path is None or run_config.storage_filesystem is not None or "://" in os.fspath(path):
         return run_config
@@ -68,24 +68,24 @@ def located(run_config):
 
 
 def where(run_config) -> str:
-    """Returns the folder of a RunConfig that has a name, as its user would write it: a path or a URI."""
+    """Returns the folder of a named RunConfig in the user's notation: a path or a URI."""
     storage = os.fspath(run_config.storage_path)
     return f"{storage.rstrip('/')}/{run_config.name}" if "://" in storage else RunFolder.of(run_config).path
 
 
 @dataclasses.dataclass(frozen=True)
 class LastCheckpoint:
-    """Where the run of a folder stands: what the `state.json` of its last checkpoint says.
+    """Progress of a run, from the `state.json` of its last checkpoint.
 
     Args:
-        epoch: epochs that are complete.
-        step: steps that are made in all.
-        epoch_step: of these, those of an epoch that is not complete.
-        stopped: whether a callback ended the run.
-        identity: what the run was, see `same_run.py`; {} where that is not known.
-        order: within an epoch, what says which rows its steps have, see `Feed.order`.
-        relisted: (checkpoints, what is wrong with the list) where Ray's list is to be made anew, see `relist`.
-        name: of the checkpoint's folder.
+        epoch: Completed epochs.
+        step: Steps made in total.
+        epoch_step: Completed steps of the unfinished epoch.
+        stopped: Whether a callback ended the run.
+        identity: The run's identity, see `same_run.py`; {} if unknown.
+        order: Mid-epoch, values that determine the rows of its steps, see `Feed.order`.
+        relisted: (checkpoints, error in the list) if Ray's list must be rewritten, see `relist`.
+        name: Name of the checkpoint's folder.
     """
 
     epoch: int
@@ -103,9 +103,9 @@ class RunFolder:
     """The folder of a run.
 
     Args:
-        filesystem: of the storage.
-        path: of the folder there.
-        name: of the run.
+        filesystem: File system of the storage.
+        path: Path of the folder there.
+        name: Name of the run.
     """
 
     filesystem: pyarrow.fs.FileSystem
@@ -114,10 +114,10 @@ class RunFolder:
 
     @staticmethod
     def of(run_config) -> RunFolder:
-        """The folder of a RunConfig of Ray Train or Tune, which has a name.
+        """Returns the folder of a named RunConfig of Ray Train or Tune.
 
         Raises:
-            ConfigError: there is no such file system.
+            ConfigError: The file system does not exist.
         """
         try:
             filesystem, path = get_fs_and_path(run_config.storage_path, run_config.storage_filesystem)
@@ -130,36 +130,36 @@ class RunFolder:
         return RunFolder(filesystem, posixpath.join(path, run_config.name), run_config.name)
 
     def last(self, finished: Callable[[LastCheckpoint], bool] = lambda last: False) -> LastCheckpoint | None:
-        """Where the run stands, by the newest checkpoint that is whole; None without one.
+        """Returns the run's progress from its newest whole checkpoint; None without one.
 
-        Whole by sizes; of a run that is finished, from which no worker goes on, every byte is compared.
+        Compares sizes. For a finished run, which no worker resumes, it compares every byte.
 
         Args:
-            finished: whether a run that stands there has nothing left to do.
+            finished: Returns whether a run at this checkpoint is complete.
 
         Raises:
-            DamagedCheckpointError: there are checkpoints that were finished, and none is a whole one of raytf's.
-            ConfigError: a newer raytf wrote one of them.
+            DamagedCheckpointError: There are finished checkpoints, but no whole one of raytf's.
+            ConfigError: A newer raytf wrote one of them.
         """
         steps = [name for _, name in step_folders.listed(self.filesystem, self.path)]
-        within, refused = self._first_whole(steps, finished)
+        mid_epoch, refused = self._first_whole(steps, finished)
         try:
-            last, others = self._last_of_epochs(finished)
+            last, epoch_errors = self._last_of_epochs(finished)
         except DamagedCheckpointError as error:
-            if within is None:
+            if mid_epoch is None:
                 raise
-            last, others = None, [str(error.received)]
-        taken = last
-        if within is not None and (last is None or last.step < within.step):
-            taken = dataclasses.replace(within, relisted=last.relisted if last else None)
-        damaged = refused + others
-        if taken is not None and damaged:
-            warnings.warn(f"{self.name}: {checkpoint_files.taken_instead(damaged, taken.name)}", stacklevel=3)
+            last, epoch_errors = None, [str(error.received)]
+        chosen = last
+        if mid_epoch is not None and (last is None or last.step < mid_epoch.step):
+            chosen = dataclasses.replace(mid_epoch, relisted=last.relisted if last else None)
+        damaged = refused + epoch_errors
+        if chosen is not None and damaged:
+            warnings.warn(f"{self.name}: {checkpoint_files.taken_instead(damaged, chosen.name)}", stacklevel=3)
         elif refused:
             raise self._none_whole(f"none is whole: {'; '.join(damaged)}")
         elif damaged:
             logger.warning(f"{self.name}: none of its checkpoints is whole ({'; '.join(damaged)}); starts from scratch")
-        return taken
+        return chosen
 
     def _none_whole(self, why: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
@@ -171,74 +171,76 @@ class RunFolder:
     def _first_whole(
         self, names: Sequence[str], finished: Callable[[LastCheckpoint], bool]
     ) -> tuple[LastCheckpoint | None, list[str]]:
-        """Where the run stood at the first checkpoint that is whole, and what is wrong with those before it."""
+        """Returns the progress at the first whole checkpoint, and the damage of those before it."""
         refused: list[str] = []
         for name in names:
             try:
-                found = self._look(name, finished)
+                progress = self._look(name, finished)
             except DamagedCheckpointError as error:
                 refused.append(str(error.received))
                 continue
-            return found, refused
+            return progress, refused
         return None, refused
 
     def _last_of_epochs(self, finished: Callable[[LastCheckpoint], bool]) -> tuple[LastCheckpoint | None, list[str]]:
-        """Where the run stood at the newest whole checkpoint of an epoch's end, and what is wrong with newer ones."""
-        wrong, names, unlisted = "", [], []
+        """Returns the progress at the newest whole epoch-end checkpoint, and the damage of newer ones."""
+        list_error, names, unlisted = "", [], []
         try:
             names = [entry.checkpoint_dir_name for entry in self._by_age(self._listed())]
             unlisted = self._unlisted(names)
             names = unlisted + names
         except stored_json.UnreadableError as error:
-            wrong, listed = str(error), not error.missing
+            list_error, listed = str(error), not error.missing
             names = self._stored()
             if not names and not listed:
                 return None, []
-        found, refused = self._first_whole(names, finished)
-        if found is not None:
-            if wrong or refused or unlisted:
-                found = dataclasses.replace(found, relisted=(tuple(names[len(refused) :]), wrong))
-            return found, refused
-        if wrong and not listed:  # of a run that ended before its first checkpoint was whole
+        progress, refused = self._first_whole(names, finished)
+        if progress is not None:
+            if list_error or refused or unlisted:
+                progress = dataclasses.replace(progress, relisted=(tuple(names[len(refused) :]), list_error))
+            return progress, refused
+        if list_error and not listed:  # of a run that ended before its first checkpoint was whole
             return None, refused
-        if names or wrong:
-            where = f"none is whole: {'; '.join(refused)}" if names else "there is none"
-            wrong = f", and {CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which lists them, {wrong}" if wrong else ""
-            raise self._none_whole(f"{where}{wrong}")
+        if names or list_error:
+            problem = f"none is whole: {'; '.join(refused)}" if names else "there is none"
+            list_error = (
+                f", and {CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which lists them, {list_error}" if list_error else ""
+            )
+            raise self._none_whole(f"{problem}{list_error}")
         return None, []
 
     def relist(self, last: LastCheckpoint, config: CheckpointConfig) -> None:
-        """Writes Ray's list of the checkpoints anew where it cannot be used, or lists newer ones that are damaged.
+        """Rewrites Ray's list of the checkpoints if it is unusable, or lists newer ones that are damaged.
 
         Args:
-            last: what `last` found.
-            config: the run's; says in which order Ray keeps them.
+            last: Result of `last`.
+            config: The run's config; determines the order in which Ray keeps checkpoints.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: The list cannot be written.
         """
         if last.relisted is None:
             return
-        names, wrong = last.relisted
+        names, list_error = last.relisted
         known = {}
-        if not wrong:
+        if not list_error:
             known = {entry.checkpoint_dir_name: entry.metrics for entry in self._listed().checkpoint_results}
-        found = []
+        entries = []
         for name in reversed(names):
             try:
                 state = checkpoint_files.look(self.filesystem, f"{self.path}/{name}")
             except DamagedCheckpointError:
                 continue
-            found.append(TrainingResultState(checkpoint_dir_name=name, metrics=known.get(name) or state.reported))
-        order = {entry.checkpoint_dir_name: i for i, entry in enumerate(found)}
-        kept = sorted(found, key=lambda entry: _score(entry.metrics, config))
+            entries.append(TrainingResultState(checkpoint_dir_name=name, metrics=known.get(name) or state.reported))
+        order = {entry.checkpoint_dir_name: i for i, entry in enumerate(entries)}
+        kept = sorted(entries, key=lambda entry: _score(entry.metrics, config))
         snapshot = CheckpointManagerState(
             checkpoint_results=kept,
             checkpoint_report_indices=[order[entry.checkpoint_dir_name] for entry in kept],
-            latest_checkpoint_result=found[-1],
+            latest_checkpoint_result=entries[-1],
             pending_training_results=[],
             pending_validation_specs=[],
-            current_report_index=len(found),
+            current_report_index=len(entries),
             validated_checkpoint_dir_names=[],
             timed_out_validation_checkpoint_dir_names=[],
             failed_validation_checkpoint_dir_names=[],
@@ -252,16 +254,16 @@ class RunFolder:
                 f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {in_a_line(error)}",
                 "Move what is there away, or use resume=False to start from scratch",
             ) from error
-        file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {wrong}," if wrong else "")
-        logger.warning(f"{self.name}: {file} now lists its {len(found)} whole checkpoint(s)")
+        file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {list_error}," if list_error else "")
+        logger.warning(f"{self.name}: {file} now lists its {len(entries)} whole checkpoint(s)")
 
     def check_list(self) -> None:
-        """Raises ConfigError where Ray's list of the checkpoints is there and cannot be used, or has been lost."""
+        """Raises ConfigError if Ray's list of the checkpoints is unusable or lost."""
         try:
             self._listed()
         except stored_json.UnreadableError as error:
             if error.missing and sum(map(bool, map(_RAYS_CHECKPOINT.match, self._stored()))) < 2:
-                return  # a run may end within its first checkpoint
+                return  # a run may end during its first checkpoint
             raise ConfigError(
                 "A run resumes from the checkpoints that Ray Train lists in its folder",
                 f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which {error}",
@@ -269,60 +271,60 @@ class RunFolder:
             ) from error
 
     def _listed(self) -> CheckpointManagerState:
-        """Ray's list, as far as Ray itself takes it.
+        """Returns Ray's list, if Ray itself would accept it.
 
         Raises:
-            UnreadableError: it does not.
+            UnreadableError: Ray would not.
         """
-        found = stored_json.fetched(self.filesystem, f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
+        content = stored_json.fetched(self.filesystem, f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
         try:
-            listed = CheckpointManagerState.model_validate(found)
+            listed = CheckpointManagerState.model_validate(content)
         except (ValueError, TypeError, RecursionError) as error:  # of pydantic
             raise stored_json.UnreadableError("is no list of this version of Ray") from error
         results, latest = listed.checkpoint_results, listed.latest_checkpoint_result
         names = [entry.checkpoint_dir_name for entry in results]
-        others = [*listed.pending_training_results, *([latest] if latest else [])]
-        named = {entry.checkpoint_dir_name for entry in others}
-        if len(names) != len(listed.checkpoint_report_indices) or not named <= set(names):
+        referenced = [*listed.pending_training_results, *([latest] if latest else [])]
+        referenced_names = {entry.checkpoint_dir_name for entry in referenced}
+        if len(names) != len(listed.checkpoint_report_indices) or not referenced_names <= set(names):
             raise stored_json.UnreadableError("contradicts itself")
         if any(name != posixpath.basename(name) or name in ("", ".", "..") for name in names):
             raise stored_json.UnreadableError("names folders elsewhere")
         infos = self.filesystem.get_file_info([f"{self.path}/{name}" for name in names])
-        if gone := [name for name, info in zip(names, infos, strict=True) if info.type != FileType.Directory]:
-            raise stored_json.UnreadableError(f"lists {gone[0]!r}, which is missing")
+        if missing := [name for name, info in zip(names, infos, strict=True) if info.type != FileType.Directory]:
+            raise stored_json.UnreadableError(f"lists {missing[0]!r}, which is missing")
         return listed
 
     @staticmethod
     def _by_age(listed: CheckpointManagerState) -> list[TrainingResultState]:
-        """What is listed, newest first."""
+        """Returns the listed checkpoints, newest first."""
         pairs = zip(listed.checkpoint_report_indices, listed.checkpoint_results, strict=True)
         return [entry for _, entry in sorted(pairs, key=lambda pair: pair[0], reverse=True)]
 
     def _unlisted(self, listed: Sequence[str]) -> list[str]:
-        """Whole checkpoints of ends of epochs behind the last that is listed, newest first; their run was killed."""
-        found = checkpoint_files.unlisted(self.filesystem, self.path, lambda: listed)
+        """Returns whole epoch-end checkpoints after the last listed one, newest first; their run was killed."""
+        states = checkpoint_files.unlisted(self.filesystem, self.path, lambda: listed)
         last = -1
-        if found and listed:
-            with contextlib.suppress(DamagedCheckpointError):  # it is named when it is tried
+        if states and listed:
+            with contextlib.suppress(DamagedCheckpointError):  # reported when it is tried
                 last = checkpoint_files.look(self.filesystem, f"{self.path}/{listed[0]}").step
-        steps = sorted(((state.step, name) for name, state in found), reverse=True)
+        steps = sorted(((state.step, name) for name, state in states), reverse=True)
         return [name for step, name in steps if step > last]
 
     def _stored(self) -> list[str]:
-        """The checkpoints that lie in the folder, newest first."""
-        found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
-        folders = [info.base_name for info in found if info.type == FileType.Directory]
+        """Returns the checkpoints in the folder, newest first."""
+        infos = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
+        folders = [info.base_name for info in infos if info.type == FileType.Directory]
         return checkpoint_files.by_step((n for n in folders if n.startswith(AT_ENDS)), str, self._step)
 
     def _step(self, name: str) -> int | None:
-        """The steps that were made before a checkpoint; None where it does not tell."""
+        """Returns the steps made before a checkpoint; None if it is unreadable."""
         try:
             return checkpoint_files.look(self.filesystem, f"{self.path}/{name}").step
         except DamagedCheckpointError:
             return None
 
     def _look(self, name: str, finished: Callable[[LastCheckpoint], bool]) -> LastCheckpoint:
-        """Where the run stood at a checkpoint; raises DamagedCheckpointError unless it is whole."""
+        """Returns the progress at a checkpoint; raises DamagedCheckpointError unless it is whole."""
         path = f"{self.path}/{name}"
         state: CheckpointState = checkpoint_files.look(self.filesystem, path)
         last = LastCheckpoint(
@@ -334,40 +336,40 @@ class RunFolder:
         return last
 
     def put_aside(self) -> str | None:
-        """Moves what a run has left in the folder into one of its own beside it, where it can be loaded and goes on.
+        """Moves the run's files into a new folder next to this one, from which they can be loaded and resumed.
 
         Returns:
-            The name of that folder, or None where there was nothing.
+            The name of that folder, or None if there was nothing to move.
         """
-        found = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
-        mine = [info for info in found if not info.base_name.startswith(LOCK) and not self._is_a_run(info)]
-        if not mine:
+        infos = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
+        own = [info for info in infos if not info.base_name.startswith(LOCK) and not self._is_a_run(info)]
+        if not own:
             return None
-        aside = f"{self.name}_until_{_now()}_{secrets.token_hex(3)}"
-        target = posixpath.join(posixpath.dirname(self.path), posixpath.basename(aside))
+        archive = f"{self.name}_until_{_now()}_{secrets.token_hex(3)}"
+        target = posixpath.join(posixpath.dirname(self.path), posixpath.basename(archive))
         self.filesystem.create_dir(target)
-        # what lists the checkpoints goes first: whatever happens in between, nothing lists what is not there
-        for info in sorted(mine, key=lambda info: info.base_name != CHECKPOINT_MANAGER_SNAPSHOT_FILENAME):
+        # moves the list of the checkpoints first: after a crash, no list names missing files
+        for info in sorted(own, key=lambda info: info.base_name != CHECKPOINT_MANAGER_SNAPSHOT_FILENAME):
             self._move(info, f"{target}/{info.base_name}")
-        return aside
+        return archive
 
     def _is_a_run(self, info) -> bool:
         """Whether an entry is the folder of another run, whose name begins with this one's and a slash."""
         if info.type != FileType.Directory:
             return False
-        inside = [f"{info.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{info.path}/{LOCK}"]
-        return any(there.type == FileType.File for there in self.filesystem.get_file_info(inside))
+        markers = [f"{info.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{info.path}/{LOCK}"]
+        return any(marker.type == FileType.File for marker in self.filesystem.get_file_info(markers))
 
     def _move(self, info, target: str) -> None:
-        """Moves a file or a folder; the folders of object stores are moved file by file, as they are only names."""
+        """Moves a file or a folder; file by file on object stores, where folders are only names."""
         if info.type != FileType.Directory or isinstance(self.filesystem, pyarrow.fs.LocalFileSystem):
             self.filesystem.move(info.path, target)
             return
         for inner in self.filesystem.get_file_info(FileSelector(info.path, recursive=True)):
             if inner.type == FileType.File:
-                place = f"{target}/{posixpath.relpath(inner.path, info.path)}"
-                self.filesystem.create_dir(posixpath.dirname(place))
-                self.filesystem.move(inner.path, place)
+                destination = f"{target}/{posixpath.relpath(inner.path, info.path)}"
+                self.filesystem.create_dir(posixpath.dirname(destination))
+                self.filesystem.move(inner.path, destination)
         self.filesystem.delete_dir(info.path)
 
 
@@ -376,7 +378,7 @@ def _now() -> str:
 
 
 def _score(metrics: dict[str, Any], config: CheckpointConfig) -> tuple[bool, float]:
-    """What Ray sorts the checkpoints of a run by, the worst first; those without a score before all others."""
+    """Returns Ray's sort key of a run's checkpoints, worst first; those without a score precede all others."""
     score = metrics.get(config.checkpoint_score_attribute)
     if isinstance(score, bool) or not isinstance(score, (int, float)) or math.isnan(score):
         return False, 0.0

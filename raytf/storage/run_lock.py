@@ -1,9 +1,9 @@
-"""One driver for a run's folder: a lock file with its owner and a heartbeat, on whatever storage the folder is.
+"""One driver for a run's folder: a lock file with its owner and a heartbeat, on any storage.
 
-On a file system that this machine mounts the file is created exclusively, so that exactly one of two drivers gets it.
-An object store has no such call in pyarrow: there a driver writes the file and reads it back when a moment has passed,
-and what was written last counts. A lock whose owner is dead is taken over. An owner that was frozen for so long that
-another has taken its lock sees so at its next heartbeat, and its run ends.
+On a mounted file system the file is created exclusively: exactly one of two drivers gets it. pyarrow offers no such
+call for object stores: there a driver writes the file, reads it back a moment later, and the last write counts. A
+driver takes over the lock of a dead owner. An owner that was frozen for so long detects this at its next heartbeat, and
+its run ends.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ logger = logs.get_logger(__name__)
 LOCK = "run.lock"
 _BEAT_INTERVAL = 10.0
 
-# The locks that this process holds: one that names this process and is not among them was left behind.
+# Locks that this process holds. A lock that names this process, but is not in this set, was left by an earlier one.
 _held: set[str] = set()
 
 
 class RunLock:
-    """The lock of a run's folder; a context, in which no other driver gets it.
+    """The lock of a run's folder; a context manager that excludes other drivers.
 
     Args:
-        filesystem: where the folder is.
-        folder: its path there; made if it does not exist, and removed again if nothing else came into it.
-        on_lost: called from another thread when another driver has taken the lock over: nothing more may be written.
-        clock: gives seconds; for tests.
+        filesystem: File system of the folder.
+        folder: Its path there; created if missing, and removed again if nothing else was written into it.
+        on_lost: Called from another thread when another driver has taken over the lock: no further write is allowed.
+        clock: Returns seconds; for tests.
 
     Attributes:
-        lost: a clause that says who has taken the lock over, or None.
+        lost: A clause that names the driver that took over the lock, or None.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class RunLock:
         self.check()
 
     def acquire(self) -> None:
-        """Takes the lock, and starts its heartbeat.
+        """Acquires the lock and starts its heartbeat.
 
         Raises:
-            ConfigError: another driver has it, or the folder cannot be written.
+            ConfigError: Another driver holds it, or the folder is not writable.
         """
-        _held.add(self._id)  # first: another thread may see the file before this one goes on
+        _held.add(self._id)  # first: another thread may see the file before this one continues
         try:
             self._made = self._filesystem.get_file_info(self._folder).type == pyarrow.fs.FileType.NotFound
             self._filesystem.create_dir(self._folder)
@@ -97,7 +97,7 @@ class RunLock:
             _held.discard(self._id)
             self._remove_folder()
             raise
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own errors
             _held.discard(self._id)
             self._remove_folder()
             raise ConfigError(
@@ -109,10 +109,10 @@ class RunLock:
         self._thread.start()
 
     def confirm(self) -> None:
-        """Makes sure of the lock where two drivers may both have believed to have it; call before anything is written.
+        """Confirms the lock if two drivers may both believe that they hold it; call before the first write.
 
         Raises:
-            ConfigError: another driver has it.
+            ConfigError: Another driver holds it.
         """
         self._file.settle()
         owner = look(self._file)[1]
@@ -120,7 +120,7 @@ class RunLock:
             self._stop()
             _held.discard(self._id)
             self._thread = None
-            self.lost = None  # a heartbeat may have seen it first; what is raised here says more
+            self.lost = None  # a heartbeat may have detected it first; this error has more detail
             raise self._refused(owner, 0.0)
 
     def check(self) -> None:
@@ -129,7 +129,7 @@ class RunLock:
             raise TrainingError(None, self.lost)
 
     def release(self) -> None:
-        """Ends the heartbeat and gives the lock back; sees whether it was lost meanwhile."""
+        """Stops the heartbeat and releases the lock; detects whether it was lost in the meantime."""
         if self._thread is None:
             return
         self._stop()
@@ -141,7 +141,7 @@ class RunLock:
             if self.lost is None:
                 self._file.delete()
                 self._remove_folder()
-        except Exception as error:  # what was trained is not lost for it; the next driver sees that this one is gone
+        except Exception as error:  # the training's results remain; the next driver sees that this one has died
             logger.warning(f"{self._folder}: its lock could not be given back: {in_a_line(error)}")
         finally:
             self._file.close()
@@ -152,24 +152,24 @@ class RunLock:
             self._thread.join(timeouts.get().lock_release)
 
     def _take(self) -> None:
-        mine = self._text()
-        if self._file.create(mine):
+        text = self._text()
+        if self._file.create(text):
             return
-        seen, owner = look(self._file)
-        if seen is None:  # given back meanwhile
-            if self._file.create(mine):
+        lock_text, owner = look(self._file)
+        if lock_text is None:  # released in the meantime
+            if self._file.create(text):
                 return
-            seen, owner = look(self._file)
-        age = None if _same_machine(owner) else self._age(owner, seen)
+            lock_text, owner = look(self._file)
+        age = None if _same_machine(owner) else self._age(owner, lock_text)
         if not _is_dead(owner, age):
             raise self._refused(owner, self._file.age() if age is None else age)
-        if not self._file.replace(mine, seen):
+        if not self._file.replace(text, lock_text):
             raise self._refused(look(self._file)[1], 0.0)
         why = "is gone" if age is None else f"gave no sign of life for {age:.0f} s"
         logger.info(f"{self._folder}: the lock of {_shown(owner)}, which {why}, is taken over")
 
     def _age(self, owner: dict, seen: str | None) -> float:
-        """Seconds without a heartbeat, by the storage's own clock; by this one where files there have no times."""
+        """Returns the seconds since the last heartbeat by the storage's clock, or by this host's if it has no times."""
         age = self._file.age()
         if age is not None:
             return age
@@ -183,12 +183,12 @@ class RunLock:
         return waited
 
     def _refused(self, owner: dict, age: float | None) -> ConfigError:
-        beat = "" if age is None else f", whose last heartbeat is {max(0.0, age):.0f} s old"
+        heartbeat = "" if age is None else f", whose last heartbeat is {max(0.0, age):.0f} s old"
         seconds = timeouts.get().lock_silent
         lapses = "" if _same_machine(owner) else f" (if it has died, its lock lapses after {seconds:g} s)"
         return ConfigError(
             "The folder of a run takes one driver at a time",
-            f"{self._folder!r}, held by {_shown(owner)}{beat}",
+            f"{self._folder!r}, held by {_shown(owner)}{heartbeat}",
             f"Wait for its end{lapses}, or choose another RunConfig(name=...)",
         )
 
@@ -201,16 +201,18 @@ class RunLock:
                     self._lose()
                     return
                 failed = None
-            except Exception as error:  # the storage may answer again; until then others see an old heartbeat
+            except Exception as error:  # the storage may recover; until then others see an old heartbeat
                 if failed is None:
                     failed = in_a_line(error)
                     logger.warning(f"{self._folder}: the heartbeat of its lock cannot be written: {failed}")
 
     def _lose(self) -> None:
-        with contextlib.suppress(Exception):  # it only says who
-            other = look(self._file)[1]
-            who = _shown(other) if other else "another driver, which has ended since,"
-            self.lost = f"{who} has taken over {self._folder!r} while this driver did not answer; it writes no more"
+        with contextlib.suppress(Exception):  # it only adds the name
+            owner = look(self._file)[1]
+            holder_name = _shown(owner) if owner else "another driver, which has ended since,"
+            self.lost = (
+                f"{holder_name} has taken over {self._folder!r} while this driver did not answer; it writes no more"
+            )
         self.lost = self.lost or f"another driver has taken over {self._folder!r}; this one writes no more"
         if self.on_lost is not None:
             self.on_lost()
@@ -219,18 +221,18 @@ class RunLock:
         return json.dumps(self._owner)
 
     def _remove_folder(self) -> None:
-        """Removes a folder that was made for the lock and is empty; of object stores it is no more than a name."""
+        """Removes an empty folder that was created for the lock; on object stores a folder is only a name."""
         if self._made and isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             with contextlib.suppress(OSError):
                 os.rmdir(self._folder)
 
 
 def holder(filesystem: pyarrow.fs.FileSystem, folder: str) -> str | None:
-    """Returns who holds the lock of a run's folder, as a clause; None where nobody does, or who did is dead."""
+    """Returns the holder of a run folder's lock as a clause; None if there is none, or it is dead."""
     local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
     file = (MountedFile if local else StoredFile)(filesystem, f"{folder}/{LOCK}", "")
-    seen, owner = look(file)
-    if seen is None or _is_dead(owner, None if _same_machine(owner) else file.age()):
+    lock_text, owner = look(file)
+    if lock_text is None or _is_dead(owner, None if _same_machine(owner) else file.age()):
         return None
     return _shown(owner)
 
@@ -246,7 +248,7 @@ def _same_machine(owner: dict) -> bool:
 
 
 def _is_dead(owner: dict, age: float | None) -> bool:
-    """Whether the owner is gone: of this machine by its process, of another one by its heartbeat."""
+    """Whether the owner is dead: by its process on this machine, by its heartbeat on another one."""
     if not _same_machine(owner):
         return age is not None and age > timeouts.get().lock_silent
     pid = owner.get("pid")
@@ -257,7 +259,7 @@ def _is_dead(owner: dict, age: float | None) -> bool:
 
 
 def _machine() -> str:
-    """What tells machines and their reboots apart, and containers, which count their processes each for itself."""
+    """Returns an id of the machine, its boot and the container, as containers number their processes separately."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -266,7 +268,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this machine started, in words of its kernel; None where there is none, or it has ended."""
+    """Returns the kernel's start time of a process on this machine; None if it does not exist or has ended."""
     if not isinstance(pid, int) or pid <= 0:
         return None
     try:
@@ -277,7 +279,7 @@ def _started(pid: int) -> str | None:
         pass  # another user's
     try:
         with open(f"/proc/{pid}/stat") as file:
-            state, *rest = file.read().rpartition(")")[2].split()
+            state, *fields = file.read().rpartition(")")[2].split()
     except OSError:
         return "unknown" if not os.path.exists("/proc/self/stat") else None
-    return None if state in "ZX" else rest[18]
+    return None if state in "ZX" else fields[18]

@@ -1,4 +1,4 @@
-"""Files that are put together from pieces of memory without copying them: archives of arrays, and of members."""
+"""Files assembled from pieces of memory without copies: archives of arrays, and of members."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-# Pieces that are smaller are copied; zipfile writes over its headers once it knows what follows them.
+# Smaller pieces are copied, as zipfile overwrites its headers after it has written the content.
 _SMALL = 1 << 12
 
 
 class ScatteredFile(io.RawIOBase):
-    """A file in memory that keeps what is written by reference; what is small is copied and can be written over.
+    """A file in memory that keeps large writes by reference; small ones are copied and can be overwritten.
 
-    What was written must not change until `pieces` were used.
+    Written memory must not change until `pieces` were used.
     """
 
     def __init__(self):
@@ -55,12 +55,12 @@ class ScatteredFile(io.RawIOBase):
         raise io.UnsupportedOperation("only what was written in one small piece can be written over")
 
     def pieces(self) -> list[bytearray | memoryview]:
-        """What was written, in order."""
+        """Returns the written pieces, in order."""
         return [piece for _, piece in self._pieces]
 
 
 def archive(members: Iterable[tuple[str, memoryview | bytes | list]]) -> list:
-    """The pieces of a zip file that holds members as they are, not packed.
+    """Returns the pieces of a zip file with uncompressed members.
 
     Args:
         members: (name, content) of each, in order; a content may itself be a list of pieces.
@@ -78,7 +78,7 @@ def archive(members: Iterable[tuple[str, memoryview | bytes | list]]) -> list:
 
 
 def arrays(found: Mapping[str, np.ndarray]) -> list:
-    """The pieces of an `.npz` file, as `numpy.savez` writes it; the arrays are contiguous."""
+    """Returns the pieces of an `.npz` file, as `numpy.savez` writes it; the arrays must be contiguous."""
     file = ScatteredFile()
     with zipfile.ZipFile(file, "w") as made:
         for name, array in found.items():
@@ -91,7 +91,7 @@ def arrays(found: Mapping[str, np.ndarray]) -> list:
 
 
 def crc32(pieces: Iterable) -> int:
-    """The checksum of pieces one after the other."""
+    """Returns the checksum of consecutive pieces."""
     value = 0
     for piece in pieces:
         value = zlib.crc32(piece, value)
@@ -99,12 +99,12 @@ def crc32(pieces: Iterable) -> int:
 
 
 def size(pieces: Iterable) -> int:
-    """Their bytes in all."""
+    """Returns the total bytes of the pieces."""
     return sum(map(len, pieces))
 
 
 def chunks(pieces: Iterable, most: int) -> Iterator[memoryview]:
-    """The pieces in parts of at most `most` bytes."""
+    """Yields the pieces in parts of at most `most` bytes."""
     for piece in pieces:
         view = memoryview(piece)
         for begin in range(0, len(view), most):

@@ -1,10 +1,10 @@
-"""Temporary folders that do not outlive the process that made them for long, however it ends.
+"""Temporary folders that do not outlive their process for long, however it ends.
 
-A process that is killed removes nothing. So the name of a folder says whose it is, and whoever makes the next one on
-the same host removes those whose owners have gone.
+A killed process removes nothing. So a folder's name contains its owner. The next process that creates a folder on the
+same host removes those of dead owners.
 
-They lie where `TMPDIR` says, in a worker of Ray below `--temp-dir` of its node, else in Python's temporary folder: the
-first of these that can be written to, and has room. Where none can, or one is full, the error names it.
+The folders are below `TMPDIR`; in a Ray worker else below its node's `--temp-dir`; else in Python's temporary folder.
+The first of these that is writable and has room is used. If none is, or one becomes full, the error names it.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from raytf import liveness
 from raytf.errors import ConfigError, first_line
 
 _PREFIX = "raytf_"
-# Errors of a file system that takes nothing more.
+# Errors of a file system that accepts no more data.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# One with less left is full.
+# A file system with fewer free bytes is full.
 _LEAST_BYTES = 1 << 22
 
 
 class ScratchError(ConfigError):
-    """A temporary folder cannot be written to."""
+    """A temporary folder is not writable."""
 
 
 def make(needs: int = 0) -> str:
-    """A new folder of this process; removes those that others of this host have left, the first time.
+    """Creates a folder of this process; the first call removes those that dead processes of this host left.
 
     Args:
-        needs: bytes that are to be written there, as far as known.
+        needs: Bytes to be written there, as far as known.
 
     Raises:
-        ScratchError: no place for temporary folders can be written to, or has room; names each of them.
+        ScratchError: No location for temporary folders is writable and has room; names each of them.
     """
     _clean_once()
     refused = []
-    for place in places():
+    for location in places():
         try:
-            os.makedirs(place, exist_ok=True)
-            if needs and _free(place) < needs:
+            os.makedirs(location, exist_ok=True)
+            if needs and _free(location) < needs:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return tempfile.mkdtemp(prefix=f"{_PREFIX}{_owner(os.getpid())}_", dir=place)
+            return tempfile.mkdtemp(prefix=f"{_PREFIX}{_owner(os.getpid())}_", dir=location)
         except OSError as error:
-            refused.append(f"{place} ({_what(place, error)})")
+            refused.append(f"{location} ({_what(location, error)})")
     raise _error(needs, "; ".join(refused) or "none: Python finds no temporary folder")
 
 
 @contextlib.contextmanager
 def folder(needs: int = 0) -> Iterator[str]:
-    """A new folder that is removed behind.
+    """Yields a new folder and removes it afterwards.
 
     Args:
-        needs: bytes that are to be written there, as far as known.
+        needs: Bytes to be written there, as far as known.
 
     Raises:
-        ScratchError: see `make`; or the folder has become full in the block.
+        ScratchError: See `make`; or the folder became full in the block.
     """
     path = make(needs)
     try:
@@ -74,14 +74,14 @@ def folder(needs: int = 0) -> Iterator[str]:
 
 @contextlib.contextmanager
 def named(path: str | None = None, needs: int = 0) -> Iterator[None]:
-    """Errors of a file system that is full, or read-only, name the folder in the block.
+    """Names the folder in errors of a full or read-only file system that the block raises.
 
     Args:
-        path: of the folder that is written to there; None: Python's temporary folder, which Keras and Ray use.
-        needs: bytes that are written, as far as known.
+        path: The folder that the block writes to; None is Python's temporary folder, which Keras and Ray use.
+        needs: Bytes that are written, as far as known.
 
     Raises:
-        ScratchError: that of a file in the folder, or of none where its file system is full.
+        ScratchError: The error names a file in the folder, or no file while its file system is full.
     """
     try:
         yield
@@ -93,23 +93,23 @@ def named(path: str | None = None, needs: int = 0) -> Iterator[None]:
 
 
 def places() -> list[str]:
-    """Where temporary folders may lie, the first choice first."""
-    found = [os.environ["TMPDIR"]] if os.environ.get("TMPDIR") else []
+    """Returns the locations of temporary folders, in order of preference."""
+    locations = [os.environ["TMPDIR"]] if os.environ.get("TMPDIR") else []
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():  # who uses Ray has given its folder the room that its spilling needs
+    if ray is not None and ray.is_initialized():  # users of Ray have given its folder room for spilling
         from raytf.compat import ray_core
 
         session = ray_core.session_folder()
-        found += [] if session is None else [os.path.join(session, "raytf")]
+        locations += [] if session is None else [os.path.join(session, "raytf")]
     with contextlib.suppress(FileNotFoundError):
-        found.append(tempfile.gettempdir())
-    return list(dict.fromkeys(map(os.path.abspath, found)))
+        locations.append(tempfile.gettempdir())
+    return list(dict.fromkeys(map(os.path.abspath, locations)))
 
 
 def _is_of(error: Exception, path: str) -> bool:
-    """Whether an error is that of a folder that takes nothing more."""
+    """Whether an error means that a folder accepts no more data."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and any(f"errno = {full}" in str(error) for full in _FULL):  # as HDF5 says it
+    if number is None and any(f"errno = {full}" in str(error) for full in _FULL):  # HDF5's wording
         number = errno.ENOSPC
     if number not in _FULL:
         return False
@@ -120,18 +120,18 @@ def _is_of(error: Exception, path: str) -> bool:
 
 
 def _free(path: str) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def _what(path: str, error: Exception) -> str:
-    """What is wrong with a folder, and its room."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    """Describes a folder's defect and free space."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     with contextlib.suppress(OSError):
-        found = os.statvfs(path)
-        free, size = (blocks * found.f_frsize >> 20 for blocks in (found.f_bavail, found.f_blocks))
-        return f"{said}; {free} of {size} MB are free"
-    return said
+        status = os.statvfs(path)
+        free, size = (blocks * status.f_frsize >> 20 for blocks in (status.f_bavail, status.f_blocks))
+        return f"{reason}; {free} of {size} MB are free"
+    return reason
 
 
 def _error(needs: int, received: str) -> ScratchError:
@@ -144,20 +144,20 @@ def _error(needs: int, received: str) -> ScratchError:
 
 
 def remove(path: str) -> None:
-    """Removes a folder with what is in it."""
+    """Removes a folder with its content."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def clean() -> int:
-    """Removes what processes of this user and host that have gone have left; how many folders."""
+    """Removes folders that dead processes of this user and host left. Returns their number."""
     removed = 0
-    if liveness.look(os.getpid()) is None:  # not Linux: nothing tells who lives
+    if liveness.look(os.getpid()) is None:  # not Linux: no process can be checked
         return 0
-    for where in places():
-        with contextlib.suppress(OSError):  # it is not there so far
-            for name in os.listdir(where):
-                path = os.path.join(where, name)
-                with contextlib.suppress(OSError):  # another one was faster
+    for location in places():
+        with contextlib.suppress(OSError):  # it does not exist yet
+            for name in os.listdir(location):
+                path = os.path.join(location, name)
+                with contextlib.suppress(OSError):  # another process was faster
                     if _left(name) and os.lstat(path).st_uid == os.getuid():
                         remove(path)
                         removed += not os.path.exists(path)
@@ -170,7 +170,7 @@ def _clean_once() -> None:
 
 
 def _left(name: str) -> bool:
-    """Whether a folder's name says that its owner was a process of this host, and has gone."""
+    """Whether a folder's name contains a process of this host that has ended."""
     parts = name.removeprefix(_PREFIX).split("_")
     if not name.startswith(_PREFIX) or len(parts) < 4 or parts[0] != _host() or not parts[1].isdecimal():
         return False
@@ -178,14 +178,14 @@ def _left(name: str) -> bool:
 
 
 def _owner(pid: int) -> str:
-    """What tells a process from all others: host and container, number, and when it started."""
-    seen = liveness.look(pid)
-    return f"{_host()}_{pid}_{seen.started if seen else 0}"
+    """Returns a unique id of a process: host and container, pid and start time."""
+    process = liveness.look(pid)
+    return f"{_host()}_{pid}_{process.started if process else 0}"
 
 
 @functools.cache
 def _host() -> str:
-    """The boot of this kernel and the container: numbers of processes mean others elsewhere, in a shared folder too."""
+    """Returns an id of this boot and container, as pids differ in meaning between them, even in a shared folder."""
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read(8)}{os.stat('/proc/self/ns/pid').st_ino:x}"

@@ -1,4 +1,4 @@
-"""Whether two hosts mean the same folder by one path. Nothing is written for it."""
+"""Checks whether two hosts see the same folder at one path, without writing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-# File systems of which several hosts see the same files, under the same numbers. Others are of one host, and those of
-# two hosts that were copied from one image have folders of the same path, device and inode.
+# File systems whose files several hosts see under the same inode numbers. Others belong to one host, and two hosts
+# copied from one image may have folders of equal path, device and inode.
 _SHARED = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "afs", "fuse.glusterfs", "fuse.ceph-fuse")
 )
@@ -15,13 +15,13 @@ _SHARED = frozenset(
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder as a process sees it. What changes with its content, such as a time, is no part of it.
+    """A folder as a process sees it, without properties that change with its content, such as times.
 
     Args:
-        path: absolute.
-        device, inode: its file system on this host, and its number there.
-        boot: id of the boot of this host's kernel, which containers share, as they share numbers of devices.
-        shared: type and source of its file system if several hosts may see that, else None.
+        path: Absolute path.
+        device, inode: Its file system on this host, and its inode there.
+        boot: Boot id of this host's kernel, which containers share, as they share device numbers.
+        shared: Type and source of its file system if several hosts may see it, else None.
     """
 
     path: str
@@ -31,39 +31,39 @@ class Folder:
     shared: tuple[str, str] | None
 
     def is_same(self, other: Folder) -> bool:
-        """Whether two processes, each on some host, mean the same files."""
+        """Whether two processes, each on some host, see the same files."""
         if (self.path, self.inode) != (other.path, other.inode):
             return False
-        here = self.boot == other.boot and self.device == other.device
-        return here or (self.shared is not None and self.shared == other.shared)
+        same_host = self.boot == other.boot and self.device == other.device
+        return same_host or (self.shared is not None and self.shared == other.shared)
 
 
 def folder(path: str) -> Folder:
-    """The folder at a path; raises OSError if there is none."""
-    found = os.stat(path)
+    """Returns the folder at a path; raises OSError if it does not exist."""
+    status = os.stat(path)
     return Folder(
         path=os.path.abspath(path),
-        device=found.st_dev,
-        inode=found.st_ino,
+        device=status.st_dev,
+        inode=status.st_ino,
         boot=_boot(),
-        shared=shared(_text("/proc/self/mountinfo"), found.st_dev),
+        shared=shared(_text("/proc/self/mountinfo"), status.st_dev),
     )
 
 
 def is_seen(other: Folder) -> bool:
-    """Whether this process sees a folder of another one, at the same path."""
+    """Whether this process sees another process's folder at the same path."""
     with contextlib.suppress(OSError):
         return folder(other.path).is_same(other)
     return False
 
 
 def shared(mounts: str, device: int) -> tuple[str, str] | None:
-    """Type and source of a device in the text of `/proc/self/mountinfo`, if several hosts may see it; pure."""
+    """Returns a device's type and source from `/proc/self/mountinfo` if several hosts may see it, else None; pure."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.splitlines():
-        place, _, system = line.partition(" - ")
+        mount, _, system = line.partition(" - ")
         kind, source = [*system.split(), "", ""][:2]
-        if place.split()[2:3] == [number] and kind in _SHARED:
+        if mount.split()[2:3] == [number] and kind in _SHARED:
             return kind, source
     return None
 

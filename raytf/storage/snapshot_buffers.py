@@ -1,4 +1,4 @@
-"""What of a snapshot lies where in shared memory, and that memory: see `snapshots`."""
+"""The layout of a snapshot in shared memory, and that memory: see `snapshots`."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ from raytf.storage.images import Archive, Image, Piece, flat
 from raytf.storage.snapshot_store import MANIFEST
 
 _ALIGNED = 64
-# What belongs to a snapshot grows: histories, counters.
+# Extra bytes for the parts of a snapshot that grow: histories, counters.
 _ROOM = 1 << 20
 
-# A file as it is, an `.npz` of arrays by name, a zip, or an image.
+# Raw content, an `.npz` of arrays by name, a zip, or an image.
 Part = bytes | str | Mapping[str, np.ndarray] | Archive | Piece
 
 
 def needs_of(size: int) -> int:
-    """Bytes of the buffer that is made for a snapshot of so many: some more, as what belongs to one grows."""
+    """Returns the buffer size for a snapshot of `size` bytes, with room for parts that grow."""
     return size + min(_ROOM, size // 8)
 
 
 class Buffer:
-    """Shared memory without a name; it is gone with the last process that has it open."""
+    """Anonymous shared memory; it is freed with the last process that has it open."""
 
     def __init__(self, number: int):
         self.number = number
         self.descriptor = os.memfd_create("raytf_snapshot")
         self.size = 0
-        self.busy: int | None = None  # the request that lies in it
-        self.image: Image | None = None  # what lies at its beginning
+        self.busy: int | None = None  # number of the request whose data it holds
+        self.image: Image | None = None  # the image at its beginning
         self._map: mmap.mmap | None = None
         self.memory = np.empty(0, np.uint8)
 
     def grow(self, size: int) -> None:
-        """Makes it so large; what is in it stays."""
+        """Grows to `size` bytes; keeps the content."""
         if size <= self.size:
             return
         self._unmap()
         os.ftruncate(self.descriptor, size)
         self._map, self.size = mmap.mmap(self.descriptor, size), size
-        with contextlib.suppress(OSError, AttributeError):  # pages of 2 MB are had, and copied to, faster
+        with contextlib.suppress(OSError, AttributeError):  # huge pages of 2 MB are allocated and filled faster
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = np.frombuffer(self._map, np.uint8)
 
     def touch(self) -> None:
-        """Has the pages ready, without the interpreter's lock."""
+        """Allocates the pages, without the interpreter's lock."""
         self.memory[:: mmap.PAGESIZE] = 0
 
     def lay(self, image: Image | None) -> None:
-        """Has an image at the beginning, but for its arrays."""
+        """Writes an image at the beginning, without its arrays."""
         if image is not None and self.image is not image:
-            for at, text in image.texts:
-                self.put(at, text)
+            for offset, text in image.texts:
+                self.put(offset, text)
         self.image = image
 
     def put(self, at: int, content) -> None:
-        found = np.frombuffer(content, np.uint8)
-        self.memory[at : at + len(found)] = found
+        data = np.frombuffer(content, np.uint8)
+        self.memory[at : at + len(data)] = data
 
     def put_array(self, at: int, value: np.ndarray) -> None:
-        found = flat(value)
-        self.memory[at : at + len(found)] = found
+        data = flat(value)
+        self.memory[at : at + len(data)] = data
 
     def _unmap(self) -> None:
         self.memory = np.empty(0, np.uint8)
@@ -78,7 +78,7 @@ class Buffer:
             self._map = None
 
     def empty(self) -> None:
-        """Gives its memory back."""
+        """Frees its memory."""
         self._unmap()
         self.size, self.image = 0, None
         os.ftruncate(self.descriptor, 0)
@@ -89,7 +89,7 @@ class Buffer:
 
 
 class SnapshotLayout:
-    """What goes where in a buffer: an image first, then everything else."""
+    """Assigns offsets in a buffer: an image first, then all other parts."""
 
     def __init__(self, parts: Mapping[str, Part]):
         images = [part.image for part in parts.values() if isinstance(part, (Archive, Piece))]
@@ -106,10 +106,10 @@ class SnapshotLayout:
         if file == MANIFEST:
             raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave it out")
         if isinstance(part, (Archive, Piece)):
-            sizes = [(at, size) for at, size in part.image.places]
-            if [value.nbytes for value in part.values] != [size for _, size in sizes]:
+            regions = [(offset, size) for offset, size in part.image.places]
+            if [value.nbytes for value in part.values] != [size for _, size in regions]:
                 raise ValueError(f"the arrays of {file} are not those of its image")
-            self.values += [(at, value) for (at, _), value in zip(sizes, part.values, strict=True)]
+            self.values += [(offset, value) for (offset, _), value in zip(regions, part.values, strict=True)]
             if isinstance(part, Piece):
                 return {"file": file, "at": 0, "size": part.image.size}
             return {"file": file, "members": [[name, *self._member(content)] for name, content in part.members]}
@@ -121,44 +121,44 @@ class SnapshotLayout:
         if isinstance(content, Image):
             return 0, content.size
         content = content.encode() if isinstance(content, str) else content
-        at = self._room(len(content))
-        self.texts.append((at, content))
-        return at, len(content)
+        offset = self._room(len(content))
+        self.texts.append((offset, content))
+        return offset, len(content)
 
     def _array(self, key: str, value: np.ndarray) -> list:
         if value.dtype.hasobject:
             raise ConfigError("Arrays of a snapshot hold numbers", f"{key!r} of Python objects", "Store them as texts")
-        at = self._room(value.nbytes)
-        self.values.append((at, value))
-        return [key, _kind(value.dtype), value.shape, at]
+        offset = self._room(value.nbytes)
+        self.values.append((offset, value))
+        return [key, _kind(value.dtype), value.shape, offset]
 
     def _room(self, size: int) -> int:
-        at = -(-self.size // _ALIGNED) * _ALIGNED
-        self.size = at + size
-        return at
+        offset = -(-self.size // _ALIGNED) * _ALIGNED
+        self.size = offset + size
+        return offset
 
     def end(self, **what: Any) -> None:
-        """Adds its description, which is the last of it."""
+        """Adds the snapshot's description, which comes last."""
         head = json.dumps({"parts": self.head, **what}).encode()
         self.head_at = self._room(len(head))
         self.texts.append((self.head_at, head))
 
     @property
     def needs(self) -> int:
-        """Bytes of the buffer that is made for it: some more, as what belongs to a snapshot grows."""
+        """The buffer size for the snapshot, with room for parts that grow."""
         return needs_of(self.size)
 
     def fill(self, buffer: Buffer) -> None:
-        """Copies everything."""
+        """Copies everything into the buffer."""
         if buffer.size < self.size:
             buffer.grow(self.needs)
         buffer.lay(self.image)
-        for place, value in self.values:
-            buffer.put_array(place, value)
-        for place, content in self.texts:
-            buffer.put(place, content)
+        for offset, value in self.values:
+            buffer.put_array(offset, value)
+        for offset, content in self.texts:
+            buffer.put(offset, content)
 
 
 def _kind(dtype: np.dtype) -> str:
-    """A dtype as a text; of those that are not numpy's, as bfloat16, what `numpy.savez` makes of them."""
+    """Returns a dtype as text; for types that are not numpy's, such as bfloat16, `numpy.savez`'s representation."""
     return np.lib.format.dtype_to_descr(dtype) if dtype.isbuiltin == 1 else f"|V{dtype.itemsize}"

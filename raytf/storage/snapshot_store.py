@@ -1,7 +1,7 @@
-"""Snapshots in the folder of a run: written so that one is whole or none, and removed when newer ones are there.
+"""Snapshots in a run's folder: written atomically, and removed when newer ones exist.
 
-On a disk of this machine a snapshot is made in a folder of another name, whose files and names are synchronized, and
-then renamed. Object stores rename nothing: there the manifest comes last, and a folder without one is no snapshot.
+On a local disk a snapshot is written into a folder of another name, synchronized and then renamed. Object stores have
+no rename: there the manifest is written last, and a folder without one is no snapshot.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from raytf.storage import checkpoint_files, division, scattered, step_folders, s
 from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, MODEL, STATE, VERSION, VERSION_OF_PARTS
 
 _PARTIAL, _PARTS = ".partial_", ".parts_"
-# Parts of other workers are waited for so long, or so many times as long as this one has written its own.
+# Factor of this worker's own writing time for the timeout of other workers' parts, if longer than the configured one.
 _PATIENCE = 3.0
 _LOOKS_INTERVAL = 0.02
 _CHUNK_BYTES = 1 << 22
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for a name that is not one of a folder, or file, directly within another."""
+    """Raises ConfigError unless the name is a plain name of a folder or file, without a path."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}", name):
         raise ConfigError(
             "The name of a snapshot, and of a part of it, is one word of letters, digits, '_', '-' and '.'",
@@ -43,27 +43,27 @@ def check_name(name: str) -> None:
 
 
 def manifest(files: Mapping[str, list], parts: Sequence[str] = ()) -> bytes:
-    """What `manifest.json` says of files.
+    """Returns the content of `manifest.json` for some files.
 
     Args:
-        files: as pieces of memory; the version is that of the state among them.
-        parts: those of them that are `model.keras`, one after the other.
+        files: The files as pieces of memory; the state among them determines the version.
+        parts: Those of them that form `model.keras`, in order.
     """
-    found = {part: {"bytes": scattered.size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
+    sizes = {part: {"bytes": scattered.size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
     if parts:
-        return json.dumps({"version": VERSION_OF_PARTS, "files": found, "joined": {MODEL: list(parts)}}).encode()
+        return json.dumps({"version": VERSION_OF_PARTS, "files": sizes, "joined": {MODEL: list(parts)}}).encode()
     state = stored_json.parsed(b"".join(files[STATE])) if STATE in files else {}
-    return json.dumps({"version": state.get("version", VERSION), "files": found}).encode()
+    return json.dumps({"version": state.get("version", VERSION), "files": sizes}).encode()
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What became of a snapshot.
+    """Result of writing a snapshot.
 
     Args:
-        bytes: written by this process.
-        late: workers whose parts did not come in time, so that this process has written them.
-        others: those of them that have written other bytes.
+        bytes: Bytes that this process wrote.
+        late: Workers whose parts missed the timeout, so that this process wrote them.
+        others: Those of them that wrote different bytes.
     """
 
     bytes: int
@@ -75,60 +75,60 @@ class SnapshotStore:
     """The snapshots of one run; used by one process.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: of the run there.
-        keep: how many snapshots that are newer than all checkpoints of epochs stay, at least 1.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        folder: The run's folder there.
+        keep: Number of snapshots to keep that are newer than all epoch-end checkpoints, at least 1.
 
     Attributes:
-        fails: numbers of the OSErrors with which the next tries to write end, see `planted`.
+        fails: Errnos of the OSErrors that the next attempts to write raise, see `planted`.
     """
 
     def __init__(self, filesystem, folder: str, keep: int = 2):
         self._filesystem, self._folder, self._keep = filesystem, folder, keep
         self._is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
-        self._steps: dict[str, int] = {}  # of checkpoints of epochs that are whole
+        self._steps: dict[str, int] = {}  # by name, of whole epoch-end checkpoints
         self._whole: set[str] = set()
-        self._last: str | None = None  # the last one that was put
-        self._asked: set[str] = set()  # what this process has written, or tried to
-        self._before: set[str] | None = None  # what had been left half written when it began
+        self._last: str | None = None  # the last snapshot that was put
+        self._asked: set[str] = set()  # snapshots that this process wrote, or tried to
+        self._before: set[str] | None = None  # names that were half written when it began
         self.fails: list[int] = []
 
     def put(self, name: str, files: Mapping[str, list], writers: int = 1) -> Written:
-        """Writes a snapshot, in the place of one of the same name; on return it is whole and on its disk.
+        """Writes a snapshot, and replaces one of the same name; on return it is whole and on disk.
 
         Args:
-            name: of its folder.
-            files: the pieces of each file, without the manifest.
-            writers: so many workers write `model.keras` together; this one has what all of them write.
+            name: Name of its folder.
+            files: The pieces of each file, without the manifest.
+            writers: Number of workers that write `model.keras` together; this one has the bytes of all parts.
 
         Raises:
-            OSError: it could not be written; what was there before still is.
+            OSError: It could not be written; an earlier one is unchanged.
         """
         parts: dict[str, list] = {}
         if writers > 1:
             files = dict(files)
-            cut = division.split(files.pop(MODEL), writers)
-            parts = {division.name_of(MODEL, i, pieces): pieces for i, pieces in enumerate(cut)}
+            ranges = division.split(files.pop(MODEL), writers)
+            parts = {division.name_of(MODEL, i, pieces): pieces for i, pieces in enumerate(ranges)}
             files |= parts
         last = manifest(files, list(parts))
         self._begin(name)
-        others = _Others(self._filesystem, self._parts(name), parts)
+        other_parts = _Others(self._filesystem, self._parts(name), parts)
         if self._is_local:
-            self._put_local(name, {**files, MANIFEST: [last]}, others)
+            self._put_local(name, {**files, MANIFEST: [last]}, other_parts)
         else:
-            self._put_remote(name, files, last, others)
+            self._put_remote(name, files, last, other_parts)
         self._whole.add(name)
         self._last = name
-        return Written(others.size_left(files) + len(last), others.late, others.others)
+        return Written(other_parts.size_left(files) + len(last), other_parts.late, other_parts.others)
 
     def put_part(self, name: str, file: str, index: int, pieces: list) -> int:
-        """Writes a worker's part of a file of a snapshot, which another process makes whole.
+        """Writes a worker's part of a file of a snapshot that another process completes.
 
         Args:
-            name: of the snapshot.
-            file: of which it is a part.
-            index: of the worker.
-            pieces: of the part.
+            name: Name of the snapshot.
+            file: Name of the file.
+            index: Index of the worker.
+            pieces: Pieces of the part.
 
         Returns:
             Bytes written.
@@ -147,7 +147,7 @@ class SnapshotStore:
         return scattered.size(pieces)
 
     def _parts(self, name: str) -> str:
-        """Where workers put their parts of a snapshot: beside it, where it gets its name when it is whole."""
+        """Returns the folder for workers' parts of a snapshot: next to it if it is renamed once it is whole."""
         return posixpath.join(self._folder, f"{_PARTS}{name}" if self._is_local else name)
 
     def _put_local(self, name: str, files: Mapping[str, list], others: _Others) -> None:
@@ -174,16 +174,16 @@ class SnapshotStore:
             shutil.rmtree(others.folder, ignore_errors=True)
 
     def _rename(self, partial: str, target: str) -> None:
-        """Gives a folder its name, in the place of another one; between the two renames there is none of this name."""
+        """Renames a folder and replaces an existing one; between the two renames the name does not exist."""
         try:
             os.rename(partial, target)
         except OSError:
             if not os.path.lexists(target):
                 raise
-            before = f"{partial}_before"
-            os.rename(target, before)
+            replaced = f"{partial}_before"
+            os.rename(target, replaced)
             os.rename(partial, target)
-            shutil.rmtree(before, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
         _sync(self._folder)
 
     def _put_remote(self, name: str, files: Mapping[str, list], last: bytes, others: _Others) -> None:
@@ -192,7 +192,7 @@ class SnapshotStore:
             with contextlib.suppress(FileNotFoundError):  # it would vouch for a mixture
                 self._filesystem.delete_file(posixpath.join(folder, MANIFEST))
         else:
-            self._remove(name)  # with the manifest first
+            self._remove(name)  # removes the manifest first
         self._filesystem.create_dir(folder)
         for part, pieces in files.items():
             if part not in others.awaited:
@@ -205,7 +205,7 @@ class SnapshotStore:
         self._write_remote(posixpath.join(folder, MANIFEST), [last])
 
     def _fail_as_planted(self) -> None:
-        """Called when the bytes of a snapshot are there, and it is not whole so far."""
+        """Raises an injected error; called when a snapshot's bytes are written, but it is not yet whole."""
         if self.fails:
             number = self.fails.pop(0)
             raise OSError(number, os.strerror(number))
@@ -214,28 +214,28 @@ class SnapshotStore:
         with self._filesystem.open_output_stream(path) as file:
             for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
                 file.write(chunk)
-        found = self._filesystem.get_file_info(path).size
-        if found != scattered.size(pieces):
-            raise OSError(f"{path} has {found} bytes after {scattered.size(pieces)} were written")
+        written = self._filesystem.get_file_info(path).size
+        if written != scattered.size(pieces):
+            raise OSError(f"{path} has {written} bytes after {scattered.size(pieces)} were written")
 
     def prune(self, keep: int | None = None) -> list[str]:
-        """Removes snapshots that newer ones, or checkpoints of epochs, have made needless; never the newest whole one.
+        """Removes snapshots that newer ones, or epoch-end checkpoints, replace; never the newest whole one.
 
-        A checkpoint of an epoch that was put just now is not counted: it is not registered with Ray so far.
+        The last epoch-end checkpoint of this store does not count: Ray has not registered it yet.
 
-        What another writer has left half written is removed, too, where nobody can be at it any more, see `abandoned`.
+        It also removes what another writer left half written, if no process can continue it, see `abandoned`.
 
         Args:
-            keep: for once in the place of the store's.
+            keep: Replaces the store's `keep` for this call.
 
         Returns:
-            The names of those removed.
+            The names of the removed snapshots.
 
         Raises:
-            OSError: it could not look, or not remove one.
+            OSError: The folder could not be listed, or a snapshot not removed.
         """
-        found = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
-        names = [info.base_name for info in found if info.type == FileType.Directory]
+        infos = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
+        names = [info.base_name for info in infos if info.type == FileType.Directory]
         epoch = max(
             (self._step_of(name) for name in names if name.startswith(AT_ENDS) and name != self._last), default=-1
         )
@@ -253,13 +253,13 @@ class SnapshotStore:
         return removed
 
     def _remove(self, name: str) -> None:
-        """Removes a snapshot, which is none any more from the first moment on."""
+        """Removes a snapshot atomically: it is invalid from the first operation on."""
         path = posixpath.join(self._folder, name)
         with contextlib.suppress(FileNotFoundError):
             if self._is_local:
-                aside = self._partial(name)
-                os.rename(path, aside)
-                shutil.rmtree(aside)
+                renamed = self._partial(name)
+                os.rename(path, renamed)
+                shutil.rmtree(renamed)
             else:
                 self._filesystem.delete_file(posixpath.join(path, MANIFEST))
         if not self._is_local:
@@ -267,27 +267,27 @@ class SnapshotStore:
                 self._filesystem.delete_dir(path)
 
     def _begin(self, name: str) -> None:
-        """Notes what it writes; before the first snapshot also what others have left half written."""
+        """Records the snapshot's name; before the first one also the folders that others left half written."""
         self._asked.add(name)
         if self._before is None:
-            found = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
-            self._before = {info.base_name for info in found if info.base_name.startswith((_PARTIAL, _PARTS))}
+            infos = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
+            self._before = {info.base_name for info in infos if info.base_name.startswith((_PARTIAL, _PARTS))}
 
     def _partial(self, name: str) -> str:
         return os.path.join(self._folder, f"{_PARTIAL}{name}_{secrets.token_hex(4)}")
 
     def _step_of(self, name: str) -> int:
-        """The step of a whole checkpoint of an epoch; -1 of others."""
+        """Returns the step of a whole epoch-end checkpoint; -1 for others."""
         if name not in self._steps:
             try:
                 state = checkpoint_files.look(self._filesystem, posixpath.join(self._folder, name))
             except (ConfigError, FileNotFoundError):
-                return -1  # it may be being written
+                return -1  # it may be in progress
             self._steps[name] = state.step
         return self._steps[name]
 
     def _is_whole(self, name: str) -> bool:
-        """Whether every part of a snapshot has the size that it had."""
+        """Whether every part of a snapshot has its recorded size."""
         if name not in self._whole:
             try:
                 checkpoint_files.look(self._filesystem, posixpath.join(self._folder, name))
@@ -300,30 +300,30 @@ class SnapshotStore:
 def abandoned(
     found: Iterable[str], before: Container[str], asked: Container[str], whole: Container[str], newest: int
 ) -> list[str]:
-    """What is half written, and nobody will go on with; pure. No clock is asked, as hosts and file servers differ.
+    """Returns half-written folders that no process continues; pure. Uses no clock, as clocks of hosts differ.
 
     Args:
-        found: the names of the folders that are there.
-        before: of what was half written when this process, which has written a snapshot since, began: it is of a run
-            before, or of a process that was killed.
-        asked: the snapshots that this process has written, or tried to.
-        whole: those that are.
-        newest: the steps before the newest of them.
+        found: The names of the existing folders.
+        before: Names that were half written when this process, which has written a snapshot since, began. They are of
+            an earlier run, or of a killed process.
+        asked: The snapshots that this process wrote, or tried to.
+        whole: The whole snapshots.
+        newest: The steps before the newest of them.
     """
-    left = []
+    leftovers = []
     for name in found:
         snapshot = _half_written(name)
         if snapshot is None:
             continue
         step = step_folders.step_of(snapshot)
-        is_old = step is not None and step < newest  # a worker that is at it still is too late
+        is_old = step is not None and step < newest  # a worker that still writes it is too late
         if is_old or (name.startswith(_PARTS) and snapshot in whole) or (name in before and snapshot not in asked):
-            left.append(name)
-    return left
+            leftovers.append(name)
+    return leftovers
 
 
 def _half_written(name: str) -> str | None:
-    """The snapshot that a folder is to become, or of which it holds parts; None of other folders."""
+    """Returns the snapshot that a folder will become, or whose parts it holds; None for other folders."""
     if name.startswith(_PARTS):
         return name.removeprefix(_PARTS)
     if not name.startswith(_PARTIAL):
@@ -332,17 +332,17 @@ def _half_written(name: str) -> str | None:
 
 
 class _Others:
-    """The parts of a snapshot that other workers write, which are waited for, though not for long.
+    """The parts of a snapshot that other workers write, with a short timeout.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: where they come to lie.
-        parts: the pieces of all parts by name, in order: the first and the last are this process's own.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        folder: The folder of the parts.
+        parts: The pieces of all parts by name, in order: the first and the last are this process's own.
 
     Attributes:
-        awaited: bytes of each part of another worker, by name.
-        late: workers whose parts did not come in time.
-        others: those of them that have written other bytes.
+        awaited: Bytes of each part of another worker, by name.
+        late: Workers whose parts missed the timeout.
+        others: Those of them that wrote different bytes.
     """
 
     def __init__(self, filesystem, folder: str, parts: Mapping[str, list]):
@@ -354,18 +354,18 @@ class _Others:
         self._began = time.monotonic()
 
     def wait(self) -> Iterator[tuple[str, bool]]:
-        """(name, whether it has come), when that is known; called when this process has written its own."""
-        until = time.monotonic() + max(timeouts.get().checkpoint_parts, _PATIENCE * (time.monotonic() - self._began))
+        """Yields (name, whether it has arrived) of each part; called when this process has written its own."""
+        deadline = time.monotonic() + max(timeouts.get().checkpoint_parts, _PATIENCE * (time.monotonic() - self._began))
         for name, size in self.awaited.items():
             path = posixpath.join(self.folder, name)
-            while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < until:
+            while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline:
                 time.sleep(_LOOKS_INTERVAL)
             if not is_there:
                 self.late.append(self._index[name])
             yield name, is_there
 
     def look(self) -> None:
-        """Removes parts with other bytes, of which `others` tells."""
+        """Removes parts with different bytes and records their workers in `others`."""
         if not self.late:
             return
         infos = self._filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
@@ -376,23 +376,23 @@ class _Others:
                     self._filesystem.delete_file(info.path)
 
     def size_left(self, files: Mapping[str, list]) -> int:
-        """Bytes of the files that this process has written."""
+        """Returns the bytes of the files that this process wrote."""
         came = [name for name in self.awaited if self._index[name] not in self.late]
         return sum(scattered.size(pieces) for name, pieces in files.items() if name not in came)
 
 
 def needless(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: int) -> list[str]:
-    """The snapshots that may be removed; pure.
+    """Returns the snapshots that may be removed; pure.
 
     Args:
-        steps: of each snapshot that is there.
-        whole: those of them that are whole, newest first.
-        epoch: the step of the newest whole checkpoint of an epoch, -1 without one.
-        keep: how many of the newest whole ones stay, at least 1.
+        steps: The step of each existing snapshot.
+        whole: The whole ones, newest first.
+        epoch: The step of the newest whole epoch-end checkpoint, -1 without one.
+        keep: Number of the newest whole ones to keep, at least 1.
 
     Returns:
-        Names: those older than a whole checkpoint of an epoch, which holds more; of the others what is older than the
-        newest `keep` whole ones. What is newer than the newest whole one, and not whole, may be being written.
+        Names of those older than a whole epoch-end checkpoint, which holds more, or than the newest `keep` whole ones.
+        One that is newer than the newest whole one, and not whole, may be in progress.
     """
     newer = [name for name in whole if steps[name] >= epoch]
     kept = newer[:keep]
@@ -401,7 +401,7 @@ def needless(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: i
 
 
 def _write_local(path: str, pieces: list) -> None:
-    """Writes a file that is not there, to its disk."""
+    """Writes a new file and synchronizes it to disk."""
     with open(path, "xb", buffering=0) as file:
         _write_all(file, pieces)
         os.fsync(file.fileno())
@@ -414,7 +414,7 @@ def _write_all(file, pieces: list) -> None:
 
 
 def _sync(folder: str) -> None:
-    """Brings the names in a folder to its disk."""
+    """Synchronizes a folder's names to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

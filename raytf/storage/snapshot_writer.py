@@ -1,12 +1,12 @@
-"""The process that writes snapshots: it takes them from shared memory, and outlives whoever handed them over.
+"""The process that writes snapshots: it reads them from shared memory, and outlives the process that sends them.
 
-python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, from `snapshots.SnapshotWriter`
+    python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, from `snapshots.SnapshotWriter`
 
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
-message of a few bytes; what is to be written lies in one of the buffers, complete when the message comes. So what was
-handed over is written even if the other side is killed in the next moment. When the other side has gone, what is left
-is tried for `Timeouts.writer_alone` seconds, in which it had a processor, and for the time of its bytes, and then this
-process ends however far it is. What is only held is written if the other side goes without a word.
+message of a few bytes, sent when the data in its buffer is complete: so data is written even if the sender is killed
+right after. Once the peer has gone, this process writes the remaining data, and then exits. Its time is
+`Timeouts.writer_alone` seconds with a processor, and more for many bytes. It writes held data only if the peer
+disappears unannounced.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
 
 class _Server:
-    """Takes requests and does one after the other, always the newest; before it, unless it failed, one that is pinned.
+    """Serves requests one by one, always the newest; a pinned one precedes it unless it has just failed.
 
     Args:
-        control: the socket to the other side; its end says that the other side has gone.
-        buffers: descriptors of shared memory.
-        store: where to write.
-        niceness: of this process while it goes last.
+        control: The socket to the peer; its end means that the peer has gone.
+        buffers: Descriptors of shared memory.
+        store: The store to write to.
+        niceness: Niceness of this process at low priority.
     """
 
     def __init__(self, control: socket.socket, buffers: list[int], store: SnapshotStore, niceness: int):
@@ -50,21 +50,21 @@ class _Server:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._waiting: list[dict] = []
-        self._held: dict | None = None  # to be written only if the other side goes
+        self._held: dict | None = None  # to be written only if the peer goes
         self._gone = self._hurried = False
-        self._yields = False  # the other side waits for the place of one that is not pinned
-        self._begun = 0  # the id of the request that was claimed last
-        self._pinned = 0  # of the one that no newer one makes needless
-        self._failed = 0  # of the one that was tried last, and failed
-        self._prunes = False  # who writes parts of others' leaves that to them
+        self._yields = False  # the peer waits for the buffer of an unpinned one
+        self._begun = 0  # id of the last claimed request
+        self._pinned = 0  # id of the request that no newer one makes needless
+        self._failed = 0  # id of the last tried request, if it failed
+        self._prunes = False  # a writer of parts for others leaves pruning to them
 
     def left(self) -> int:
-        """Bytes left to be written, now that the other side has gone; asked by another thread."""
-        held = self._held
-        return sum(request["size"] for request in [*self._waiting, *([held] if held else [])])
+        """Returns the bytes still to be written once the peer has gone; called by another thread."""
+        held_request = self._held
+        return sum(request["size"] for request in [*self._waiting, *([held_request] if held_request else [])])
 
     def run(self) -> None:
-        """Works until the other side has gone and nothing is left."""
+        """Serves requests until the peer has gone and nothing remains."""
         self._tell({"event": "ready", "pid": os.getpid(), "niceness": self._niceness})
         while self._waiting or not self._gone:
             self._take(None if not self._waiting else 0.0)
@@ -72,15 +72,15 @@ class _Server:
                 self._write_newest()
         with contextlib.suppress(Exception):
             if self._prunes:
-                self._store.prune()  # the training may have ended with a checkpoint of an epoch
+                self._store.prune()  # the training may have ended with an epoch-end checkpoint
 
     def _take(self, seconds: float | None) -> bool:
-        """Takes all requests that came, and waits so long for the first; whether one came."""
-        found = woken = False
-        until = None if seconds is None else time.monotonic() + seconds
+        """Receives all pending requests, and waits `seconds` for the first. Returns whether one came."""
+        received = woken = False
+        deadline = None if seconds is None else time.monotonic() + seconds
         while not self._gone:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if not self._poll.poll(0.0 if found or woken else left if left is None else 1e3 * left):
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._poll.poll(0.0 if received or woken else remaining if remaining is None else 1e3 * remaining):
                 break
             try:
                 message = self._control.recv(_LONGEST_MESSAGE)
@@ -88,23 +88,23 @@ class _Server:
                 message = b""
             if not message:
                 self._gone = self._hurried = True
-                return self._promote() or found
+                return self._promote() or received
             request = json.loads(message)
             if "id" in request:
-                found = self._received(request) or found
+                received = self._received(request) or received
             elif "yield" in request:
                 self._hurried = woken = self._yields = True
             elif "unpin" in request:
-                found, self._pinned = True, 0
+                received, self._pinned = True, 0
             elif "release" in request:
                 self._held = None
             else:
                 self._hurried = woken = True
-                found = ("promote" in request and self._promote()) or found
-        return found
+                received = ("promote" in request and self._promote()) or received
+        return received
 
     def _received(self, request: dict) -> bool:
-        """Takes a request, which makes one that is held needless; whether it is to be written now."""
+        """Records a request, which makes a held one needless. Returns whether to write it now."""
         self._store.fails += request["fails"]
         self._held = request if request.get("held") else None
         if self._held is None:
@@ -113,18 +113,19 @@ class _Server:
         return self._held is None
 
     def _promote(self) -> bool:
-        """Has what is held written; whether there is such a one."""
-        held = self._held
-        if held is not None:
-            self._waiting.append(held)  # before it is taken away there: another thread asks what is `left`
+        """Schedules the held request for writing. Returns whether there is one."""
+        held_request = self._held
+        if held_request is not None:
+            self._waiting.append(held_request)  # before the removal: another thread reads `left`
             self._held = None
-        return held is not None
+        return held_request is not None
 
     def _claim(self) -> dict:
-        """The request to be tried next; those before the newest are dropped, but for one that is pinned.
+        """Returns the request to try next; drops those before the newest, except a pinned one.
 
-        It says that it begins, and then looks for a newer one. The other side hands over a newer one, and then looks
-        what has begun, before it takes back a buffer. So one of the two sees the other: no buffer is read and filled.
+        It reports the start, and then checks for a newer request. The peer sends a newer request, and then checks what
+        has started before it takes back a buffer. So one of the two sees the other: no buffer is read and filled at
+        once.
         """
         while True:
             self._take(0.0)
@@ -142,13 +143,13 @@ class _Server:
                 return request
 
     def _next(self) -> dict:
-        """What is pinned, if it did not just fail; once the other side has gone time may be short: the newest."""
+        """Returns a pinned request unless it just failed; after the peer has gone the newest, as time may be short."""
         if self._gone:
             return self._waiting[-1]
         return next((request for request in self._waiting if request["id"] != self._failed), self._waiting[-1])
 
     def _write_newest(self) -> None:
-        """Writes the newest request; where that fails again and again, or what is newer then, until one is written."""
+        """Writes the newest request, with retries; a newer one replaces it, until one is written."""
         wait = _FIRST_WAIT
         while True:
             request = self._claim()
@@ -175,7 +176,7 @@ class _Server:
                 return
 
     def _is_yielded(self, request: dict) -> bool:
-        """Gives up one that failed and is not pinned, where the other side needs its place for another one."""
+        """Gives up a failed unpinned request if the peer needs its buffer. Returns whether it did."""
         self._take(0.0)
         if not self._yields or self._gone or request["id"] == self._pinned:
             return False
@@ -185,13 +186,13 @@ class _Server:
         return True
 
     def _pause(self, seconds: float) -> None:
-        """Between two tries, however many requests come; short once the other side waits for the last, or has gone."""
+        """Waits between two attempts, despite new requests; briefly once the peer waits for the last, or has gone."""
         began = time.monotonic()
-        while (left := began + min(seconds, _HURRIED_WAIT if self._hurried else seconds) - time.monotonic()) > 0:
+        while (remaining := began + min(seconds, _HURRIED_WAIT if self._hurried else seconds) - time.monotonic()) > 0:
             if self._gone:
-                time.sleep(left)
+                time.sleep(remaining)
             else:
-                self._take(left)
+                self._take(remaining)
 
     def _write(self, request: dict) -> dict:
         began = time.monotonic()
@@ -206,11 +207,11 @@ class _Server:
                 self._prunes = True
         try:
             removed, why = self._store.prune() if self._prunes else [], None
-        except Exception as error:  # the snapshot is kept all the same, and the next one looks again
+        except Exception as error:  # the snapshot is kept all the same, and the next one retries
             removed, why = [], f"{type(error).__name__}: {str(error).strip()[:500]}"
         seconds = time.monotonic() - began
-        told = {"name": head["name"], "seconds": seconds, "removed": removed, "unremoved": why}
-        return {**told, **dataclasses.asdict(written)}
+        event = {"name": head["name"], "seconds": seconds, "removed": removed, "unremoved": why}
+        return {**event, **dataclasses.asdict(written)}
 
     def _tell(self, event: dict, lossy: bool = False) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, *([BlockingIOError] if lossy else [])):
@@ -218,25 +219,28 @@ class _Server:
 
 
 def pieces(part: dict, memory: memoryview) -> list:
-    """The pieces of a file from shared memory.
+    """Returns the pieces of a file from shared memory.
 
     Args:
         part: "file": its name; and "at", "size" of its content, or "arrays": [key, dtype, shape, at] of each in an npz,
             or "members": [name, at, size] of each in a zip.
-        memory: the buffer.
+        memory: The buffer.
     """
     if "arrays" in part:
         return scattered.arrays(
-            {key: np.ndarray(shape, np.dtype(kind), memory, at).view() for key, kind, shape, at in part["arrays"]}
+            {
+                key: np.ndarray(shape, np.dtype(kind), memory, offset).view()
+                for key, kind, shape, offset in part["arrays"]
+            }
         )
     if "members" in part:
-        return scattered.archive([(name, memory[at : at + size]) for name, at, size in part["members"]])
+        return scattered.archive([(name, memory[offset : offset + size]) for name, offset, size in part["members"]])
     return [memory[part["at"] : part["at"] + part["size"]]]
 
 
 @contextlib.contextmanager
 def _mapped(buffer: int, size: int):
-    """The first bytes of a buffer. What was made of it is let go when it is closed with the process."""
+    """Maps the first bytes of a buffer; remaining views of it keep it mapped."""
     mapped = mmap.mmap(buffer, size, prot=mmap.PROT_READ)
     try:
         yield memoryview(mapped)
@@ -246,7 +250,7 @@ def _mapped(buffer: int, size: int):
 
 
 def _end_with_the_other_side(control: socket.socket, left: Callable[[], int], note: finishing.Note) -> None:
-    """Ends this process some time after the other side has gone, whatever it waits for; notes at once what is left."""
+    """Exits this process some time after the peer has gone, whatever blocks it; notes at once the remaining bytes."""
 
     def watch():
         poll = select.poll()
@@ -254,7 +258,7 @@ def _end_with_the_other_side(control: socket.socket, left: Callable[[], int], no
         poll.poll()
         if size := left():
             threading.Thread(target=note.write, args=(size,), daemon=True).start()
-        priority.share_alike(os.getpid())  # no training is left that it would hold up
+        priority.share_alike(os.getpid())  # no training is left that it would slow down
         _stay(left)
         os._exit(1)
 
@@ -262,19 +266,19 @@ def _end_with_the_other_side(control: socket.socket, left: Callable[[], int], no
 
 
 def _stay(left: Callable[[], int]) -> None:
-    """Returns when the time is over for which this process goes on alone, with what is left to be written."""
+    """Blocks until the time that this process may run alone, with the remaining bytes, is over."""
     began, queued, most = time.monotonic(), _queued(), 0
     while True:
-        its = timeouts.get()
-        waited, most = min(_queued() - queued, its.writer_alone_at_most - its.writer_alone), max(most, left())
-        seconds = began + timeouts.deadline(its.writer_alone, most) + waited - time.monotonic()
+        current = timeouts.get()
+        waited, most = min(_queued() - queued, current.writer_alone_at_most - current.writer_alone), max(most, left())
+        seconds = began + timeouts.deadline(current.writer_alone, most) + waited - time.monotonic()
         if seconds <= 0:
             return
         time.sleep(seconds)
 
 
 def _queued() -> float:
-    """For how many seconds the thread that works was ready to run, and others had its processor; 0.0 if unknown."""
+    """Returns the seconds in which the working thread was runnable without a processor; 0.0 if unknown."""
     try:
         return liveness.queued(os.getpid())
     except OSError:
@@ -282,15 +286,15 @@ def _queued() -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Reads the settings from standard input, leaves the family of the process that started it, and works."""
+    """Reads the settings from standard input, detaches from the process that started it, and serves requests."""
     settings = pickle.loads(sys.stdin.buffer.read())  # of the process that started this one, not of a storage
     timeouts.put_in_force(settings["timeouts"])
     if os.fork():
-        os._exit(0)  # who kills the children of a worker, as Ray does, does not find this one
+        os._exit(0)  # a killer of a worker's children, such as Ray, does not find this one
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its end is that of the other side
+        signal.signal(number, signal.SIG_IGN)  # it ends when its peer ends
     if settings["cpus"] is not None:
-        with contextlib.suppress(OSError):  # its cgroup has none of them any more
+        with contextlib.suppress(OSError):  # its cgroup no longer has any of them
             os.sched_setaffinity(0, settings["cpus"])
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
@@ -300,7 +304,7 @@ def main(arguments: list[str]) -> None:
     _end_with_the_other_side(control, server.left, note)
     server.run()
     note.remove()
-    os._exit(0)  # threads of a file system are not waited for
+    os._exit(0)  # does not wait for threads of a file system
 
 
 if __name__ == "__main__":

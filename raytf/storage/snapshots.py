@@ -1,17 +1,15 @@
-"""Snapshots of a training, handed to a process that writes them: the training only copies its arrays.
+"""Snapshots of a training, sent to a process that writes them: the training only copies its arrays.
 
     writer = SnapshotWriter(filesystem, "runs/one")
     writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
     writer.write("step_000000000110", parts, held=True)     # written only if this process dies
-    number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one takes its place
-    writer.finish(60.0, number=number)     # it is whole, or NotKeptError says why not
+    number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one replaces it
+    writer.finish(60.0, number=number)     # it is whole, or NotKeptError explains why not
     writer.close()
 
-Snapshots lie in buffers of shared memory, of which no name exists anywhere. Small ones have several: one may be written
-while another is filled, and where one waits meanwhile, a third is filled, which then takes its place. Of a large one
-there is room for one alone, so that a checkpoint takes its own size of memory and no more; what comes while that is
-written is left out, but for one that is pinned, which waits. So where the storage is slower than snapshots come, some
-are left out, and training does not wait. Where some are held there is room for two.
+Snapshots are in anonymous shared memory. Small ones have several buffers, of which the newest replaces a waiting one. A
+large one has a single buffer, so that a checkpoint needs only its own size of memory; two if some are held. Snapshots
+that come while it is written are left out; a pinned one waits. So training does not wait for slow storage.
 """
 
 from __future__ import annotations
@@ -38,24 +36,24 @@ from raytf.storage import finishing, planted, priority, snapshot_store
 from raytf.storage.snapshot_buffers import Buffer, Part, SnapshotLayout, needs_of
 
 _LONGEST_MESSAGE = 1 << 16
-# So many of the last ones are told.
+# Number of the last events that `written` keeps.
 _TOLD = 100
-# One that is written, one that waits, one that is held, one that is pinned, one to fill: as long as all of them have
-# few bytes. Large snapshots have one buffer, and two where some are held: the one before stays until the next is there.
+# One that is written, one that waits, one that is held, one that is pinned, one to fill, if all are small. Large
+# snapshots have one buffer, and two if some are held: the previous one stays until the next is complete.
 _BUFFERS = 5
 _FEW_BYTES = 64 << 20
-# Who waits looks so often whether all is being closed.
+# Poll interval of a waiting thread for the closing of everything.
 _LOOKS_INTERVAL = 0.2
-# After so many with parts that did not come the chief writes alone.
+# After this number of snapshots with missing parts, the chief writes alone.
 _MOST_LATE = 2
 
 
 class NotKeptError(RaytfError, OSError):
-    """The last snapshot of a training could not be written in the time that there was.
+    """The last snapshot of a training could not be written in time.
 
     Args:
-        name: of the snapshot.
-        why: the last error of the storage, or how far it was, as a clause.
+        name: Name of the snapshot.
+        why: The last error of the storage, or the progress, as a clause.
     """
 
     def __init__(self, name: str, why: str):
@@ -70,15 +68,15 @@ class NotKeptError(RaytfError, OSError):
 
 
 class NoRoomError(NotKeptError):
-    """A snapshot found no memory, as the storage has not taken what lies there in the time that there was."""
+    """A snapshot found no memory, as the storage has not written the buffered one in time."""
 
 
 class _Other:
     """The process that writes.
 
     Args:
-        pid: its.
-        niceness: with which it goes last, see `priority`.
+        pid: Its pid.
+        niceness: Its niceness at low priority, see `priority`.
     """
 
     def __init__(self, pid: int, niceness: int):
@@ -86,9 +84,9 @@ class _Other:
         self._seen = liveness.look(pid)
 
     def goes_last(self, last: bool) -> None:
-        """Says whether it is to; nothing if it is gone, and another one may have its number."""
-        seen = liveness.look(self._pid) if last != self._last else None
-        if seen is None or self._seen is None or seen.started != self._seen.started:
+        """Sets or ends its low priority; does nothing if it has ended, as its pid may be reused."""
+        process = liveness.look(self._pid) if last != self._last else None
+        if process is None or self._seen is None or process.started != self._seen.started:
             return
         self._last = last
         if last:
@@ -98,27 +96,27 @@ class _Other:
 
 
 class SnapshotWriter:
-    """Hands snapshots to a process of its own, which writes them; for one thread of the chief.
+    """Sends snapshots to its own process, which writes them; for one thread of the chief.
 
     Other threads may wait in `finish`.
 
-    What was handed over is written even when this process is killed. The other one ends when this one closes it or is
-    gone, at the latest `Timeouts.writer_alone_at_most` seconds later.
+    Snapshots that were sent are written even if this process is killed. The other process ends after `close`, or when
+    this process has gone, at the latest `Timeouts.writer_alone_at_most` seconds later.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem` that can be pickled.
-        folder: of the run there; it is made if there is none.
-        keep: how many snapshots within epochs stay, at least 1; see `snapshot_store.needless`.
-        cpus: on which the other process runs; None: on those of this one. What trains is bound to some cores, and the
-            other process is not to take its time there.
+        filesystem: A picklable `pyarrow.fs.FileSystem`.
+        folder: The run's folder there; created if missing.
+        keep: Number of mid-epoch snapshots to keep, at least 1; see `snapshot_store.needless`.
+        cpus: CPUs of the other process; None: those of this one. Training is bound to some cores, which the other
+            process should not use.
 
     Attributes:
-        written: what the other side said of the last snapshots that are whole: "name", "bytes", "seconds", "cpu" (its
-            processor seconds so far), "removed".
-        left_out: how many were, as newer ones came before they could be written.
+        written: Reports on the last whole snapshots: "name", "bytes", "seconds", "cpu" (its processor seconds so far),
+            "removed".
+        left_out: Number of snapshots that newer ones replaced before they could be written.
 
     Raises:
-        ConfigError: the file system cannot be handed to another process.
+        ConfigError: The file system cannot be sent to another process.
     """
 
     def __init__(self, filesystem, folder: str, keep: int = 2, cpus: Collection[int] | None = None):
@@ -126,7 +124,7 @@ class SnapshotWriter:
         self.left_out = 0
         self.pid: int | None = None
         self._other: _Other | None = None
-        self._queued: dict[int, float] = {}  # seconds by process: the one that was started starts another one
+        self._queued: dict[int, float] = {}  # seconds by process: the started one starts another one
         self._waits = 0  # threads of the training that wait for it
         self._behind = False  # whether a pinned one was not whole when the next one came
         self._folder = folder
@@ -137,18 +135,18 @@ class SnapshotWriter:
         self._holds = False  # whether some are held
         self._readied: threading.Thread | None = None
         self._said: set[str] = set()
-        given = {"folder": folder, "keep": max(1, keep), "cpus": cpus, "timeouts": timeouts.get()}
-        settings = pickle.dumps({"filesystem": _pickled(filesystem), **given})
+        options = {"folder": folder, "keep": max(1, keep), "cpus": cpus, "timeouts": timeouts.get()}
+        settings = pickle.dumps({"filesystem": _pickled(filesystem), **options})
         self._buffers = [Buffer(number) for number in range(_BUFFERS)]
         self._control, self._errors = None, os.memfd_create("raytf_snapshot_errors")
         self._start(settings)
 
     def _start(self, settings: bytes) -> None:
-        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # what this process can import, the other one can: a class of a file system may be anywhere
+        self._control, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # the other process must import what this one can: a file system's class may be anywhere
         path = [str(pathlib.Path(__file__).parents[2]), *sys.path]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
-        passed = [other.fileno(), *(b.descriptor for b in self._buffers)]
+        passed = [peer.fileno(), *(b.descriptor for b in self._buffers)]
         sign = _sign(self._folder)
         try:
             self._process = subprocess.Popen(
@@ -161,9 +159,9 @@ class SnapshotWriter:
                 start_new_session=True,
             )
         finally:
-            other.close()
+            peer.close()
             sign.close()
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # its end is told by the first write
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # the first write reports its end
             pipe.write(settings)
 
     def write(
@@ -175,24 +173,24 @@ class SnapshotWriter:
         index: int | None = None,
         pinned: bool = False,
     ) -> int:
-        """Copies a snapshot; the other process writes it. Its manifest comes by itself.
+        """Copies a snapshot; the other process writes it, and adds the manifest.
 
         Args:
-            name: of its folder in the run's.
-            parts: by name of the file.
-            held: it is written only if this process ends before the next one comes, and does not `release` it.
-            writers: so many workers write the archive together, see `division`.
-            index: this one's, for a worker that writes its `Piece` alone.
-            pinned: newer ones do not make it needless, until it is written, or `unpin`. It waits until the pinned one
-                before is written, but where the storage fails.
+            name: Name of its folder in the run's.
+            parts: Content by file name.
+            held: Whether to write it only if this process ends before the next one comes, and does not `release` it.
+            writers: Number of workers that write the archive together, see `division`.
+            index: This worker's index, for one that writes only its `Piece`.
+            pinned: Whether newer ones do not replace it until it is written, or until `unpin`. It waits until the
+                previous pinned one is written, unless the storage fails.
 
         Returns:
-            Its number, for `finish` and `unpin`; 0 where it was left out.
+            Its number, for `finish` and `unpin`; 0 if it was left out.
 
         Raises:
-            ConfigError: a name is not one of a folder in the run's.
-            NoRoomError: it is pinned, and the storage has not taken the one before.
-            NotKeptError: the other process has ended.
+            ConfigError: A name is not one of a folder in the run's.
+            NoRoomError: It is pinned, and the storage has not written the previous one.
+            NotKeptError: The other process has ended.
         """
         snapshot_store.check_name(name)
         plan = SnapshotLayout(parts)
@@ -208,11 +206,11 @@ class SnapshotWriter:
         return self._wait_and_write(name, plan) if pinned else 0
 
     def ready(self, size: int, held: bool = False) -> None:
-        """Has memory ready for snapshots to come, in a thread of its own: the first one then takes as long as others.
+        """Allocates memory for future snapshots in a thread, so that the first one takes as long as others.
 
         Args:
-            size: bytes of one.
-            held: some are to be held.
+            size: Bytes of one.
+            held: Whether some will be held.
         """
         if self._count:
             return
@@ -230,15 +228,17 @@ class SnapshotWriter:
         self._readied.start()
 
     def _most(self, needs: int) -> int:
-        """Bytes that all buffers may have."""
+        """Returns the maximum total bytes of all buffers."""
         return max(_FEW_BYTES, (1 + self._holds) * needs)
 
     def _write(self, name: str, plan: SnapshotLayout, buffer: Buffer, held: bool, pinned: bool) -> int:
         plan.fill(buffer)
         self._count += 1
-        buffer.busy, before = self._count, self._held
-        busy = {one.busy for one in self._buffers}
-        self._names = {number: its for number, its in self._names.items() if number in busy} | {self._count: name}
+        buffer.busy, previous_held = self._count, self._held
+        busy = {candidate.busy for candidate in self._buffers}
+        self._names = {number: snapshot_name for number, snapshot_name in self._names.items() if number in busy} | {
+            self._count: name
+        }
         if held:
             self._held = self._count
         else:
@@ -247,14 +247,14 @@ class SnapshotWriter:
                 self._behind = self._behind or self._is_busy(self._pinned)
                 self._pinned = self._count
                 self._weigh()
-        where = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
-        self._send({"id": self._count, **where, "held": held, "pinned": pinned, "fails": planted.taken()})
-        if before:
-            self._end(before)  # from here on the new one is what the other side writes if this one ends
+        location = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
+        self._send({"id": self._count, **location, "held": held, "pinned": pinned, "fails": planted.taken()})
+        if previous_held:
+            self._end(previous_held)  # from here on the other side writes the new one if this process ends
         return self._count
 
     def release(self) -> None:
-        """Lets go of the one that is held: the training has come to its end."""
+        """Discards the held snapshot: the training has ended."""
         with self._lock:
             if self._held:
                 self._send({"release": True})
@@ -262,29 +262,29 @@ class SnapshotWriter:
                 self._held = 0
 
     def promote(self) -> None:
-        """Has the one that is held written now."""
+        """Requests that the held snapshot is written now."""
         with self._lock:
             if self._held:
                 self._send({"promote": True})
                 self._last, self._held = self._held, 0
 
     def unpin(self, number: int) -> None:
-        """Lets newer ones take the place of one that is pinned."""
+        """Allows newer snapshots to replace a pinned one."""
         with self._lock:
             if number == self._pinned and self._is_busy(number) and not self._gone and not self._closing:
                 self._pinned = 0
                 self._send({"unpin": True})
 
     def finish(self, seconds: float, failing: float | None = None, number: int | None = None) -> None:
-        """Waits until a snapshot is whole.
+        """Blocks until a snapshot is whole.
 
         Args:
-            seconds: at most so long.
-            failing: at most so long where the storage has failed; as for one that is slow unless it is given.
-            number: of one that is pinned; the last one if it is not given.
+            seconds: Timeout.
+            failing: Timeout if the storage has failed; None: the same as `seconds`.
+            number: Number of a pinned snapshot; None: the last one.
 
         Raises:
-            NotKeptError: it is not.
+            NotKeptError: It is not whole.
         """
         with self._lock:
             wanted = self._last if number is None else number
@@ -296,18 +296,18 @@ class SnapshotWriter:
         began = time.monotonic()
         while self._is_busy(wanted):
             longest = failing if failing is not None and self._failed else seconds
-            left = began + longest - time.monotonic()
+            remaining = began + longest - time.monotonic()
             if self._closing:
                 raise NotKeptError(name, self._failed or "the training has ended before its storage did")
             if self._gone:
                 raise NotKeptError(name, self._how_it_ended())
-            if left <= 0:
+            if remaining <= 0:
                 raise NotKeptError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
-            self._drain(min(left, _LOOKS_INTERVAL))
+            self._drain(min(remaining, _LOOKS_INTERVAL))
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
-        """In the block the training waits for the other process, which has a processor as others have it meanwhile."""
+        """Raises the other process's priority to normal while the training waits for it in the block."""
         self._wait_one(1)
         try:
             yield
@@ -315,7 +315,7 @@ class SnapshotWriter:
             self._wait_one(-1)
 
     def queued(self) -> float:
-        """For how many seconds the other process was ready to run, and others had the processor; from any thread."""
+        """Returns the seconds in which the other process was runnable without a processor; from any thread."""
         pid = self.pid or self._process.pid
         with contextlib.suppress(OSError):  # it has ended
             self._queued[pid] = liveness.queued_in_all(pid)
@@ -327,7 +327,7 @@ class SnapshotWriter:
             self._weigh()
 
     def _weigh(self) -> None:
-        """Has the other process go last, or not; one that has not said who it is does so later."""
+        """Sets the other process's priority; one that has not reported its pid gets it later."""
         if self._other is not None and not self._gone:
             self._behind = self._behind and self._is_busy(self._pinned)
             self._other.goes_last(not (self._waits or self._behind))
@@ -336,15 +336,15 @@ class SnapshotWriter:
         return any(buffer.busy == number for buffer in self._buffers)
 
     def close(self) -> None:
-        """Lets the other process end, once it has written what it has; waits for that some seconds."""
+        """Ends the other process once it has written everything; waits some seconds for that."""
         with self._lock:
             if self._control is None:
                 return
             self._closing = True
             self._control.shutdown(socket.SHUT_WR)
-            until = time.monotonic() + timeouts.get().writer_end
-            while not self._gone and (left := until - time.monotonic()) > 0:
-                self._drain(left)
+            deadline = time.monotonic() + timeouts.get().writer_end
+            while not self._gone and (remaining := deadline - time.monotonic()) > 0:
+                self._drain(remaining)
             self._control.close()
             self._control = None
             if self._readied is not None:
@@ -355,41 +355,43 @@ class SnapshotWriter:
             self._reap(0.0)
 
     def _free(self, name: str, needs: int, held: bool, pinned: bool) -> Buffer | None:
-        """A buffer to fill: one in which nothing lies, or a snapshot that waits though a newer one does, too.
+        """Returns a buffer to fill: an empty one, or a snapshot that waits although a newer one does, too.
 
-        None: there is no more memory for it, and it is left out, or waits.
+        None: there is no memory for it, and it is left out, or waits.
         """
         self._drain(0.0)
         if self._gone:
             raise NotKeptError(name, self._how_it_ended())
         if pinned and self._is_busy(self._pinned) and not self._failed:
-            return None  # the other side keeps one of them from newer ones
-        free = sorted((one for one in self._buffers if one.busy is None), key=lambda one: -one.size)
-        # one for what is held, and one for what is pinned, would take memory for nothing where there is none
+            return None  # the other side protects only one of them from newer ones
+        free = sorted(
+            (candidate for candidate in self._buffers if candidate.busy is None), key=lambda candidate: -candidate.size
+        )
+        # reserves no buffer for a held or a pinned snapshot if there is none
         spare = (not (held or self._held)) + (not (pinned or self._is_busy(self._pinned)))
         free = free[: len(free) - spare]
-        # what has begun was told before the other side looks for newer ones, see `snapshot_writer`
+        # the other side reports its start before it checks for newer ones, see `snapshot_writer`
         kept = (None, self._begun, self._last, self._held, self._pinned)
-        superseded = [one for one in self._buffers if one.busy not in kept]
-        found = next((one for one in [*free, *superseded] if self._has_room(one, needs)), None)
-        if found is None and free:  # others, in which nothing lies, have the memory
-            for one in self._buffers:
-                if one.busy is None:
-                    one.empty()
-            found = next((one for one in free if self._has_room(one, needs)), None)
-        if found is None and not pinned:
+        superseded = [candidate for candidate in self._buffers if candidate.busy not in kept]
+        chosen = next((candidate for candidate in [*free, *superseded] if self._has_room(candidate, needs)), None)
+        if chosen is None and free:  # other empty buffers have the memory
+            for candidate in self._buffers:
+                if candidate.busy is None:
+                    candidate.empty()
+            chosen = next((candidate for candidate in free if self._has_room(candidate, needs)), None)
+        if chosen is None and not pinned:
             self._leave_out()
-        elif found is not None and found.busy is not None:
-            self._leave_out(found.busy)
-        return found
+        elif chosen is not None and chosen.busy is not None:
+            self._leave_out(chosen.busy)
+        return chosen
 
     def _has_room(self, buffer: Buffer, needs: int) -> bool:
         if buffer.size >= needs:
             return True
-        return sum(one.size for one in self._buffers) - buffer.size + needs <= self._most(needs)
+        return sum(other_buffer.size for other_buffer in self._buffers) - buffer.size + needs <= self._most(needs)
 
     def _wait_and_write(self, name: str, plan: SnapshotLayout) -> int:
-        """`_write` of one that is pinned, once the other side is done with what lies there, or could not write it."""
+        """Writes a pinned snapshot once the other side has written the buffered one, or failed to."""
         began, asked = time.monotonic(), False
         with self.held_up():
             while True:
@@ -399,16 +401,20 @@ class SnapshotWriter:
                     if not asked:
                         self._send({"yield": True})
                         asked = True
-                its = timeouts.get()
-                left = began + (its.checkpoint_failing if self._failed else its.checkpoint_write) - time.monotonic()
-                if left <= 0:
+                current = timeouts.get()
+                remaining = (
+                    began
+                    + (current.checkpoint_failing if self._failed else current.checkpoint_write)
+                    - time.monotonic()
+                )
+                if remaining <= 0:
                     raise NoRoomError(name, self._failed or "its storage has not taken the one before")
-                self._drain(min(left, _LOOKS_INTERVAL))
+                self._drain(min(remaining, _LOOKS_INTERVAL))
 
     def _leave_out(self, number: int | None = None) -> None:
         self._names.pop(number, None)
         self.left_out += 1
-        if not self._failed:  # else that was said
+        if not self._failed:  # else the failure was already reported
             text = f"The storage of {self._folder!r} takes longer than snapshots come: some are left out"
             self._say("left out", f"{text}. Take them less often")
 
@@ -420,7 +426,7 @@ class SnapshotWriter:
             raise NotKeptError(self._names.get(self._count, "of the last steps"), self._how_it_ended()) from None
 
     def _drain(self, seconds: float) -> None:
-        """Takes what the other side said, and waits so long for the first."""
+        """Handles the other side's messages, and waits `seconds` for the first."""
         control = self._control
         while not self._gone and control is not None and control.fileno() >= 0:
             poll = select.poll()
@@ -433,7 +439,7 @@ class SnapshotWriter:
             seconds = 0.0
 
     def _hear_next(self) -> bool:
-        """Takes a message, unless another thread has; whether there may be more."""
+        """Handles a message, unless another thread has. Returns whether there may be more."""
         try:
             text = self._control.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -455,7 +461,7 @@ class SnapshotWriter:
             self.pid = event["pid"]
             self._other = _Other(event["pid"], event["niceness"])
             self._weigh()
-            self._reap(timeouts.get().writer_end)  # the process between, which has ended
+            self._reap(timeouts.get().writer_end)  # the intermediate process, which has ended
             return
         number = event["id"]
         name = self._names.get(number)
@@ -464,7 +470,7 @@ class SnapshotWriter:
         elif kind == "failed":
             self._failed = event["why"]
             self._say(event["why"], f"The snapshot {name} could not be written, and is tried again: {event['why']}")
-        elif name is not None:  # else it was left out before the other side knew
+        elif name is not None:  # else it was left out before the other side received that
             self._end(number)
             self._weigh()
             if kind == "dropped":
@@ -477,12 +483,12 @@ class SnapshotWriter:
                     self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
 
     def _hear_of_parts(self, name: str, event: dict) -> None:
-        late, others = event.get("late", []), event.get("others", [])
+        late, unequal = event.get("late", []), event.get("others", [])
         self._late = self._late + 1 if late else 0
-        if others:
+        if unequal:
             self._say(
                 "others",
-                f"Workers {others} have written other weights of {name} than the chief has, which are not used: their "
+                f"Workers {unequal} have written other weights of {name} than the chief has, which are not used: their "
                 "models are no longer alike",
             )
         elif late:
@@ -494,12 +500,12 @@ class SnapshotWriter:
 
     @property
     def failing(self) -> str:
-        """Returns why the storage has not taken the last snapshot, or "" where nothing has failed."""
+        """The reason why the storage has not written the last snapshot, or "" if nothing has failed."""
         return self._failed
 
     @property
     def alone(self) -> bool:
-        """Whether others' parts did not come, time and again."""
+        """Whether others' parts were missing repeatedly."""
         return self._late >= _MOST_LATE
 
     def _end(self, number: int) -> None:
@@ -514,8 +520,8 @@ class SnapshotWriter:
 
     def _how_it_ended(self) -> str:
         self._reap(timeouts.get().writer_end)
-        said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
-        return f"the process that writes snapshots has ended{': ' + said[-1] if said else ''}"
+        lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
+        return f"the process that writes snapshots has ended{': ' + lines[-1] if lines else ''}"
 
     def _reap(self, seconds: float) -> None:
         try:
@@ -525,22 +531,22 @@ class SnapshotWriter:
 
 
 def wait_for_writers(folder: str, seconds: float | None = None) -> bool:
-    """Waits until no process of this host writes snapshots of a run any more, and says whether that is so.
+    """Waits until no process of this host writes snapshots of a run. Returns whether that is so.
 
-    Those of a worker that was killed finish what they were handed; a run that goes on should see it.
+    Writers of a killed worker finish the snapshots that they received; a resumed run should see these.
 
     Args:
-        folder: of the run on its storage.
-        seconds: at most so long; None is as long as they may go on alone, and some more.
+        folder: The run's folder on its storage.
+        seconds: Timeout; None: the longest time of a writer alone, plus a margin.
     """
     seconds = _ends_alone() if seconds is None else seconds
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     for name in _signs(folder):
         with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(name)  # nobody takes it: it ends with the other side
-            if not liveness.is_own_peer(connection):  # it writes nothing of this run
+            connection.connect(name)  # no one accepts it: it ends with the other side
+            if not liveness.is_own_peer(connection):  # not a writer of this run
                 continue
-            connection.settimeout(max(0.01, until - time.monotonic()))
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection.recv(1)
             except TimeoutError:
@@ -549,16 +555,16 @@ def wait_for_writers(folder: str, seconds: float | None = None) -> bool:
 
 
 def wait_for_all(filesystem, folder: str, seconds: float | None = None) -> bool:
-    """`wait_for_writers`, and then for those of other hosts, whose workers have gone.
+    """Waits like `wait_for_writers`, and then for writers of other hosts whose workers have gone.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: of the run there.
-        seconds: at most so long, each, and as much longer as those may take that write much; see `wait_for_writers`.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        folder: The run's folder there.
+        seconds: Timeout of each wait, extended for writers of many bytes; see `wait_for_writers`.
     """
     seconds = (_ends_alone() if seconds is None else seconds) + finishing.seconds_more(filesystem, folder)
-    here = wait_for_writers(folder, seconds)
-    return finishing.wait(filesystem, folder, seconds) and here
+    local_done = wait_for_writers(folder, seconds)
+    return finishing.wait(filesystem, folder, seconds) and local_done
 
 
 def _ends_alone() -> float:
@@ -567,7 +573,7 @@ def _ends_alone() -> float:
 
 @contextlib.contextmanager
 def settled(filesystem, folder: str) -> Iterator[None]:
-    """Waits before and behind for the processes that write snapshots of a run, see `wait_for_all`."""
+    """Waits before and after the block for the processes that write a run's snapshots, see `wait_for_all`."""
     wait_for_all(filesystem, folder)
     try:
         yield
@@ -576,7 +582,7 @@ def settled(filesystem, folder: str) -> Iterator[None]:
 
 
 def _sign(folder: str) -> socket.socket:
-    """A socket with a name that is seen on this host as long as a process has it open; no file stands for it."""
+    """Returns a socket whose abstract name exists on this host while a process has it open, without a file."""
     made = socket.socket(socket.AF_UNIX)
     made.bind(f"\0{_prefix(folder)}{secrets.token_hex(8)}")
     made.listen()
@@ -584,7 +590,7 @@ def _sign(folder: str) -> socket.socket:
 
 
 def _signs(folder: str) -> list[str]:
-    """The names of the sockets of a run's writers."""
+    """Returns the names of the sockets of a run's writers."""
     try:
         with open("/proc/net/unix") as file:
             words = [line.split()[-1] for line in file if "@" in line]
@@ -598,7 +604,7 @@ def _prefix(folder: str) -> str:
 
 
 def _pickled(filesystem) -> bytes:
-    """A file system for another process; a class of `__main__` travels by value."""
+    """Pickles a file system for another process; a class of `__main__` is pickled by value."""
     try:
         if any(kind.__module__ == "__main__" for kind in _kinds(filesystem)):
             from ray import cloudpickle
@@ -614,6 +620,6 @@ def _pickled(filesystem) -> bytes:
 
 
 def _kinds(filesystem) -> list[type]:
-    """The classes of a file system, of its handler and of what that holds."""
+    """Returns the classes of a file system, its handler and the handler's file system."""
     handler = getattr(filesystem, "handler", None)
     return [type(filesystem), type(handler), type(getattr(handler, "fs", None))]

@@ -1,6 +1,6 @@
-"""JSON from storage: the one reader of files that others may have cut off, emptied or crafted.
+"""JSON from storage: the one reader of files that others may have truncated, emptied or crafted.
 
-Whatever is wrong with such a file is one error with one clause, of which each place makes its own sentence.
+Every defect of such a file is one error with one clause, which each caller puts into its own sentence.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import json
 import os
 from typing import Any
 
-# Far above what a long training writes; a file of this size is none of ours.
+# Far above the output of a long training; a file of this size is not raytf's.
 MOST_BYTES = 1 << 28
 
 
 class UnreadableError(ValueError):
-    """A file does not hold what is looked for; the message is a clause, as "is empty".
+    """A file lacks the expected content; the message is a clause such as "is empty".
 
     Args:
-        why: the clause.
-        missing: whether there is no such file.
+        why: The clause.
+        missing: Whether the file does not exist.
     """
 
     def __init__(self, why: str, missing: bool = False):
@@ -27,10 +27,10 @@ class UnreadableError(ValueError):
 
 
 def value(text: str | bytes) -> Any:
-    """The value in a text.
+    """Returns the value in a text.
 
     Raises:
-        UnreadableError: it is no JSON, no UTF-8, or nested too deeply.
+        UnreadableError: The text is no JSON, no UTF-8, or nested too deeply.
     """
     try:
         return json.loads(text)
@@ -40,15 +40,15 @@ def value(text: str | bytes) -> Any:
 
 
 def parsed(text: str | bytes) -> dict[str, Any]:
-    """The object in a text; see `value`."""
-    found = value(text)
-    if type(found) is not dict:
+    """Returns the object in a text; see `value`."""
+    content_value = value(text)
+    if type(content_value) is not dict:
         raise UnreadableError("is not an object of JSON")
-    return found
+    return content_value
 
 
 def load(path: str) -> dict[str, Any]:
-    """The object in a file of this machine; see `value`."""
+    """Returns the object in a local file; see `value`."""
     if not os.path.isfile(path):
         raise UnreadableError("is not a file" if os.path.lexists(path) else "is missing", not os.path.lexists(path))
     if os.path.getsize(path) > MOST_BYTES:
@@ -58,10 +58,10 @@ def load(path: str) -> dict[str, Any]:
 
 
 def content(filesystem, path: str) -> bytes:
-    """The bytes of a small file of a `pyarrow.fs.FileSystem`.
+    """Returns the bytes of a small file of a `pyarrow.fs.FileSystem`.
 
     Raises:
-        UnreadableError: there is none, or it is far too large.
+        UnreadableError: The file does not exist, or is far too large.
     """
     info = filesystem.get_file_info(path)
     if not info.is_file:
@@ -72,10 +72,10 @@ def content(filesystem, path: str) -> bytes:
     try:
         with filesystem.open_input_stream(path) as file:
             return file.read()
-    except FileNotFoundError as error:  # removed meanwhile
+    except FileNotFoundError as error:  # removed in the meantime
         raise UnreadableError("is missing", True) from error
 
 
 def fetched(filesystem, path: str) -> dict[str, Any]:
-    """The object in a file of a `pyarrow.fs.FileSystem`; see `value` and `content`."""
+    """Returns the object in a file of a `pyarrow.fs.FileSystem`; see `value` and `content`."""
     return parsed(content(filesystem, path))

@@ -1,4 +1,4 @@
-"""Whether nobody else can have written what is about to be unpickled, by owners and modes of files."""
+"""Checks by owners and modes of files that no other user can have written a pickle."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from raytf.errors import ConfigError
 
 
 def check_own(folder: str, what: str) -> None:
-    """Refuses a folder of pickles that somebody else can write to: whoever does so runs code in this process.
+    """Refuses a folder of pickles that another user can write to, as its writers run code in this process.
 
-    Its files and folders, and those above it, must belong to this user or to root and be writable for nobody else. A
-    folder above may be writable where it is sticky, as /tmp is; a user's own group is nobody else. Of storage that is
-    not mounted here (a URI) nothing can be told: that is warned of.
+    The folder, its content and the folders above it must belong to this user or to root. No other user may write to
+    them. A folder above may be writable if it is sticky, as /tmp is; a user's own group counts as the user. Storage
+    that is not mounted (a URI) cannot be checked: it raises a warning.
 
     Args:
-        folder: a path from the root, or a URI.
-        what: is unpickled, for messages: "a sweep's state".
+        folder: An absolute path, or a URI.
+        what: The unpickled content, for messages: "a sweep's state".
 
     Raises:
-        ConfigError: somebody else can write there.
+        ConfigError: Another user can write there.
     """
     if "://" in folder:
         warnings.warn(
@@ -32,14 +32,14 @@ def check_own(folder: str, what: str) -> None:
         )
         return
     folder = os.path.realpath(folder)
-    above = folder
-    while (parent := os.path.dirname(above)) != above:
-        above = parent
-        _check(above, what, os.lstat(above), stat.S_ISVTX)
-    for place, _, files in os.walk(folder):
-        _check(place, what, os.lstat(place))
+    ancestor = folder
+    while (parent := os.path.dirname(ancestor)) != ancestor:
+        ancestor = parent
+        _check(ancestor, what, os.lstat(ancestor), stat.S_ISVTX)
+    for directory, _, files in os.walk(folder):
+        _check(directory, what, os.lstat(directory))
         for name in files:
-            path = os.path.join(place, name)
+            path = os.path.join(directory, name)
             _check(path, what, os.stat(path))
 
 
@@ -48,16 +48,16 @@ def _check(path: str, what: str, seen: os.stat_result, allowed: int = 0) -> None
     writable = seen.st_mode & shared and not seen.st_mode & allowed
     if seen.st_uid in (os.geteuid(), 0) and not writable:
         return
-    who = "others than its owner" if writable else f"the user of number {seen.st_uid}"
+    writers = "others than its owner" if writable else f"the user of number {seen.st_uid}"
     raise ConfigError(
         f"{what} is kept as pickles, and read only where nobody else can write",
-        f"{path!r}, to which {who} can write",
+        f"{path!r}, to which {writers} can write",
         "Take their access away (chmod -R go-w, chown -R), if you trust what is there; or start from scratch",
     )
 
 
 def _is_of_one(seen: os.stat_result) -> bool:
-    """Whether the group is its owner's own, as Debian's and Red Hat's users have one (umask 002)."""
+    """Whether the group is its owner's private group, as on Debian and Red Hat (umask 002)."""
     try:
         user, group = pwd.getpwuid(seen.st_uid), grp.getgrgid(seen.st_gid)
     except KeyError:

@@ -1,1 +1,1 @@
-"""Many runs: sweeps by Ray Tune over warm groups of workers, their table and their report."""
+"""Sweeps by Ray Tune over warm worker groups, their live table and their report."""

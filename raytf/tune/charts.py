@@ -1,6 +1,6 @@
-"""Charts as SVG within a page: lines, points and parallel coordinates, for a laptop's width and a phone's. Pure.
+"""SVG charts within a page: lines, points and parallel coordinates, for laptops and phones. Pure.
 
-No script draws them: a page of a few kilobytes opens anywhere. What a pointer rests on tells its name and values.
+The charts need no script: a page of a few kilobytes opens anywhere. Tooltips show names and values.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-# Of the picture that is scaled to a column of the page, in its own units.
+# Size of the picture in its own units; it is scaled to a column of the page.
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 26, 42
-# Values of which the largest is so many times the smallest have a logarithmic axis.
+# Ratio of the largest to the smallest value from which on an axis is logarithmic.
 _DECADES = 20.0
 _TICKS = 8
 _AXIS_WIDTH = 120
@@ -26,13 +26,13 @@ class Series:
     """A curve.
 
     Args:
-        name: of it, in the legend and under the pointer.
-        x, y: its points; what is not finite is a gap.
-        color: of CSS; that of its place in `COLORS` unless it is given.
-        width: of the line.
-        dotted: whether it is drawn with gaps.
-        detail: more under the pointer, by lines.
-        named: whether it is in the legend.
+        name: Name in the legend and the tooltip.
+        x, y: Coordinates of its points; values that are not finite are gaps.
+        color: CSS colour; by default the one of its index in `COLORS`.
+        width: Width of the line.
+        dotted: Whether the line is dotted.
+        detail: Further lines of the tooltip.
+        named: Whether the legend contains it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A point of a scatter; `value`, from 0 to 1, is its colour, of which 1 is the best."""
+    """A point of a scatter chart; `value`, from 0 to 1, is its colour, and 1 is the best."""
 
     x: float
     y: float
@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of parallel coordinates: the place of each line on it, from 0 to 1, and its ticks."""
+    """An axis of parallel coordinates: the position of each line on it, from 0 to 1, and its ticks."""
 
     label: str
     places: Sequence[float]
@@ -65,7 +65,7 @@ class Axis:
 
 
 def number(value: float) -> str:
-    """Returns a number in few letters: 12.3k, 4.5M, 0.00012."""
+    """Returns a number as short text: 12.3k, 4.5M, 0.00012."""
     if value == 0:
         return "0"
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -80,7 +80,7 @@ def finite(value) -> bool:
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Whether values are shown on a logarithmic axis."""
+    """Whether values need a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _DECADES
 
 
@@ -92,32 +92,32 @@ def lines(
     zero: bool = False,
     show: Callable[[float], str] = number,
 ) -> str | None:
-    """Returns a chart of curves, with a logarithmic axis where the values span decades; None where there is no value.
+    """Returns a chart of curves, with a logarithmic axis if values span decades; None without values.
 
     Args:
-        series: the most important first; at most as many with names as there are `COLORS`.
-        x_label, y_label: of the axes.
-        zero: whether the axis of values begins at 0; it is linear then.
-        show: a value as a tick.
+        series: Curves, the most important first; at most as many named ones as there are `COLORS`.
+        x_label, y_label: Labels of the axes.
+        zero: Whether the axis of values begins at 0; it is linear then.
+        show: Formats a value as a tick.
     """
-    points = [(x, y) for one in series for x, y in zip(one.x, one.y, strict=True) if finite(x) and finite(y)]
+    points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if finite(x) and finite(y)]
     if not points:
         return None
     ys = [y for _, y in points]
     across = _Scale([x for x, _ in points], (_LEFT, _WIDTH - _RIGHT), whole=True)
     up = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=not zero and spans_decades(ys))
     body = [_frame(across, up, x_label, y_label, show)]
-    named = [one for one in series if one.named]
-    colors = [one.color or COLORS[i % len(COLORS)] for i, one in enumerate(named)]
-    others = [(one, one.color or GREY) for one in series if not one.named]
-    for one, color in [*others, *reversed(list(zip(named, colors, strict=True)))]:  # the first one over all others
-        body.append(_curve(one, color, across, up, show))
-    legend = [(color, one.name, one.dotted) for one, color in zip(named, colors, strict=True)]
+    named = [curve for curve in series if curve.named]
+    colors = [curve.color or COLORS[i % len(COLORS)] for i, curve in enumerate(named)]
+    unnamed = [(curve, curve.color or GREY) for curve in series if not curve.named]
+    for curve, color in [*unnamed, *reversed(list(zip(named, colors, strict=True)))]:  # draws the first one on top
+        body.append(_curve(curve, color, across, up, show))
+    legend = [(color, curve.name, curve.dotted) for curve, color in zip(named, colors, strict=True)]
     return _figure("".join(body), _legend(legend) if len(legend) > 1 else "", f"{y_label} by {x_label}")
 
 
 def scatter(points: Sequence[Point], x_label: str, y_label: str, value_label: str) -> str | None:
-    """Returns a chart of points with logarithmic axes where values span decades; None without points."""
+    """Returns a chart of points with logarithmic axes if values span decades; None without points."""
     if not points:
         return None
     xs, ys = [p.x for p in points], [p.y for p in points]
@@ -125,49 +125,49 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str, value_label: st
     up = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
     body = [_frame(across, up, x_label, y_label, number)]
     for p in sorted(points, key=lambda p: p.value):
-        place = f'cx="{across(p.x):.1f}" cy="{up(p.y):.1f}" r="6.5"'
-        body.append(f'<circle {place} fill="{_shade(p.value)}" stroke="#fff">{_title(p.detail)}</circle>')
+        position = f'cx="{across(p.x):.1f}" cy="{up(p.y):.1f}" r="6.5"'
+        body.append(f'<circle {position} fill="{_shade(p.value)}" stroke="#fff">{_title(p.detail)}</circle>')
     legend = [(_shade(1.0), f"best {value_label}", False), (_shade(0.0), "worst", False)]
     return _figure("".join(body), _legend(legend), f"{y_label} by {x_label}")
 
 
 def parallel(axes: Sequence[Axis], values: Sequence[float], details: Sequence[str]) -> str:
-    """Returns a chart in which each line crosses an axis for each name, at its value there.
+    """Returns a chart in which each line crosses one axis for each name, at its value.
 
     Args:
-        axes: at least two.
-        values: from 0 to 1, the colour of each line, of which 1 is the best.
-        details: of each line, under the pointer.
+        axes: At least two axes.
+        values: The colour of each line, from 0 to 1, of which 1 is the best.
+        details: The tooltip of each line.
     """
     width = max(_WIDTH, _AXIS_WIDTH * len(axes))
     step = (width - 130) / (len(axes) - 1)
     top, bottom = _TOP + 16, _HEIGHT - 16
-    at = lambda i, place: (65 + i * step, bottom - place * (bottom - top))
+    position = lambda i, tick: (65 + i * step, bottom - tick * (bottom - top))
     body = []
     for line in sorted(range(len(values)), key=lambda n: values[n]):
-        places = [at(i, axis.places[line]) for i, axis in enumerate(axes)]
+        places = [position(i, axis.places[line]) for i, axis in enumerate(axes)]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         color = _shade(values[line])
         body.append(f'<path class="c" d="{path}" stroke="{color}" stroke-width="1.8">{_title(details[line])}</path>')
     for i, axis in enumerate(axes):
-        x, _ = at(i, 0)
+        x, _ = position(i, 0)
         body.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" class="a"/>')
         body.append(_text(x, 16, _cut(axis.label, 18), "middle", "l", axis.label))
-        for place, text in axis.ticks:
-            body.append(_text(x + 5, at(i, place)[1] + 4, _cut(text, 16), "start", "t", text))
+        for tick, text in axis.ticks:
+            body.append(_text(x + 5, position(i, tick)[1] + 4, _cut(text, 16), "start", "t", text))
     wide = f' style="min-width:{width if width > _WIDTH else 0}px;max-width:{1.5 * width:.0f}px"'
     return _figure("".join(body), "", "parallel coordinates", width, wide)
 
 
 class _Scale:
-    """Places of values on an axis.
+    """Maps values to positions on an axis.
 
     Args:
-        values: at least one, all finite.
-        ends: of the axis, in the picture.
-        log: whether it is logarithmic.
-        whole: its ticks are whole numbers.
-        only: its ticks are the values, where these are few.
+        values: At least one value, all finite.
+        ends: Ends of the axis in the picture.
+        log: Whether it is logarithmic.
+        whole: Whether its ticks are whole numbers.
+        only: Whether its ticks are the values themselves, if they are few.
     """
 
     def __init__(self, values, ends: tuple[float, float], log: bool = False, whole: bool = False, only: bool = False):
@@ -183,7 +183,7 @@ class _Scale:
                 low, high = (
                     (low - 0.5, high + 0.5) if whole or not low else (low - abs(low) / 10, high + abs(high) / 10)
                 )
-            if high - low < 1e-290:  # nothing that a number has digits for
+            if high - low < 1e-290:  # closer than floating-point numbers can resolve
                 low, high = low - 1, high + 1
             self.ticks = [t for t in _linear_ticks(low, high) if not whole or float(t).is_integer()]
         if low == high:
@@ -210,9 +210,9 @@ def _linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
 def _log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, round((last - first) / 6))
-    found = [10.0**i for i in range(first, last + 1) if (i - first) % every == 0 and low <= 10.0**i <= high]
-    if len(found) >= 2:
-        return found
+    powers = [10.0**i for i in range(first, last + 1) if (i - first) % every == 0 and low <= 10.0**i <= high]
+    if len(powers) >= 2:
+        return powers
     return [m * 10.0**i for i in range(first, last + 1) for m in (1, 2, 5) if low <= m * 10.0**i <= high] or [low, high]
 
 
@@ -240,7 +240,7 @@ def _curve(one: Series, color: str, across: _Scale, up: _Scale, show: Callable[[
         elif runs[-1]:
             runs.append([])
     last = next((y for y in reversed(one.y) if finite(y)), None)
-    about = "\n".join(part for part in (one.name, one.detail, "" if last is None else f"last: {show(last)}") if part)
+    tooltip = "\n".join(part for part in (one.name, one.detail, "" if last is None else f"last: {show(last)}") if part)
     parts = []
     for run in runs:
         if len(run) > 1:
@@ -250,7 +250,7 @@ def _curve(one: Series, color: str, across: _Scale, up: _Scale, show: Callable[[
         elif run:
             ((x, y),) = run
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
-    return f'<g class="c">{_title(about)}{"".join(parts)}</g>'
+    return f'<g class="c">{_title(tooltip)}{"".join(parts)}</g>'
 
 
 def _figure(body: str, legend: str, about: str, width: int = _WIDTH, style: str = "") -> str:
@@ -281,7 +281,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _shade(value: float) -> str:
-    """A colour from pale yellow (0) over green to dark blue (1), as viridis turned round."""
+    """Returns a colour from pale yellow (0) over green to dark blue (1), as viridis reversed."""
     stops = ((0.0, (238, 221, 110)), (0.35, (107, 190, 120)), (0.7, (43, 125, 142)), (1.0, (68, 20, 90)))
     value = min(1.0, max(0.0, value))
     for (low, first), (high, second) in zip(stops, stops[1:], strict=False):

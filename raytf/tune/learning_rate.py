@@ -1,4 +1,4 @@
-"""How a learning rate follows the global batch, and the numbers that follow from both. Pure."""
+"""Learning rate scaling by the global batch, and numbers derived from both. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ RULES = (None, "linear", "sqrt")
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How `learning_rate`, chosen for `base_batch_size`, becomes that of another global batch.
+    """Scaling of `learning_rate`, chosen for `base_batch_size`, to another global batch.
 
     "linear" keeps the sum of the steps over an epoch (Goyal et al. 2017, arXiv:1706.02677), "sqrt" the variance of a
-    step (Krizhevsky 2014, arXiv:1404.5997); the first `warmup_steps` steps rise to the rate from 0 in equal parts.
+    step (Krizhevsky 2014, arXiv:1404.5997). In the first `warmup_steps` steps the rate rises linearly from 0.
 
     Args:
-        rule: "linear", "sqrt", or None, which leaves the rate as it is.
-        base_batch_size: rows, at least 1; needed with a rule.
-        warmup_steps: at least 0.
+        rule: "linear", "sqrt", or None for no scaling.
+        base_batch_size: Rows, at least 1; required with a rule.
+        warmup_steps: Number of steps, at least 0.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: A value is outside its range.
     """
 
     rule: str | None = None
@@ -48,7 +48,7 @@ class Scaling:
                 raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Choose such a number")
 
     def rate(self, rate: float, batch_size: int) -> float:
-        """The learning rate for a global batch."""
+        """Returns the learning rate for a global batch."""
         if self.rule is None:
             return rate
         ratio = batch_size / self.base_batch_size
@@ -56,22 +56,22 @@ class Scaling:
 
 
 def derived(config: Mapping[str, Any], scaling: Scaling, workers: int, rows: int | None) -> dict[str, Any]:
-    """What follows from a trial's config: `per_replica_batch`, `steps_per_epoch` and `scaled_learning_rate`.
+    """Returns the values derived from a trial's config: `per_replica_batch`, `steps_per_epoch`, `scaled_learning_rate`.
 
     Args:
-        config: with `batch_size`, rows of the global batch, and maybe `learning_rate`.
-        scaling: of the sweep.
-        workers: number of workers, one replica each.
-        rows: of the training data, or None where they are not known.
+        config: Config with `batch_size`, the rows of the global batch, and optionally `learning_rate`.
+        scaling: The sweep's scaling.
+        workers: Number of workers, one replica each.
+        rows: Number of training rows, or None if unknown.
 
     Raises:
-        ConfigError: the batch has fewer rows than there are workers.
+        ConfigError: The batch has fewer rows than there are workers.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if "batch_size" in config:
-        found["per_replica_batch"] = per_replica_batch(config["batch_size"], workers)[0]
+        values["per_replica_batch"] = per_replica_batch(config["batch_size"], workers)[0]
         if rows is not None:
-            found["steps_per_epoch"] = -(-rows // config["batch_size"])
+            values["steps_per_epoch"] = -(-rows // config["batch_size"])
     if isinstance(config.get("learning_rate"), (int, float)):
-        found["scaled_learning_rate"] = scaling.rate(config["learning_rate"], config.get("batch_size", 1))
-    return found
+        values["scaled_learning_rate"] = scaling.rate(config["learning_rate"], config.get("batch_size", 1))
+    return values

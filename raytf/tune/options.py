@@ -1,4 +1,4 @@
-"""How the trials of a sweep are made and compared: checked as it is made, and what a sweep's folder remembers of it."""
+"""Options by which a sweep creates and compares trials: their checks, and their record in a sweep's folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from raytf.tune.learning_rate import Scaling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Options of a sweep; see `raytf.sweep` for those that it takes.
+    """Options of a sweep; `raytf.sweep` describes its arguments.
 
     Args:
-        num_samples, metric, mode, max_concurrent_trials, report_every_steps: of `raytf.sweep`.
-        scaling: of the learning rate.
-        sample: a config of the space, with which the model is tried before the trials.
-        space: what each key of it may be, as a text.
-        identity: what tells the trainer from another, see `same_run.py`: of its model with `sample`, and its data.
+        num_samples, metric, mode, max_concurrent_trials, report_every_steps: Arguments of `raytf.sweep`.
+        scaling: Scaling of the learning rate.
+        sample: A config of the space, for a trial step of the model before the trials.
+        space: Text description of each key's values.
+        identity: Identity of the trainer, see `same_run.py`: of its model with `sample`, and of its data.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: A value is outside its range.
     """
 
     num_samples: int = 1
@@ -51,32 +51,32 @@ class SweepOptions:
                 raise ConfigError(f"{name} must be at least 1, or None", value, "Raise it")
 
     def content(self) -> dict[str, Any]:
-        """What the sweep's folder remembers, without what JSON does not have of `sample`."""
-        told = {"metric": self.metric, "mode": self.mode, **dataclasses.asdict(self.scaling)}
+        """Returns the record for the sweep's folder, without values of `sample` that JSON lacks."""
+        record = {"metric": self.metric, "mode": self.mode, **dataclasses.asdict(self.scaling)}
         sample = {name: value for name, value in self.sample.items() if _is_json(value)}
-        told |= {"report_every_steps": self.report_every_steps, "num_samples": self.num_samples}
-        return told | {"space": dict(self.space), "identity": dict(self.identity), "sample": sample}
+        record |= {"report_every_steps": self.report_every_steps, "num_samples": self.num_samples}
+        return record | {"space": dict(self.space), "identity": dict(self.identity), "sample": sample}
 
     def check_same(self, content: Mapping[str, Any], name: str) -> None:
-        """Raises ConfigError unless these are the options of a sweep that remembers `content`, and is to go on.
+        """Raises ConfigError unless a sweep with the recorded `content` can resume with these options.
 
         Args:
-            content: of the sweep's folder, as far as it is remembered there.
-            name: of the sweep.
+            content: Record from the sweep's folder; keys may be missing.
+            name: Name of the sweep.
         """
-        mine = {key: value for key, value in self.content().items() if key not in ("sample", "identity")}
-        differ = [key for key in mine if key in content and content[key] != mine[key]]
+        current = {key: value for key, value in self.content().items() if key not in ("sample", "identity")}
+        differ = [key for key in current if key in content and content[key] != current[key]]
         if differ:
-            told = ", ".join(f"{key} {mine[key]!r}, which was {content[key]!r}" for key in differ)
+            changes = ", ".join(f"{key} {current[key]!r}, which was {content[key]!r}" for key in differ)
             raise ConfigError(
-                "A sweep of a name that exists resumes as it was", f"{name!r} with {told}", "Choose another name"
+                "A sweep of a name that exists resumes as it was", f"{name!r} with {changes}", "Choose another name"
             )
 
     def resumed(self, content: Mapping[str, Any]) -> SweepOptions:
-        """These options with what is remembered, as `content` made it, in the place of their own.
+        """Returns these options with the values of a record of `content`.
 
         Raises:
-            ConfigError: it is not what a sweep remembers.
+            ConfigError: The record is not one of a sweep.
         """
         known = {name: value for name, value in content.items() if name != "num_samples"}
         try:

@@ -1,4 +1,4 @@
-"""The page around charts and tables: one file that needs no network, for a laptop and a phone. Pure."""
+"""An HTML page with charts and tables: one file without network access, for laptops and phones. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ dt { color: #666; font-size: .8rem; } dd { margin: 0; font-size: 1.05rem; overfl
 
 
 def page(title: str, body: str) -> str:
-    """Returns a page in HTML; `body` is HTML, `title` is text."""
+    """Returns an HTML page; `body` is HTML, `title` is text."""
     head = (
         f"<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
@@ -37,35 +37,35 @@ def page(title: str, body: str) -> str:
 
 
 def headline(kind: str, name: str, path: str) -> str:
-    """Returns the top of a page: what it is about, its name, and where it lies."""
+    """Returns the top of a page: its subject, name and path."""
     return f'<h1>{html.escape(kind)} {html.escape(name)}</h1><p class="path">{html.escape(path)}</p>'
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
-    """Returns a few values with their names; those without a value are left out."""
+    """Returns name-value pairs as HTML; omits those without a value."""
     shown = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in pairs if v)
     return f"<dl>{shown}</dl>" if shown else ""
 
 
 def section(title: str, content: str) -> str:
-    """Returns a part of the page, or nothing where it is empty."""
+    """Returns a section of the page, or nothing if it is empty."""
     return f"<h2>{html.escape(title)}</h2>{content}" if content else ""
 
 
 def charts(drawn: Sequence[str | None]) -> str:
-    """Returns charts beside each other, as many as fit; those that are None are left out."""
-    shown = [one for one in drawn if one]
+    """Returns charts next to each other, as many as fit; omits None."""
+    shown = [chart for chart in drawn if chart]
     return f'<div class="charts">{"".join(shown)}</div>' if shown else ""
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int] = (0,), best: bool = False) -> str:
-    """Returns a table, which scrolls for itself where it is wide.
+    """Returns a table, which scrolls if it is wide.
 
     Args:
-        names: of the columns.
-        rows: texts.
-        texts: columns that stand at the left; of these the last one may have several lines.
-        best: whether the first row is marked.
+        names: Names of the columns.
+        rows: Texts of the cells.
+        texts: Indices of left-aligned columns; only the last one may have several lines.
+        best: Whether to mark the first row.
     """
     kinds = ["text" if i in texts else "" for i in range(len(names))]
 
@@ -82,7 +82,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[i
 
 
 def duration(seconds: float | None) -> str:
-    """Returns a time in a few letters: 4.2 s, 3:05 min, 2:10 h."""
+    """Returns a time as short text: 4.2 s, 3:05 min, 2:10 h."""
     if seconds is None:
         return ""
     if seconds < 60:
@@ -94,12 +94,12 @@ def duration(seconds: float | None) -> str:
 
 
 def duration_of_step(seconds: float) -> str:
-    """Returns a time in a few letters, also one below a second: 0.25 ms, 12 ms, 1.2 s."""
+    """Returns a time as short text, also below a second: 0.25 ms, 12 ms, 1.2 s."""
     return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"
 
 
 def size(count: float) -> str:
-    """Returns bytes in a few letters."""
+    """Returns a number of bytes as short text."""
     for unit, bytes_of in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= bytes_of:
             return f"{count / bytes_of:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""A page about a sweep: its trials, their learning curves, batch size against learning rate, parallel coordinates."""
+"""A page about a sweep: trials, learning curves, batch size against learning rate, parallel coordinates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytf.tune import charts, pages, run_report
 SETTINGS = run_list.SWEEP
 # Tune's line before each failure of a trial.
 _FAILURE = re.compile(r"^Failure # \d+ \(occurred at .*\)$", re.MULTILINE)
-# An axis with no more values than these has them as its ticks.
+# Largest number of values that an axis shows as its ticks.
 _TICKS = 8
 _AXES = ("batch_size", "learning_rate")
 
@@ -32,14 +32,14 @@ class Entry:
     """A trial of a sweep.
 
     Args:
-        name: its id.
-        config: what was tried.
-        value: the metric at its last report, or None.
-        curve: the metric at each report.
-        error: the first line of what went wrong, or "".
-        seconds: that it took, or None.
-        throughput: of its steps, in words, or "".
-        end: why it ended, in words.
+        name: Its id.
+        config: Its config.
+        value: The metric at its last report, or None.
+        curve: The metric at each report.
+        error: The first line of its error, or "".
+        seconds: Its duration in seconds, or None.
+        throughput: Throughput of its steps as text, or "".
+        end: Why it ended, as text.
     """
 
     name: str
@@ -53,25 +53,25 @@ class Entry:
 
 
 def located(folder: str | os.PathLike) -> str:
-    """A sweep's folder as Ray takes it: a URI as it is, a path from the root."""
+    """Returns a sweep's folder in Ray's notation: a URI unchanged, else an absolute path."""
     folder = os.fspath(folder)
     return folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
 
 
 def settings(folder: str | os.PathLike) -> dict[str, Any]:
-    """What `raytf.sweep` wrote beside the trials: metric, mode, scaling of the learning rate.
+    """Returns the settings that `raytf.sweep` stored next to the trials: metric, mode, learning rate scaling.
 
     Args:
-        folder: of a sweep, a path or URI.
+        folder: Path or URI of a sweep's folder.
 
     Raises:
-        ConfigError: the folder is not that of a sweep.
+        ConfigError: The folder is not a sweep's folder.
     """
     path = located(folder)
     if "://" not in path and not os.path.isdir(path):
         raise ConfigError("A sweep is named by its folder", f"{os.fspath(folder)!r} (no such folder)", "Check the path")
-    filesystem, where = fs.FileSystem.from_uri(path)
-    path = f"{where}/{SETTINGS}"
+    filesystem, root = fs.FileSystem.from_uri(path)
+    path = f"{root}/{SETTINGS}"
     if filesystem.get_file_info(path).type != fs.FileType.File:
         raise ConfigError(
             f"The folder of a sweep holds {SETTINGS}", repr(str(folder)), "Name the folder that raytf.sweep printed"
@@ -91,13 +91,13 @@ def _damaged(path: str, why: str) -> ConfigError:
 
 
 def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
-    """The trials of a sweep's folder, from what Tune wrote as JSON; what it pickled within that stays as it is.
+    """Returns the trials of a sweep's folder from Tune's JSON; unpickles nothing.
 
     Raises:
-        ConfigError: the folder is not that of a sweep, or its files are not what was written.
+        ConfigError: The folder is not a sweep's folder, or its files are damaged.
     """
-    filesystem, where = fs.FileSystem.from_uri(located(folder))
-    files = filesystem.get_file_info(fs.FileSelector(where))
+    filesystem, root = fs.FileSystem.from_uri(located(folder))
+    files = filesystem.get_file_info(fs.FileSelector(root))
     states = sorted(f.path for f in files if fnmatch.fnmatch(f.base_name, "experiment_state-*.json"))
     if not states:
         raise ConfigError(
@@ -107,8 +107,8 @@ def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
         )
 
     try:
-        trials = [stored_json.parsed(one) for one, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
-        return [_entry(filesystem, where, trial, metric) for trial in trials]
+        trials = [stored_json.parsed(text) for text, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
+        return [_entry(filesystem, root, trial, metric) for trial in trials]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -116,15 +116,15 @@ def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
 
 
 def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
-    place = posixpath.join(where, posixpath.basename(trial["relative_logdir"] or "-"))
+    trial_path = posixpath.join(where, posixpath.basename(trial["relative_logdir"] or "-"))
 
     def read(name: str) -> bytes:
         try:
-            return stored_json.content(filesystem, f"{place}/{name}")
+            return stored_json.content(filesystem, f"{trial_path}/{name}")
         except stored_json.UnreadableError as error:
             if error.missing:
                 return b""
-            raise _damaged(f"{place}/{name}", str(error)) from error
+            raise _damaged(f"{trial_path}/{name}", str(error)) from error
 
     try:
         reports = [_flat(stored_json.parsed(line)) for line in read("result.json").splitlines()]
@@ -132,7 +132,7 @@ def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
     except (ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise _damaged(f"{place}/result.json", f"holds a report that {error}") from error
+        raise _damaged(f"{trial_path}/result.json", f"holds a report that {error}") from error
     failure = first_line(_FAILURE.split(read("error.txt").decode(errors="replace"))[-1])
     return Entry(
         seconds=_seconds(reports),
@@ -147,12 +147,12 @@ def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
 
 
 def _seconds(reports: list[dict[str, Any]]) -> float | None:
-    found = [report["time_total_s"] for report in reports if charts.finite(report.get("time_total_s"))]
-    return max(found, default=None)
+    durations = [report["time_total_s"] for report in reports if charts.finite(report.get("time_total_s"))]
+    return max(durations, default=None)
 
 
 def _throughput(reports: list[dict[str, Any]], config: dict[str, Any]) -> str:
-    """Of the epochs after the first, which compiles; of that one where there is no other."""
+    """Returns the throughput of the epochs after the first, which compiles; of the first if there is no other."""
     known = [r for r in reports if charts.finite(r.get("epoch")) and charts.finite(r.get("time_total_s"))]
     if not known or not charts.finite(known[-1].get("steps_per_epoch")):
         return ""
@@ -168,7 +168,7 @@ def _throughput(reports: list[dict[str, Any]], config: dict[str, Any]) -> str:
 
 
 def _end(status: Any, reports: list[dict[str, Any]], failure: str) -> str:
-    """Why a trial ended; Tune marks the last report of one that it stops, and has one more of one that ends itself."""
+    """Returns why a trial ended. Tune marks the last report of a trial that it stops; others have one more report."""
     if status == "TERMINATED":
         return "stopped by the scheduler" if reports and reports[-1].get("done") else "came to its end"
     if status == "ERROR" or (status is None and failure):
@@ -178,10 +178,10 @@ def _end(status: Any, reports: list[dict[str, Any]], failure: str) -> str:
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{before}{name}/") if isinstance(value, dict) else {before + name: value}
-    return found
+        flattened |= _flat(value, f"{before}{name}/") if isinstance(value, dict) else {before + name: value}
+    return flattened
 
 
 def _is_pickled(value) -> bool:
@@ -192,11 +192,11 @@ def write(folder: str, output: str) -> None:
     """Writes the page about a sweep, or about a single run.
 
     Args:
-        folder: of either, a path or URI.
-        output: file to write.
+        folder: Path or URI of either.
+        output: Path of the output file.
 
     Raises:
-        ConfigError: the folder is of neither, or what is in it was not written by one.
+        ConfigError: The folder is of neither, or its content was not written by one.
     """
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise ConfigError("The page is written into a folder that exists", repr(output), "Make the folder")
@@ -211,21 +211,21 @@ def write(folder: str, output: str) -> None:
 
 
 def page(folder: str, metric: str, mode: str, trials: list[Entry]) -> str:
-    """The page in HTML. What the user's names and values hold is shown as text, whatever it is.
+    """Returns the HTML page. Escapes the user's names and values.
 
     Args:
-        folder: of the sweep, for the headline.
-        metric, mode: that trials are compared by.
-        trials: in any order, with or without reports.
+        folder: The sweep's folder, for the headline.
+        metric, mode: The comparison of trials.
+        trials: Trials in any order, with or without reports.
     """
     sign = 1 if mode == "min" else -1
     good = sorted((t for t in trials if charts.finite(t.value)), key=lambda t: sign * t.value)
-    rest = [t for t in trials if not charts.finite(t.value)]
-    drawn = [_curves(good, rest, metric), _batch_and_rate(good, metric)]
+    unreported = [t for t in trials if not charts.finite(t.value)]
+    drawn = [_curves(good, unreported, metric), _batch_and_rate(good, metric)]
     body = pages.headline("Sweep", posixpath.basename(folder.rstrip("/")), folder)
-    body += _summary(metric, mode, good, rest) + pages.section("Learning curves", pages.charts(drawn))
+    body += _summary(metric, mode, good, unreported) + pages.section("Learning curves", pages.charts(drawn))
     body += pages.section("Parallel coordinates", _parallel(good, metric))
-    body += pages.section("Trials", _table(good, rest, metric))
+    body += pages.section("Trials", _table(good, unreported, metric))
     return pages.page(f"Sweep {folder}", body)
 
 
@@ -272,7 +272,7 @@ def _hover(trial: Entry) -> str:
 
 
 def _label(trial: Entry) -> str:
-    """Name of a trial in a legend, with what it tried."""
+    """Returns a trial's name in a legend, with its config."""
     return (
         f"{trial.name}: {', '.join(f'{k}={_shown(v)}' for k, v in trial.config.items())}"
         if trial.config
@@ -281,7 +281,7 @@ def _label(trial: Entry) -> str:
 
 
 def _curves(good: list[Entry], rest: list[Entry], metric: str) -> str | None:
-    """The best trials have colours and names; others are grey, and tell theirs under the pointer."""
+    """Draws the curves: the best trials have colours and names; others are grey, with a tooltip."""
     series = []
     for n, trial in enumerate(good + rest):
         named = n < len(charts.COLORS)
@@ -300,7 +300,7 @@ def _curves(good: list[Entry], rest: list[Entry], metric: str) -> str | None:
 
 
 def _ranks(good: list[Entry]) -> list[float]:
-    """Colours of trials, which are in order: by rank, as one that is far off would leave no difference to others."""
+    """Returns colours of ordered trials by rank, as an outlier would leave no difference between the others."""
     return [1.0 if len(good) == 1 else 1 - i / (len(good) - 1) for i in range(len(good))]
 
 
@@ -326,23 +326,23 @@ def _parallel(good: list[Entry], metric: str) -> str:
 
 
 def _axis(name: str, values: list) -> charts.Axis:
-    """An axis of parallel coordinates: by logarithm over more than a power of ten, by order for what is no number."""
+    """Returns an axis of parallel coordinates: logarithmic beyond a factor of 10, by order for texts."""
     if not all(map(charts.finite, values)):
         order = sorted({_shown(v) for v in values})
-        place = {text: 0.5 if len(order) == 1 else i / (len(order) - 1) for i, text in enumerate(order)}
-        ticks = [(place[text], text) for text in order]
-        return charts.Axis(label=name, places=[place[_shown(v)] for v in values], ticks=_few(ticks))
+        position = {text: 0.5 if len(order) == 1 else i / (len(order) - 1) for i, text in enumerate(order)}
+        ticks = [(position[text], text) for text in order]
+        return charts.Axis(label=name, places=[position[_shown(v)] for v in values], ticks=_few(ticks))
     log = min(values) > 0 and max(values) / min(values) > 10
     scaled = [math.log10(v) for v in values] if log else [float(v) for v in values]
     low, high = min(scaled), max(scaled)
-    at = lambda v: 0.5 if high == low else (v - low) / (high - low)
+    scale = lambda v: 0.5 if high == low else (v - low) / (high - low)
     marks = sorted(set(scaled))
     marks = marks if len(marks) <= _TICKS else [low + (high - low) * i / 4 for i in range(5)]
-    ticks = [(at(mark), charts.number(10**mark if log else mark)) for mark in marks]
-    return charts.Axis(label=name, places=[at(v) for v in scaled], ticks=ticks)
+    ticks = [(scale(mark), charts.number(10**mark if log else mark)) for mark in marks]
+    return charts.Axis(label=name, places=[scale(v) for v in scaled], ticks=ticks)
 
 
 def _few(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """As many ticks as an axis has room for."""
+    """Reduces the ticks to those that fit on an axis."""
     every = math.ceil(len(ticks) / (2 * _TICKS))
     return ticks[::every]

@@ -1,4 +1,4 @@
-"""A page about a single run: curves, and what its workers did over time. Reads JSON alone; needs no Ray."""
+"""A page about a single run: curves, and its workers over time. Reads only JSON; needs no Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytf.worker.choice import Kept, kept_in
 
 # In a run's folder, see `worker/figures.py`.
 _FIGURES = "figures"
-# What a line of figures must hold, by kind.
+# Keys that each line of figures must have, by kind.
 _NUMBERS = (
     *("rank", "workers", "pid", "epoch", "step", "time", "seconds", "steps"),
     *("examples_per_second", "step_seconds", "checkpoint_seconds"),
@@ -31,14 +31,14 @@ _NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What a run's folder tells.
+    """The content of a run's folder.
 
     Args:
-        run: its state, as in a list of runs.
-        state: of its newest checkpoint, or None.
-        checkpoints: that are kept, newest first, with the bytes of each.
-        figures: lines of each worker, in the order of time.
-        events: what has happened to it, likewise.
+        run: The run's state, as in a list of runs.
+        state: State of its newest checkpoint, or None.
+        checkpoints: The kept checkpoints with their bytes, newest first.
+        figures: Lines of each worker, ordered by time.
+        events: Events of the run, ordered by time.
     """
 
     run: run_list.ListedRun
@@ -49,14 +49,14 @@ class RunFigures:
 
 
 def page(filesystem, path: str, folder: str) -> str:
-    """Returns the page in HTML.
+    """Returns the HTML page.
 
     Args:
-        filesystem, path: of the run's folder.
-        folder: as its user named it.
+        filesystem, path: The run's folder.
+        folder: The folder in the user's notation.
 
     Raises:
-        ConfigError: the folder is not that of a run.
+        ConfigError: The folder is not a run's folder.
     """
     return drawn(found_in(filesystem, path, folder), folder)
 
@@ -67,23 +67,23 @@ def found_in(filesystem, path: str, folder: str) -> RunFigures:
     figures = figures_of(filesystem, path)
     runs = run_list.listed(folder)
     if len(runs) != 1 or not (kept or figures):
-        inside = f"; it holds {len(runs)} runs" if len(runs) > 1 else ""
+        detail = f"; it holds {len(runs)} runs" if len(runs) > 1 else ""
         raise ConfigError(
             "A report is about the folder of a run or of a sweep",
-            f"{folder!r}{inside}",
+            f"{folder!r}{detail}",
             "Name the folder that it printed at its start; `raytf runs DIR` lists those below a folder",
         )
-    sizes = [(one, _bytes_of(filesystem, one.path)) for one in kept]
-    found = events.read(filesystem, path)
+    sizes = [(checkpoint, _bytes_of(filesystem, checkpoint.path)) for checkpoint in kept]
+    run_events = events.read(filesystem, path)
     state = run_list.newest(filesystem, path)
-    return RunFigures(run=runs[0], state=state, checkpoints=sizes, figures=figures, events=found)
+    return RunFigures(run=runs[0], state=state, checkpoints=sizes, figures=figures, events=run_events)
 
 
 def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
-    """Returns the lines of all workers in the order of time; what is cut off or crafted is left out."""
+    """Returns the lines of all workers ordered by time; skips truncated or crafted lines."""
     folder = posixpath.join(path, _FIGURES)
     infos = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
-    found = []
+    lines = []
     for info in infos:
         if info.type != FileType.File or not info.base_name.endswith(".jsonl"):
             continue
@@ -94,15 +94,15 @@ def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
         for text in texts:
             try:
                 line = stored_json.parsed(text)
-            except stored_json.UnreadableError:  # the last one, of a worker that was killed
+            except stored_json.UnreadableError:  # a killed worker may leave its last line unfinished
                 continue
             if all(charts.finite(line.get(name)) for name in _NUMBERS):
-                found.append(line)
-    return sorted(found, key=lambda line: (line["time"], line["rank"]))
+                lines.append(line)
+    return sorted(lines, key=lambda line: (line["time"], line["rank"]))
 
 
 def drawn(found: RunFigures, folder: str) -> str:
-    """Returns the page about what was found."""
+    """Returns the page for a run's content."""
     history = found.state.history if found.state is not None else []
     curves = [_of_metric(history, name) for name in _metrics(history)]
     body = pages.headline("Run", found.run.name, folder) + _summary(found)
@@ -117,8 +117,8 @@ def drawn(found: RunFigures, folder: str) -> str:
 def _summary(found: RunFigures) -> str:
     chief = [line for line in found.figures if line["rank"] == 0]
     rates = [line["examples_per_second"] for line in chief[1:] or chief]
-    _, state, epochs, best, when = found.run.cells()
-    pairs = [("state", state), ("epochs", epochs), ("best", best), ("last checkpoint", when)]
+    _, state, epochs, best, last_time = found.run.cells()
+    pairs = [("state", state), ("epochs", epochs), ("best", best), ("last checkpoint", last_time)]
     if chief:
         pairs += [
             ("time of the epochs", pages.duration(sum(line["seconds"] for line in _last_of_epochs(chief)))),
@@ -137,10 +137,10 @@ def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _of_metric(history: Sequence[Mapping[str, Any]], name: str) -> str | None:
     x = [row["epoch"] for row in history]
-    both = [("training", name), ("validation", f"val_{name}")]
+    kinds = [("training", name), ("validation", f"val_{name}")]
     series = [
         charts.Series(name=kind, x=x, y=[row.get(key) for row in history])
-        for kind, key in both
+        for kind, key in kinds
         if any(key in row for row in history)
     ]
     return charts.lines(series, "epoch", name)
@@ -164,7 +164,7 @@ def _of_workers(figures: Sequence[Mapping[str, Any]]) -> list[str | None]:
 def _by_worker(
     figures: Sequence[Mapping[str, Any]], name: str, label: str, zero: bool = False, show: Callable = charts.number
 ) -> str | None:
-    """A curve for each worker; of many workers the extreme ones have names."""
+    """Draws a curve for each worker; with many workers, only the extreme ones have names."""
     ranks: dict[int, list[Mapping[str, Any]]] = {}
     for line in figures:
         ranks.setdefault(int(line["rank"]), []).append(line)
@@ -191,12 +191,12 @@ def _by_worker(
 
 
 def _last_of_epochs(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each epoch the last line: an epoch that was made again has several."""
+    """Returns the last line of each epoch, as a repeated epoch has several."""
     return sorted({line["epoch"]: line for line in lines}.values(), key=lambda line: line["epoch"])
 
 
 def _restarts(found: Sequence[RunEvent]) -> int:
-    """How often workers were started or replaced after the first start."""
+    """Returns the number of worker starts and replacements after the first start."""
     starts = sum(event.kind is Kind.WORKERS_STARTED for event in found)
     return max(0, starts - 1) + sum(event.kind is Kind.WORKER_REPLACED for event in found)
 
@@ -208,11 +208,13 @@ def _events(found: Sequence[RunEvent]) -> str:
 
 def _checkpoints(kept: Sequence[tuple[Kept, int]]) -> str:
     rows = []
-    for one, count in kept:
-        state = one.state()
-        at = "" if state is None else f"{state.epoch}" + (f" + {state.epoch_step} steps" if state.epoch_step else "")
-        rows.append(["" if state is None else f"{state.step:,}", at, pages.size(count), one.name])
-    # names are long: at the end a narrow screen cuts nothing else
+    for checkpoint, count in kept:
+        state = checkpoint.state()
+        progress = (
+            "" if state is None else f"{state.epoch}" + (f" + {state.epoch_step} steps" if state.epoch_step else "")
+        )
+        rows.append(["" if state is None else f"{state.step:,}", progress, pages.size(count), checkpoint.name])
+    # the long names are last, so that a narrow screen cuts nothing else
     return pages.table(["step", "epoch", "size", "checkpoint"], rows, texts=(3,)) if rows else ""
 
 

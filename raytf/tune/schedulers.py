@@ -1,4 +1,4 @@
-"""Ray's synchronous HyperBand, without its ways of waiting for ever."""
+"""Ray's synchronous HyperBand, without its endless waits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raytf.compat.patching import overrides
 
 
 class HyperBand(HyperBandScheduler):
-    """A bracket is halved, or ended, once its trials are paused, and not while the checkpoint of one is being saved.
+    """Halves or ends a bracket only once its trials are paused and no checkpoint is being saved.
 
-    Ray's (2.60) does it at the last trial's report, and overlooks two things. A trial that is on its way to a pause at
-    that moment is neither ended with a bracket that is finished, nor does its last checkpoint count where it is ended.
-    After a bracket's first halving, the error of the last trial that it waits for leaves the others paused.
+    Ray's class (2.60) does so at the last trial's report, which has two defects. A trial that is about to pause is not
+    ended with a finished bracket, or its last checkpoint does not count. After a bracket's first halving, an error in
+    the last awaited trial leaves the others paused.
     """
 
     @overrides(HyperBandScheduler)
@@ -35,7 +35,7 @@ class HyperBand(HyperBandScheduler):
 
 
 def mended(scheduler: HyperBandScheduler) -> HyperBandScheduler:
-    """`HyperBand` with the settings of a user's HyperBandScheduler; of a class of the user's, the scheduler itself."""
+    """Returns a `HyperBand` with the settings of a HyperBandScheduler; returns a user's subclass unchanged."""
     if type(scheduler) is not HyperBandScheduler:
         return scheduler
     scheduler = copy.copy(scheduler)

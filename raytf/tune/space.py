@@ -1,4 +1,4 @@
-"""The space of a sweep: what may be in it, the names of schedulers and searches, and how it is written as text."""
+"""The space of a sweep: its checks, the names of schedulers and searches, and its text notation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytf.errors import ConfigError
 from raytf.tune import schedulers as schedulers_module
 from raytf.validation import SCHEDULERS, SEARCHES
 
-# What a space that is written as text may call.
+# Functions that a text notation of a space may call.
 FUNCTIONS = (
     "choice",
     "grid_search",
@@ -38,7 +38,7 @@ _CALL = re.compile(rf"\s*(tune\.)?({'|'.join(FUNCTIONS)})\s*\(")
 
 
 def check(space: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the space is a dict of at least one name."""
+    """Raises ConfigError unless the space is a dict with at least one name."""
     if not isinstance(space, Mapping) or not space or not all(isinstance(name, str) for name in space):
         raise ConfigError(
             "param_space must be a dict of config keys",
@@ -48,10 +48,10 @@ def check(space: Mapping[str, Any]) -> None:
 
 
 def bounds(value: Any, name: str) -> list:
-    """The least and the largest, or all, of the numbers that a key of the space may take.
+    """Returns the smallest and largest, or all, numbers that a key of the space can have.
 
     Raises:
-        ConfigError: they cannot be known before the trials.
+        ConfigError: They are unknown before the trials.
     """
     if _is_grid(value):
         return list(value["grid_search"])
@@ -73,19 +73,19 @@ def _is_grid(value: Any) -> bool:
 
 
 def count(space: Mapping[str, Any], num_samples: int) -> int | None:
-    """Trials of a sweep: every point of the grid `num_samples` times; None where there is no end."""
+    """Returns the number of trials: every point of the grid `num_samples` times; None if unlimited."""
     grids = [value["grid_search"] for value in space.values() if _is_grid(value)]
     return None if num_samples < 0 or not space else num_samples * math.prod(len(grid) for grid in grids)
 
 
 def sample(space: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of the space: the first point of a grid, a draw from each domain."""
+    """Returns a config of the space: the first point of a grid, a draw from each domain."""
     _, drawn = next(generate_variants({"config": dict(space)}))
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in drawn["config"].items()}
 
 
 def described(space: Mapping[str, Any]) -> dict[str, str]:
-    """What each key of a space may be, as a text that is the same in another process."""
+    """Returns a text description of each key's values that is equal in every process."""
     return {name: _described(value) for name, value in space.items()}
 
 
@@ -99,15 +99,15 @@ def _described(value: Any) -> str:
 
 
 def scheduler(given: Any, space: Mapping[str, Any], epochs: int):
-    """Ray's scheduler for a name; an object of Ray's is taken as it is.
+    """Returns Ray's scheduler for a name; returns an object of Ray's unchanged.
 
     Args:
-        given: one of `SCHEDULERS`, a `ray.tune.schedulers.TrialScheduler`, or None.
-        space: for Population Based Training, which mutates its domains.
-        epochs: reports of a whole trial.
+        given: One of `SCHEDULERS`, a `ray.tune.schedulers.TrialScheduler`, or None.
+        space: The space, whose domains Population Based Training mutates.
+        epochs: Number of reports of a whole trial.
 
     Raises:
-        ConfigError: an unknown name, or a space that "pbt" cannot mutate.
+        ConfigError: The name is unknown, or "pbt" cannot mutate the space.
     """
     from ray.tune import schedulers
 
@@ -140,10 +140,10 @@ def scheduler(given: Any, space: Mapping[str, Any], epochs: int):
 
 
 def search(given: Any):
-    """Ray's search algorithm for a name; an object of Ray's is taken as it is.
+    """Returns Ray's search algorithm for a name; returns an object of Ray's unchanged.
 
     Raises:
-        ConfigError: an unknown name, or Optuna is not installed.
+        ConfigError: The name is unknown, or Optuna is not installed.
     """
     if given is None or given == "random":
         return None
@@ -165,13 +165,13 @@ def search(given: Any):
 
 
 def parse(texts: Mapping[str, Any]) -> dict[str, Any]:
-    """A space from what stands in YAML or on a command line, such as {"learning_rate": "loguniform(1e-4, 1e-1)"}.
+    """Parses a space from YAML or a command line, such as {"learning_rate": "loguniform(1e-4, 1e-1)"}.
 
-    A text that is a call of one of `FUNCTIONS` with literal arguments becomes that domain; a list becomes a choice;
+    A text that calls one of `FUNCTIONS` with literal arguments becomes that domain. A list becomes a choice, and
     anything else is a constant. No code runs.
 
     Raises:
-        ConfigError: a call of something else.
+        ConfigError: A text calls another function.
     """
     return {name: _parse(name, value) for name, value in texts.items()}
 

@@ -1,9 +1,8 @@
 """Ray Tune over a trainer: trials run in warm worker groups, whose processes and TensorFlow outlive a trial.
 
 A Tune trial is an actor without resources of its own in a placement group that holds its workers'
-(`worker_group.WorkerGroup`), so that a trial gets all its workers or none. Tune hands such an actor, with its warm
-workers, to the next trial that asks for the same resources; schedulers, search, retries and the state on disk are
-Tune's.
+(`worker_group.WorkerGroup`): a trial gets all its workers or none. Tune reuses such an actor, with its warm workers,
+for the next trial with the same resources. Schedulers, search, retries and the state on disk are Tune's.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ _NEW_OUTPUT = "RAY_AIR_NEW_OUTPUT"
 _NO_SIGINT = "TUNE_DISABLE_SIGINT_HANDLER"
 _TUNES_STATE = "experiment_state-"
 _FREQUENT_SNAPSHOTS = "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S"
-# What the trainer itself reads of a trial's config.
+# Keys of a trial's config that the trainer itself reads.
 _OWN_KEYS = ("batch_size", "epochs", "num_workers")
 
 
@@ -187,15 +186,15 @@ def sweep(
     trials = space.count(given, num_samples)
     groups = min(room / largest, trials or math.inf, max_concurrent_trials or math.inf)
     spares = largest * (int(groups) if math.isfinite(groups) else 1)
-    # Population Based Training may come back to a checkpoint that its trial has left behind
+    # Population Based Training may return to an earlier checkpoint of its trial
     keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
     settled = _run_config(run_config, trainer.run_config, keep)
     with contextlib.ExitStack() as ends:
         ending = ends.enter_context(Ending())
         ends.callback(scratch.clean)
-        place = _place(settled, resume)
-        lock = ends.enter_context(RunLock(*place))
-        ending.record(*place)
+        location = _place(settled, resume)
+        lock = ends.enter_context(RunLock(*location))
+        ending.record(*location)
         if progress:
             print(f"sweep   {resume or run_folder.where(settled)}", flush=True)
         shown = ends.enter_context(phases(progress, READING))
@@ -219,8 +218,8 @@ def sweep(
                 num_samples=num_samples,
                 scheduler=chosen,
                 search_alg=searched,
-                # What the cluster holds limits them anyhow, as a trial waits for its placement group. A limit of Tune's
-                # counts trials that are paused, too, and synchronous schedulers would wait for ever for the next one.
+                # The cluster's capacity limits them anyhow, as a trial waits for its placement group. A limit of Tune's
+                # also counts paused trials, and synchronous schedulers would wait forever for the next one.
                 max_concurrent_trials=max_concurrent_trials,
                 reuse_actors=warm,
             ),
@@ -255,19 +254,19 @@ def sweep(
 
 
 def _clean_hosts() -> None:
-    """Removes what workers that were killed have left on other hosts; what is late, the next worker there removes."""
-    here = ray.get_runtime_context().get_node_id()
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    """Removes files that killed workers left on other hosts; the next worker of a late host removes its files."""
+    own_node = ray.get_runtime_context().get_node_id()
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own_node]
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
     clean = ray.remote(scratch.clean)
-    refs = [clean.options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote() for place in places]
+    refs = [clean.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote() for strategy in strategies]
     with contextlib.suppress(NoAnswerError):
         for _ in as_they_come(refs, timeouts.get().cleanup, "the removal of temporary folders"):
             pass
 
 
 def _existing(run_config) -> str | None:
-    """The sweep of a RunConfig's name, as `resume` takes it; None where there is none that has begun."""
+    """Returns the started sweep of a RunConfig's name, in the form of `resume`; None if there is none."""
     if run_folder.is_unnamed(run_config) or run_config.storage_filesystem is not None:
         return None
     folder = RunFolder.of(run_config)
@@ -279,11 +278,11 @@ def _existing(run_config) -> str | None:
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
-    """Raises ConfigError if a sweep is not one of the trainer `was`; where that is not known, nothing differs."""
+    """Raises ConfigError if a sweep's trainer `was` another one; unknown properties do not differ."""
     if "model" in was and "model" in now:
         differ = same_run.shown(same_run.compare(was, now))
     else:
-        texts = [{key: json.dumps(value, sort_keys=True) for key, value in its.items()} for its in (was, now)]
+        texts = [{key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in (was, now)]
         differ = ", ".join(f"another {key}" for key in now if was and texts[0].get(key) != texts[1][key])
     if differ:
         raise ConfigError(
@@ -294,51 +293,51 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> No
 
 
 def _stands(grid, after_step: bool) -> str:
-    """Where a sweep stands that a signal has ended, as a clause."""
-    where = "at their next steps" if after_step else "from their last checkpoints"
+    """Describes the progress of a sweep that a signal ended, as a clause."""
+    resume_point = "at their next steps" if after_step else "from their last checkpoints"
     done = sum(bool((result.metrics or {}).get(DONE)) or result.error is not None for result in grid)
     return (
         f"the sweep has ended with {done} of {len(grid)} begun trials complete; with the same name, or "
-        f"resume={grid.experiment_path!r}, the others resume {where}"
+        f"resume={grid.experiment_path!r}, the others resume {resume_point}"
     )
 
 
 @contextlib.contextmanager
 def _quiet_tune():
-    """Tune's newer output prints a page however quiet it is told to be; the older one says nothing.
+    """Silences Tune's output: its newer one prints a page at any verbosity, the older one prints nothing.
 
-    Nor is it told that snapshots are frequent, which trials on warm workers are, unless the user has set when.
-    Gives a `_TunesLoop`, which is in the place of Tune's own handler of SIGINT.
+    Also disables its warning of frequent snapshots, which are normal with warm workers, unless the user set its
+    threshold. Yields a `_TunesLoop`, which replaces Tune's own SIGINT handler.
     """
-    ours = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0"), _NO_SIGINT: "1"}
-    before = {name: os.environ.get(name) for name in ours}
-    tune_logger = logging.getLogger("ray.tune.tune")  # it says where the results are, as raytf does
+    variables = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0"), _NO_SIGINT: "1"}
+    previous = {name: os.environ.get(name) for name in variables}
+    tune_logger = logging.getLogger("ray.tune.tune")  # it logs where the results are, as raytf does
     level = tune_logger.level
-    os.environ.update(ours)
+    os.environ.update(variables)
     tune_logger.setLevel(max(level, logging.WARNING))
     controller = logging.getLogger(loggers.TUNE_CONTROLLER)
     controller.addFilter(_is_told)
-    own = signal.getsignal(signal.SIGUSR1)
+    handler = signal.getsignal(signal.SIGUSR1)
     try:
-        yield _TunesLoop(own, tune_logger)
+        yield _TunesLoop(handler, tune_logger)
     finally:
         tune_logger.removeFilter(_is_news)
         controller.removeFilter(_is_told)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL if own is None else own)
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL if handler is None else handler)
         tune_logger.setLevel(level)
-        for name, value in before.items():
+        for name, value in previous.items():
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
 
 
 class _TunesLoop:
-    """Tune's loop, which hears of its end by a handler of SIGUSR1.
+    """Tune's loop, which a handler of SIGUSR1 ends.
 
     Args:
-        own: the handler that was there before it.
-        logger: Tune's, which is silent about its end then.
+        own: The previous handler.
+        logger: Tune's logger, which is silenced at the end.
     """
 
     def __init__(self, own, logger: logging.Logger):
@@ -348,7 +347,7 @@ class _TunesLoop:
         return signal.getsignal(signal.SIGUSR1) is not self._own
 
     def interrupt(self) -> bool:
-        """Ends it, and has it keep its state; False before it has begun."""
+        """Ends the loop with its state saved; returns False before it has begun."""
         if not self.has_begun():
             return False
         self._logger.addFilter(_is_news)
@@ -357,13 +356,13 @@ class _TunesLoop:
 
 
 def _is_told(record: logging.LogRecord) -> bool:
-    """Whether a trial's failure is one of the trial: a metric that none reports ends the sweep, with its sentence."""
+    """Whether to log a trial's failure; a metric that no trial reports ends the sweep with its own message."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(getattr(error, "cause", error), UnknownMetricError)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether raytf does not say itself what Tune says of a sweep that is ended."""
+    """Whether raytf does not itself log what Tune logs about an ended sweep."""
     return record.levelno >= logging.ERROR and not str(record.msg).startswith("Trials did not complete")
 
 
@@ -397,10 +396,10 @@ def _check(trainer, param_space, report_every_steps, resume) -> None:
 
 
 def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
-    """Workers of the largest trial, and how many workers the cluster holds.
+    """Returns the number of workers of the largest trial, and how many workers the cluster can hold.
 
     Raises:
-        ResourceError: it can never hold one.
+        ResourceError: It can never hold that trial.
     """
     largest, holds = _largest(scaling_config, given), resources.capacity(scaling_config)
     if holds < largest:
@@ -414,7 +413,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _largest(scaling_config, given: Mapping[str, Any]) -> int:
-    """Workers of the largest trial of a space."""
+    """Returns the number of workers of the largest trial of a space."""
     counts = space.bounds(given.get("num_workers", scaling_config.num_workers), "num_workers")
     if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
         raise ConfigError(
@@ -424,14 +423,14 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
 
 
 def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float, shown):
-    """Reads the data, and tries the model with one config of the space, laid over the trainer's.
+    """Reads the data, and tries the model with one config of the space merged into the trainer's.
 
     Args:
-        failures: see `SweepSpec`.
-        shown: the `Phases` of the sweep.
+        failures: Number of allowed failures, see `SweepSpec`.
+        shown: The `Phases` of the sweep.
 
     Returns:
-        (a `SweepSpec`, what tells the trainer from another).
+        (a `SweepSpec`, the identity of the trainer).
     """
     environment = worker_environment(trainer.run_config, trainer.scaling_config)
     processes = training.processes
@@ -447,56 +446,56 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     if isinstance(trainer, TensorflowTrainer):
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}
         datasets = {name: streamed.stored(name, d) for name, d in datasets.items()}
-        found = {name: stored.read(d) for name, d in datasets.items()}
+        contents = {name: stored.read(d) for name, d in datasets.items()}
         user = trainer.backend_config.config
         spec = SweepSpec(
             train=_UserLoop(trainer.train_loop_per_worker),
             setup=dataclasses.replace(
                 trainer.backend_config,
                 config=dataclasses.replace(user, seed=user.seed or 0),
-                datasets=found,
+                datasets=contents,
                 warned=processes.warned,
             ),
             datasets=datasets,
             dataset_config=trainer.data_config,
-            rows=sum(found["train"].rows) if "train" in found else None,
+            rows=sum(contents["train"].rows) if "train" in contents else None,
             unhealed="a TensorflowTrainer's steps are those of its loop",
             **common,
         )
-        told = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
-        data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
-        return spec, {key: fingerprint.described(value) for key, value in told.items()} | {"datasets": data}
-    found, every = training.read(trainer), options.report_every_steps
+        loop_parts = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
+        data = {name: fingerprint.of_dataset(d, sum(contents[name].rows)) for name, d in datasets.items()}
+        return spec, {key: fingerprint.described(value) for key, value in loop_parts.items()} | {"datasets": data}
+    contents, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
-    tried = trainer.try_model(processes, found, {**config, **options.sample}, own=_OWN_KEYS)
-    if tried.logs is not None and not options.identity:  # one that is resumed may have no trial left to run
-        check_metric(options.metric, tried.logs, "validation" in found, trainer.callbacks is not None)
+    tried = trainer.try_model(processes, contents, {**config, **options.sample}, own=_OWN_KEYS)
+    if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
+        check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
     heals = trainer.tensorflow_config.heal and failures != 0
     task = dataclasses.replace(
-        trainer.task(found), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
+        trainer.task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
     )
     spec = SweepSpec(
         train=_KerasLoop(task),
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
-        rows=sum(found["train"].rows),
+        rows=sum(contents["train"].rows),
         end=SweepEnd(),
         unhealed=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,
     )
-    return spec, trainer.identity(found, tried.identity)
+    return spec, trainer.identity(contents, tried.identity)
 
 
 def check_metric(metric: str, logs: Collection[str], validates: bool, has_callbacks: bool) -> None:
-    """Raises ConfigError if no trial can report a metric; warns where only a callback could add it.
+    """Raises ConfigError if no trial can report a metric; warns if only a callback could add it.
 
     Args:
-        metric: that trials are compared by.
-        logs: names that the model reports, see `dry_run.Tried`.
-        validates: whether there are rows to validate on.
-        has_callbacks: whether the trials have callbacks, which may add others.
+        metric: Metric that compares the trials.
+        logs: Names that the model reports, see `dry_run.Tried`.
+        validates: Whether there are rows for validation.
+        has_callbacks: Whether the trials have callbacks, which may add others.
     """
     known = [name for name in logs if validates or not name.startswith("val_")]
     if metric in known or metric in ("epoch", "step"):
@@ -517,7 +516,7 @@ class _KerasLoop:
     task: TrainJob
 
     def __call__(self, session, config) -> int | None:
-        """The steps after which the training was told to end; None where it came to its end."""
+        """Trains. Returns the step after which the training ended on request; None if it is complete."""
         try:
             ended = train(dataclasses.replace(self.task, config=config), session)
         except MovedError as moved:
@@ -525,7 +524,7 @@ class _KerasLoop:
         return None if ended is None else ended["step"]
 
     def apart(self) -> _KerasLoop:
-        """The same for one worker group: streams of its own, as groups do not stand at the same row."""
+        """Returns a copy for one worker group with its own streams, as groups are at different rows."""
         datasets = {
             n: d.another() if isinstance(d, streamed.StreamedDataset) else d for n, d in self.task.datasets.items()
         }
@@ -562,7 +561,7 @@ class _UserLoop:
 
 
 def _run_config(given, trainers, keep: int) -> tune.RunConfig:
-    """Tune's RunConfig: the sweep's own, or what the trainer's says."""
+    """Returns Tune's RunConfig: the sweep's own, or one derived from the trainer's."""
     if given is None:
         failure = getattr(trainers, "failure_config", None)
         kept = trainers.checkpoint_config
@@ -587,13 +586,13 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
 def _watched(run_config, table: SweepTable) -> tune.RunConfig:
     callbacks = [*(run_config.callbacks or []), table]
     stop = Stopper(table, _users_stopper(run_config.stop))
-    # in a notebook, Tune's own choice draws an empty page where it has nothing to say
+    # in a notebook, Tune's own choice draws an empty page
     reporter = run_config.progress_reporter or tune.CLIReporter()
     return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop, progress_reporter=reporter)
 
 
 def _place(run_config, resume) -> tuple:
-    """(filesystem, path) of the sweep's folder, which may be one that is resumed."""
+    """Returns (filesystem, path) of the sweep's folder, which may be a resumed one."""
     if resume is None:
         folder = RunFolder.of(run_config)
         return folder.filesystem, folder.path
@@ -602,14 +601,14 @@ def _place(run_config, resume) -> tuple:
 
 
 def _remember(options: SweepOptions, run_config) -> None:
-    """Writes what a resumed sweep and a report need to know beside the trials."""
+    """Stores next to the trials what a resumed sweep and a report need."""
     folder = RunFolder.of(run_config)
     with folder.filesystem.open_output_stream(f"{folder.path}/{report.SETTINGS}") as file:
         file.write(json.dumps(options.content()).encode())
 
 
 def _users_stopper(stop):
-    """A stopper for each form that Ray's RunConfig takes."""
+    """Returns a stopper for each form that Ray's RunConfig accepts."""
     from ray.tune.stopper import FunctionStopper
 
     if isinstance(stop, Mapping):
@@ -632,7 +631,7 @@ def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
         resume_unfinished=True,
         restart_errored=False,
     )
-    # Tune takes callbacks from the interrupted sweep; what is shown belongs to this process
+    # Tune restores callbacks of the interrupted sweep; the display belongs to this process
     restored = restored_run_config(tuner)
     users = [c for c in restored.callbacks or [] if not isinstance(c, SweepTable)]
     restored.callbacks, restored.stop, restored.verbose = [*users, *run_config.callbacks[-1:]], run_config.stop, 0

@@ -1,7 +1,7 @@
-"""How a sweep ends after a step: the driver asks, each trial ends after one, keeps it and says so, and Tune ends.
+"""Ends a sweep after a step: the driver requests it, each trial saves and reports its last step, and Tune ends.
 
-Trials and driver tell each other by values in Ray's key-value store: a trial's actor stands in a step of Tune's, and
-hears nothing else.
+Trials and driver communicate by values in Ray's key-value store: a trial's actor is busy in a step of Tune's, and
+receives no calls.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _ASKED, _OVER, _TRIALS = "asked", "over", "trials/"
 
 
 class NotReleasedError(RaytfError, TimeoutError):
-    """A trial has ended as its sweep was to end, and the sweep has not."""
+    """A trial has ended on request, but its sweep has not."""
 
 
 class SweepEnd:
-    """What trials see of it; travels to their actors.
+    """The trials' side; it is sent to their actors.
 
     Args:
-        entries: an `Entries`, a new one unless it is given.
+        entries: An `Entries`; None creates a new one.
     """
 
     def __init__(self, entries: Entries | None = None):
@@ -35,53 +35,53 @@ class SweepEnd:
         return self._entries.get(_ASKED) is not None
 
     def begun(self, trial: str) -> None:
-        """Says that a trial is about to make steps, which are lost unless it ends after one."""
+        """Records that a trial is about to train steps, which are lost unless it ends after one."""
         self._entries.put(_TRIALS + trial, {"ended": False})
 
     def ended(self, trial: str, step: int | None, kept: bool) -> None:
-        """Says that a trial has ended, and waits for the end of Tune.
+        """Records that a trial has ended, and blocks until Tune ends.
 
         Args:
-            trial: its id.
-            step: steps that it has made in all; None where it has not begun.
-            kept: whether they are.
+            trial: Its id.
+            step: Steps that it made in total; None if it has not begun.
+            kept: Whether they are saved.
 
         Raises:
             NotReleasedError: Tune does not end.
         """
         self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "kept": kept})
-        # behind its end a trial waits for that of Tune, which waits for all trials
+        # after its end a trial waits for the end of Tune, which waits for all trials
         seconds = 2 * timeouts.get().run_end
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while self._entries.get(_OVER) is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise NotReleasedError(f"the sweep was to end, and its driver has not within {seconds:g} s")
             time.sleep(_LOOKS_INTERVAL)
 
     def ask(self) -> None:
-        """Asks all trials to end after a step."""
+        """Requests that all trials end after a step."""
         self._entries.put(_ASKED, True)
 
     def release(self) -> None:
-        """Lets go of the trials that have ended."""
+        """Releases the trials that have ended."""
         self._entries.put(_OVER, True)
 
     def notes(self, trials: Iterable[str]) -> dict[str, dict | None]:
-        """What each of some trials has said last."""
+        """Returns the last record of each trial."""
         return {trial: self._entries.get(_TRIALS + trial) for trial in trials}
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all records."""
         self._entries.clear()
 
 
 def at_work(notes: Mapping[str, dict | None]) -> list[str]:
-    """The trials that still make steps; one that has not begun to has nothing to lose. Pure."""
+    """Returns the trials that still make steps; a trial that has not begun has nothing to lose. Pure."""
     return [trial for trial, note in notes.items() if note is not None and not note["ended"]]
 
 
 def unkept(notes: Mapping[str, dict | None]) -> list[str]:
-    """What is lost, a clause for each trial; pure."""
+    """Returns the losses, a clause for each trial; pure."""
     lost = [f"trial {trial} has not ended" for trial in at_work(notes)]
     for trial, note in notes.items():
         if note is not None and note["ended"] and not note["kept"]:
@@ -90,15 +90,15 @@ def unkept(notes: Mapping[str, dict | None]) -> list[str]:
 
 
 class SweepStop:
-    """Driver side: asks, waits while Tune's loop goes on, and then ends that.
+    """Driver side: requests the end, waits while Tune's loop runs, and then interrupts that.
 
     Args:
-        end: what the trials see.
-        interrupt: ends Tune's loop.
-        tell: tells who reads the log that all are asked.
+        end: The trials' side.
+        interrupt: Ends Tune's loop.
+        tell: Logs that all trials were requested to end.
 
     Attributes:
-        lost: clauses of `unkept`, once all is over.
+        lost: Clauses of `unkept`, after the end.
     """
 
     def __init__(self, end: SweepEnd, interrupt: Callable[[], object], tell: Callable[[str], None]):
@@ -108,14 +108,14 @@ class SweepStop:
         self.lost: list[str] = []
 
     def hear(self) -> None:
-        """Called in a signal's handler."""
+        """Records the request; called in a signal handler."""
         self._heard = True
 
     def look(self, running: Callable[[], Iterable[str]]) -> None:
-        """Called at each turn of Tune's loop.
+        """Checks the trials' progress; called at each turn of Tune's loop.
 
         Args:
-            running: gives the ids of the trials that run.
+            running: Returns the ids of the running trials.
         """
         if not self._heard or self._over:
             return

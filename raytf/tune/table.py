@@ -1,4 +1,4 @@
-"""What a sweep shows: a live table in a terminal, a line for each trial that ends, and the best at the end."""
+"""Output of a sweep: a live table in a terminal, a line for each finished trial, and the best trial at the end."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from raytf.tune.trial import UnknownMetricError
 
 logger = logs.get_logger(__name__)
 
-# Names that follow from a trial's config, in the order in which they are shown.
+# Names derived from a trial's config, in the order of the output.
 _DERIVED = {"per_replica_batch": "a replica", "steps_per_epoch": "steps an epoch", "scaled_learning_rate": "rate"}
 _ROWS = 20
-# How long no trial runs before it is said what all wait for, and then between two times.
+# Seconds without a running trial before a log line explains the wait, and then between two such lines.
 _PATIENCE_INTERVAL = 20.0
 _AGAIN_INTERVAL = 60.0
 
 
 class SweepTable(tune.Callback):
-    """Follows Tune's trials; a context in which the live table is shown.
+    """Follows Tune's trials; a context manager that shows the live table.
 
     Args:
-        metric, mode: that trials are compared by.
-        total: trials of the whole sweep, or None where that is not known.
-        show: whether to show anything at all.
+        metric, mode: The comparison of trials.
+        total: Number of trials of the whole sweep, or None if unknown.
+        show: Whether to show anything.
 
     Attributes:
-        fatal: an error of the first trial that ends the sweep, or None.
-        asking: the `sweep_end.SweepStop` of a sweep that ends after a step, or None.
+        fatal: An error of the first trial that ends the sweep, or None.
+        asking: The `sweep_end.SweepStop` of a sweep that ends after a step, or None.
     """
 
     def __init__(self, metric: str, mode: str, total: int | None, show: bool):
@@ -54,9 +54,9 @@ class SweepTable(tune.Callback):
         self._trials: list = []
         self._due: float | None = None
 
-    def __getstate__(self):  # Tune writes its callbacks beside the trials
-        here = {"_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None, "asking": None}
-        return {**vars(self), **here}
+    def __getstate__(self):  # Tune stores its callbacks next to the trials
+        cleared = {"_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None, "asking": None}
+        return {**vars(self), **cleared}
 
     def __enter__(self):
         if self._show:
@@ -87,7 +87,7 @@ class SweepTable(tune.Callback):
             self._live.update(self._table())
 
     def _tell_what_all_wait_for(self) -> None:
-        """Says so, also to who wants no table, while no trial runs; the sweep ends if the cluster never holds one."""
+        """Logs, even without a table, why no trial runs; ends the sweep if the cluster can never hold one."""
         waiting = [t for t in self._trials if t.status == "PENDING"]
         now = time.monotonic()
         if not waiting or any(t.status == "RUNNING" for t in self._trials):
@@ -132,10 +132,10 @@ class SweepTable(tune.Callback):
             )
 
     def best(self) -> tuple[float, Any] | None:
-        """(the best last value of the metric, its trial) so far."""
-        found = [(_value(t, self._metric), t) for t in self._trials]
-        found = [(v, t) for v, t in found if v is not None and math.isfinite(v)]
-        return (min if self._mode == "min" else max)(found, key=lambda pair: pair[0]) if found else None
+        """Returns (the best last value of the metric, its trial) so far."""
+        values = [(_value(t, self._metric), t) for t in self._trials]
+        values = [(v, t) for v, t in values if v is not None and math.isfinite(v)]
+        return (min if self._mode == "min" else max)(values, key=lambda pair: pair[0]) if values else None
 
     def _table(self):
         from rich.console import Group
@@ -147,9 +147,9 @@ class SweepTable(tune.Callback):
         title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
         if best is not None:
             title += f", best {self._metric} {_shown(best[0])}"
-        left = self.seconds_left(running)
-        if left is not None:
-            title += f", {int(left) // 60}:{int(left) % 60:02d} left"
+        remaining = self.seconds_left(running)
+        if remaining is not None:
+            title += f", {int(remaining) // 60}:{int(remaining) % 60:02d} left"
         table = RichTable()
         for name in ("trial", "state", "config", "report", self._metric):
             table.add_column(name)
@@ -164,10 +164,10 @@ class SweepTable(tune.Callback):
             value = _shown(_value(trial, self._metric)) + mark
             reports = str(result.get("training_iteration", 0))
             table.add_row(trial.trial_id[-5:], trial.status.lower(), _config(trial), reports, value)
-        return Group(Text(title), table)  # a title of the table's own breaks where that is narrow
+        return Group(Text(title), table)  # a title of the table's own would wrap if that is narrow
 
     def seconds_left(self, running: int) -> float | None:
-        """Of the sweep, if the other trials last as long as those that have ended; None before there are any."""
+        """Returns the remaining seconds, if other trials last as long as finished ones; None before there are any."""
         if not self._spent or not self._total:
             return None
         remaining = max(0, self._total - len(self._spent))
@@ -179,10 +179,10 @@ class SweepTable(tune.Callback):
             return
         errors = f", {len(grid.errors)} failed" if grid.errors else ""
         self._console.print(f"{len(grid)} trials{errors}; results in {grid.experiment_path}", soft_wrap=True)
-        found = [result.metrics[self._metric] for result in grid if self._metric in (result.metrics or {})]
-        if not found:
+        values = [result.metrics[self._metric] for result in grid if self._metric in (result.metrics or {})]
+        if not values:
             return
-        if all(value != value for value in found):  # NaN, of which Tune takes none
+        if all(value != value for value in values):  # Tune ignores NaN
             self._console.print(f"no trial is the best: {self._metric} is NaN in all of them")
             return
         best = grid.get_best_result()
@@ -195,7 +195,7 @@ class SweepTable(tune.Callback):
 
 
 class Stopper(tune.Stopper):
-    """Ends the sweep when no trial can succeed, and as the user's own stopper says."""
+    """Ends the sweep if no trial can succeed, or if the user's own stopper requires it."""
 
     def __init__(self, table: SweepTable, users):
         self._table, self._users = table, users
@@ -207,12 +207,12 @@ class Stopper(tune.Stopper):
         return self._users(trial_id, result) if self._users is not None else False
 
     def stop_all(self):
-        ours = self._table is not None and self._table.fatal is not None
-        return ours or (self._users.stop_all() if hasattr(self._users, "stop_all") else False)
+        failed = self._table is not None and self._table.fatal is not None
+        return failed or (self._users.stop_all() if hasattr(self._users, "stop_all") else False)
 
 
 def _cause(trial) -> Exception | None:
-    """What a trial raised on its actor; Tune has it in a file by now."""
+    """Returns a trial's error on its actor; Tune has written it to a file by now."""
     if not os.path.exists(trial.pickled_error_file or ""):
         return trial.get_error()
     with open(trial.pickled_error_file, "rb") as file:

@@ -1,4 +1,4 @@
-"""One trial of a sweep, as Ray Tune runs it: an actor that leads a worker group. TensorFlow is not in its process."""
+"""One trial of a sweep, as Ray Tune runs it: an actor that leads a worker group. Its process has no TensorFlow."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from raytf.tune.sweep_end import SweepEnd
 from raytf.worker.ending import DRAIN, STOP, MovedError
 from raytf.worker.session import TRIAL, Within, read_files, write_files
 
-# A trial that lasts is saved this often, so that one whose worker dies does not start anew.
+# Seconds between saves of a long trial, so that one whose worker dies does not start from scratch.
 _SAVE_INTERVAL = 30.0
-# In the errors of TensorFlow, of Python, and of Ray where its monitor ended a worker.
+# Signs in errors of TensorFlow, of Python, and of Ray when its monitor ended a worker.
 _NO_MEMORY = ("ResourceExhausted", "OutOfMemory", "MemoryError", "OUT_OF_MEMORY")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSpec:
-    """What every trial of a sweep shares.
+    """Settings that all trials of a sweep share.
 
     Args:
-        train: train(session, config), on a worker; train.apart() is the same for one group, and train.rest() lets go
-            of what its datasets have read ahead.
-        config: the trainer's, which a trial's values are laid over.
-        scaling_config, setup: the trainer's.
-        environment: runtime environment of the workers.
-        datasets: `ray.data.Dataset` by name, for loops that ask for shards.
-        dataset_config: how they are cut.
-        rows: of the training data, where known.
-        metric: that every report must hold.
-        scaling: of the learning rate.
+        train: Function train(session, config) for a worker; train.apart() returns a copy for one group, and
+            train.rest() releases what its datasets have prefetched.
+        config: The trainer's config, which a trial's values override.
+        scaling_config, setup: The trainer's.
+        environment: Runtime environment of the workers.
+        datasets: `ray.data.Dataset` by name, for loops that request shards.
+        dataset_config: Config of their shards.
+        rows: Number of training rows, or None if unknown.
+        metric: Metric that every report must contain.
+        scaling: Scaling of the learning rate.
         spares: (node, `worker_group.GroupWorker`) of each process that started before the trials.
-        end: ends the trials after a step, and has them keep checkpoints within their epochs; None where loops are the
-            user's, whose steps nobody knows.
-        failures: of a trial that Tune allows.
-        unhealed: why a lost worker is never replaced in place, as a clause; None where it is, if that can be done: each
-            start of a trial may have as many losses healed as Tune allows failures.
+        end: Ends the trials after a step, and enables their mid-epoch checkpoints; None for user loops, whose steps are
+            unknown.
+        failures: Number of failures of a trial that Tune allows.
+        unhealed: Why lost workers are never replaced in place, as a clause; None if they may be. Each start of a trial
+            may replace as many workers as Tune allows failures.
     """
 
     train: Callable
@@ -73,16 +73,16 @@ class SweepSpec:
     unhealed: str | None = None
 
     def workers(self, config: Mapping[str, Any]) -> int:
-        """Number of workers of a trial."""
+        """Returns the number of workers of a trial."""
         return int(config.get("num_workers", self.scaling_config.num_workers))
 
     def resources(self, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
-        """Tune's request for a trial: nothing for its actor, a bundle for each worker."""
-        each = ray_configs.resources_per_worker(self.scaling_config)
+        """Returns Tune's request for a trial: nothing for its actor, a bundle for each worker."""
+        per_worker = ray_configs.resources_per_worker(self.scaling_config)
         count = self.workers(config)
-        bundles = [{}, *[dict(each) for _ in range(count)]]
+        bundles = [{}, *[dict(per_worker) for _ in range(count)]]
         selectors = ray_configs.label_selectors(self.scaling_config, count)
-        # Tune leaves the empty bundle of the trial's actor out, and so do the selectors
+        # Tune omits the empty bundle of the trial's actor, and so do the selectors
         more = {} if selectors is None else {"bundle_label_selector": selectors}
         return tune.PlacementGroupFactory(bundles, strategy=self.scaling_config.placement_strategy, **more)
 
@@ -91,7 +91,7 @@ class Trial(tune.Trainable):
     """One trial, and the next ones in the same worker group."""
 
     def setup(self, config, plan: SweepSpec):
-        logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it tells of each checkpoint
+        logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it logs each checkpoint
         timeouts.put_in_force(plan.setup.timeouts)
         self._plan, self._worker_group = plan, None
         output.say_who(self.trial_name)
@@ -105,10 +105,10 @@ class Trial(tune.Trainable):
     def _take(self, config) -> None:
         self._config = self._plan.config | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()}
         self._files: dict[str, bytes] | None = None
-        self._start: dict[str, bytes] | None = None  # what its workers go on from: these, or what was kept behind them
+        self._start: dict[str, bytes] | None = None  # the files its workers resume from: these, or a later checkpoint
         self._begun_with = ""  # see `trial_steps`
         self._within: Within | None = None
-        self._ahead = 0  # reports that Tune's checkpoint does not know of
+        self._ahead = 0  # reports after Tune's checkpoint
         self._saved_step = 0
         self._running = self._reported = False
         self._saved = 0.0
@@ -122,7 +122,7 @@ class Trial(tune.Trainable):
                     self._close()
             except WorkerGroupLostError:  # a worker died after its trial had ended: this one gets others
                 self._close(well=False)
-            self._train.rest()  # what streams have read for the next steps of a trial that was stopped
+            self._train.rest()  # what streams have prefetched for a stopped trial
         self._record()
         self._take(new_config)
         return True
@@ -144,7 +144,7 @@ class Trial(tune.Trainable):
         if metrics is None and self._worker_group.ended is not None:
             return self._ended(self._worker_group.ended, self._worker_group.asked)
         if metrics is None:
-            # one that goes on from the end of a training, its own or another's, has nothing left to do
+            # one that resumes from the end of a training, its own or another's, has nothing left to do
             if not self._reported and self._start is None:
                 raise TrialError("The train loop ended without a report: call ray.train.report(metrics) in it")
             return {DONE: True, RESULT_DUPLICATE: True}
@@ -153,13 +153,13 @@ class Trial(tune.Trainable):
                 "metric must be one that the trials report", repr(self._plan.metric), f"Choose one of {sorted(metrics)}"
             )
         self._reported = True
-        # Tune counts from its own checkpoint; what came between, and its schedulers know, is not reported again. Both
-        # stand where it puts them, as it goes on with a CSV file without a look at its header
+        # Tune counts from its own checkpoint, and later reports are not repeated. Both keys stay in Tune's positions,
+        # as it appends to a CSV file without a check of its header
         ahead = {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._ahead} if self._ahead else {}
         return {**metrics, **self._derived, **self._maybe_save(), **ahead}
 
     def _say_lost(self, error: WorkerGroupLostError) -> None:
-        """Says what becomes of a trial that has lost a worker for good."""
+        """Emits the restart of a trial that has lost a worker for good."""
         if not self._plan.failures:
             return
         why = error.unhealed or self._plan.unhealed
@@ -168,22 +168,22 @@ class Trial(tune.Trainable):
         events.emit(RunEvent(kind=Kind.TRIAL_RESTARTED, why=lost, more=why))
 
     def _ended(self, step: int, why: str | None) -> dict[str, Any]:
-        """What follows when the workers have ended after a step, because they were asked to."""
+        """Handles workers that ended after a step on request."""
         kept = self._saved_step >= step or trial_steps.is_kept(self._within.filesystem, self._within.folder, step)
         if why == DRAIN:
             self._close()
             moved = MovedError(step)
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=step, why=str(moved)))
-            raise moved  # which Tune takes for no failure, and starts the trial elsewhere
+            raise moved  # Tune does not count it as a failure, and starts the trial elsewhere
         self._plan.end.ended(self.trial_id, step, kept)
         return {}  # Tune has ended
 
     def _why_end(self) -> str | None:
-        """Why the trial is to end after a step, or None."""
+        """Returns why the trial must end after a step, or None."""
         if self._plan.end.is_asked():
             return STOP
-        here = {*self._worker_group.nodes, ray.get_runtime_context().get_node_id()}
-        return None if here.isdisjoint(ray_core.draining()) else DRAIN
+        nodes = {*self._worker_group.nodes, ray.get_runtime_context().get_node_id()}
+        return None if nodes.isdisjoint(ray_core.draining()) else DRAIN
 
     def _next(self) -> dict[str, Any] | None:
         plan = self._plan
@@ -194,20 +194,20 @@ class Trial(tune.Trainable):
             if "scaled_learning_rate" in self._derived:
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
             if self._worker_group is None:
-                each = ray_configs.resources_per_worker(plan.scaling_config)
+                per_worker = ray_configs.resources_per_worker(plan.scaling_config)
                 self._train = plan.train.apart()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
-                self._worker_group = WorkerGroup(plan.setup, each, workers, plan.environment, **places)
+                self._worker_group = WorkerGroup(plan.setup, per_worker, workers, plan.environment, **places)
             storage = ray_tune.storage_of(self)
-            around = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
-            around |= {"filesystem": storage.storage_filesystem, "folder": storage.trial_fs_path}
+            context = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
+            context |= {"filesystem": storage.storage_filesystem, "folder": storage.trial_fs_path}
             self._start = self._files if plan.end is None else self._newest(storage)
             run = TrialRun(
                 train=self._train,
                 config=config,
                 name=self.trial_name,
                 files=self._start,
-                around=around,
+                around=context,
                 within=self._within,
                 heals=plan.failures if plan.unhealed is None else 0,
             )
@@ -219,11 +219,11 @@ class Trial(tune.Trainable):
         return self._worker_group.go_on(None if plan.end is None else self._why_end)
 
     def _newest(self, storage) -> dict[str, bytes] | None:
-        """The files of the checkpoint to go on from: Tune's, or one that was kept behind it within an epoch."""
+        """Returns the files of the checkpoint to resume from: Tune's, or a later mid-epoch one."""
         name = trial_steps.folder_of(self._config, self._begun_with)
         folder = posixpath.join(storage.trial_fs_path, name)
-        found = trial_steps.newest(storage.storage_filesystem, folder, _step_of(self._files))
-        files, reports = found or (self._files, self.iteration)
+        newest = trial_steps.newest(storage.storage_filesystem, folder, _step_of(self._files))
+        files, reports = newest or (self._files, self.iteration)
         self._ahead = reports - self.iteration
         self._within = Within(storage.storage_filesystem, folder, reports)
         return files
@@ -246,7 +246,7 @@ class Trial(tune.Trainable):
         self._saved = ray_tune.seconds_of(self)
 
     def save(self, checkpoint_dir=None):
-        """What `Trainable.save` does; what the trial has kept before this within its epochs is needless behind it."""
+        """Saves like `Trainable.save`; removes the trial's earlier mid-epoch checkpoints, which are now needless."""
         saved = super().save(checkpoint_dir)
         if self._within is not None:
             trial_steps.remove(self._within.filesystem, self._within.folder, self._saved_step)
@@ -255,7 +255,7 @@ class Trial(tune.Trainable):
     def save_checkpoint(self, folder: str) -> None:
         files = (self._worker_group.save() if self._running else None) or self._start or self._files
         self._saved_step = _step_of(files) if self._plan.end is not None else 0
-        # Tune takes no empty folder
+        # Tune accepts no empty folder
         write_files(files or {"nothing": b""}, folder)
         if self._plan.end is not None:
             write_files({TRIAL: json.dumps({"begun_with": self._begun_with}).encode()}, folder)
@@ -276,24 +276,24 @@ class Trial(tune.Trainable):
 
 
 def _step_of(files: Mapping[str, bytes] | None) -> int:
-    """Steps made in all of a checkpoint by its files; 0 of none."""
+    """Returns the total steps of a checkpoint from its files; 0 without files."""
     if files is None or checkpoint_files.STATE not in files:
         return 0
     return checkpoint_files.state_of(files[checkpoint_files.STATE], "Tune's checkpoint").step
 
 
 class UnknownMetricError(ConfigError):
-    """The metric that a sweep compares is not in the reports."""
+    """No report contains the metric that a sweep compares."""
 
 
 def _first_bundle() -> int:
-    """The index of the first worker's bundle: Tune leaves the empty one of the trial's actor out."""
+    """Returns the index of the first worker's bundle: Tune omits the empty one of the trial's actor."""
     group = ray.util.get_current_placement_group()
     return 0 if all(group.bundle_specs) else 1
 
 
 def _explained(error: TrialError | WorkerGroupLostError, config: Mapping[str, Any]) -> RaytfError:
-    """The error, with what a lack of memory means; a worker that the kernel or Ray ended for it is a lost group."""
+    """Returns the error, explained if memory ran out; a worker killed by the kernel or Ray is a lost group."""
     cause, details = (error.cause, error.details) if isinstance(error, TrialError) else (str(error), "")
     if not any(sign in cause for sign in _NO_MEMORY):
         return error

@@ -1,8 +1,8 @@
-"""A trial's checkpoints within its epochs: where they lie, and which one a trial that is started again goes on from.
+"""A trial's mid-epoch checkpoints: their folders, and the one that a restarted trial resumes from.
 
-Those of the ends of epochs are Tune's, which names the one that a trial starts from; it may be another trial's. What a
-trial has kept since lies in its own folder, in one named after its config and after the foreign checkpoint that it
-began with. So a trial never goes on from what it has kept before it took another one's weights, or another config.
+Epoch-end checkpoints are Tune's, which selects the one that a trial starts from, perhaps another trial's. Later ones
+are in a subfolder, named after the trial's config and the foreign checkpoint that it began with. So a trial never
+resumes from checkpoints of other weights or another config.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ PREFIX = "steps_"
 
 
 def folder_of(config: Mapping[str, Any], begun_with: str) -> str:
-    """The name of the folder in that of a trial; the same in every process.
+    """Returns the name of the subfolder in a trial's folder; equal in every process.
 
     Args:
-        config: the trial's.
+        config: The trial's config.
         begun_with: "<trial>/<checkpoint>" of another trial, or "".
     """
-    told = {name: meaning.described(value) for name, value in config.items()}
-    return PREFIX + meaning.hashed(meaning.dumped([begun_with, told]))
+    descriptions = {name: meaning.described(value) for name, value in config.items()}
+    return PREFIX + meaning.hashed(meaning.dumped([begun_with, descriptions]))
 
 
 def begun_with(checkpoint: str, trial: str, files: Mapping[str, bytes]) -> str:
-    """What a trial has begun with that starts from a checkpoint of Tune: that of another trial, or "".
+    """Returns the foreign checkpoint that a trial began with, from the Tune checkpoint that it now starts from, or "".
 
     Args:
-        checkpoint: path of it.
-        trial: path of the folder of the trial that starts.
-        files: of the checkpoint, by name.
+        checkpoint: Path of the checkpoint.
+        trial: Path of the folder of the trial that starts.
+        files: Files of the checkpoint, by name.
     """
-    where, name = posixpath.split(checkpoint.rstrip("/"))
-    if where == trial.rstrip("/") and TRIAL in files:
-        found = stored_json.parsed(files[TRIAL]).get("begun_with")
-        if isinstance(found, str):
-            return found
-    return f"{posixpath.basename(where)}/{name}"
+    trial_folder, name = posixpath.split(checkpoint.rstrip("/"))
+    if trial_folder == trial.rstrip("/") and TRIAL in files:
+        recorded = stored_json.parsed(files[TRIAL]).get("begun_with")
+        if isinstance(recorded, str):
+            return recorded
+    return f"{posixpath.basename(trial_folder)}/{name}"
 
 
 def newest(filesystem, folder: str, after: int) -> tuple[dict[str, bytes], int] | None:
-    """(files, reports that the trial had made) of the last whole one behind a step; None where there is none.
+    """Returns (files, number of the trial's reports) of the last whole checkpoint after a step; None without one.
 
-    Waits for the processes that write some; warns of those that are damaged.
+    Waits for the processes that write some; warns of damaged ones.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        folder: path there, see `folder_of`.
-        after: steps made in all at Tune's checkpoint, 0 without one.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        folder: Path there, see `folder_of`.
+        after: Total steps at Tune's checkpoint, 0 without one.
     """
     snapshots.wait_for_all(filesystem, folder)
     steps = [name for step, name in step_folders.listed(filesystem, folder) if step > after]
@@ -85,14 +85,14 @@ def _read(saved: Checkpoint) -> tuple[dict[str, bytes], int]:
 
 
 def is_kept(filesystem, folder: str, step: int) -> bool:
-    """Whether a finished one of a step is there."""
-    return any(its == step for its, _ in step_folders.listed(filesystem, folder))
+    """Whether there is a finished checkpoint of a step."""
+    return any(kept_step == step for kept_step, _ in step_folders.listed(filesystem, folder))
 
 
 def remove(filesystem, folder: str, step: int) -> None:
-    """Removes those of no more than so many steps, as Tune's checkpoint holds more."""
-    for its, name in step_folders.listed(filesystem, folder):
-        if its <= step:
+    """Removes the checkpoints up to a step, as Tune's checkpoint holds more."""
+    for kept_step, name in step_folders.listed(filesystem, folder):
+        if kept_step <= step:
             path = posixpath.join(folder, name)
             with contextlib.suppress(FileNotFoundError):  # the process that writes removes old ones, too
                 filesystem.delete_file(posixpath.join(path, MANIFEST))
@@ -100,14 +100,14 @@ def remove(filesystem, folder: str, step: int) -> None:
 
 
 def remove_all(filesystem, sweep: str) -> None:
-    """Removes those of all trials of a sweep that has ended, once nobody writes any more.
+    """Removes the checkpoints of all trials of a finished sweep, once no process writes any more.
 
     Args:
-        filesystem: a `pyarrow.fs.FileSystem`.
-        sweep: path of the sweep's folder there.
+        filesystem: A `pyarrow.fs.FileSystem`.
+        sweep: Path of the sweep's folder there.
     """
-    found = filesystem.get_file_info(FileSelector(sweep, allow_not_found=True))
-    for trial in [info.path for info in found if info.type == FileType.Directory]:
+    infos = filesystem.get_file_info(FileSelector(sweep, allow_not_found=True))
+    for trial in [info.path for info in infos if info.type == FileType.Directory]:
         for info in filesystem.get_file_info(FileSelector(trial, allow_not_found=True)):
             if info.type == FileType.Directory and info.base_name.startswith(PREFIX):
                 snapshots.wait_for_all(filesystem, info.path)
