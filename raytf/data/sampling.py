@@ -85,17 +85,17 @@ class Feistel:
         bits, size = self._low_bits, np.uint32(self._high_size)
         high = (numbers >> bits).astype(np.uint32)
         low = numbers.astype(np.uint32) & np.uint32((1 << bits) - 1)
-        hashed, other, wide = np.empty_like(high), np.empty_like(high), np.empty(len(high), np.uint64)
+        hashed, scratch, wide = np.empty_like(high), np.empty_like(high), np.empty(len(high), np.uint64)
         for i in range(0, _FEISTEL_ROUNDS, 2):
-            _hash(low, self._keys[i], hashed, other)
+            _hash(low, self._keys[i], hashed, scratch)
             wide[:] = hashed
             wide *= np.uint64(self._high_size)
             wide >>= np.uint64(32)  # evenly over 0 ... size - 1 (D. Lemire, "Fast random integer generation", 2019)
             hashed[:] = wide
             high += hashed
-            np.subtract(high, size, out=other)
-            np.minimum(high, other, out=high)  # a negative difference wraps around and is huge
-            _hash(high, self._keys[i + 1], hashed, other)
+            np.subtract(high, size, out=scratch)
+            np.minimum(high, scratch, out=high)  # a negative difference wraps around and is huge
+            _hash(high, self._keys[i + 1], hashed, scratch)
             hashed >>= np.uint32(32 - bits)
             low ^= hashed
         return (high.astype(np.int64) << bits) | low
