@@ -64,8 +64,8 @@ class Option(click.Option):
     """Option that includes the receiver of its value.
 
     Args:
-        to: Receiver, which gets the value as an argument of the option's name: the "config" of the model function (if
-            the option is given), the "datasets" by name, the "trainer", its "workers", its "run", or the "sweep".
+        to: Receiver of the value, as an argument of the option's name. One of "config" (of the model function, only if
+            the option is given), "datasets" (by name), "trainer", "workers", "run" and "sweep".
     """
 
     def __init__(self, *args, to: str, **settings):

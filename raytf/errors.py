@@ -163,9 +163,9 @@ class TrainingError(RaytfError, RuntimeError):
         self.rank, self.cause, self.details = rank, cause, details
 
     def __str__(self) -> str:
-        who = "the run" if self.rank is None else f"worker {self.rank}"
-        details = f"\n\nTraceback of {who}:\n{self.details}" if self.details else ""
-        return f"{who} failed: {self.cause}{details}"
+        subject = "the run" if self.rank is None else f"worker {self.rank}"
+        details = f"\n\nTraceback of {subject}:\n{self.details}" if self.details else ""
+        return f"{subject} failed: {self.cause}{details}"
 
     def __reduce__(self):
         return type(self), (self.rank, self.cause, self.details)

@@ -1,7 +1,7 @@
 """Events of a run, such as lost workers and restarts. `emit` records each in the run's folder and logs it.
 
-Each event is a JSON file of its own: the driver, Ray Train's controller and the trial actors then share no file, which
-works on any storage.
+Each event is a separate JSON file. The driver, Ray Train's controller and trial actors share no file, which works on
+any storage.
 """
 
 from __future__ import annotations

@@ -416,8 +416,8 @@ class FaultPlan:
             workers: Number of workers of the run, or None to check the ranks only before the first step.
 
         Raises:
-            ConfigError: The plan names a rank that the run does not have. In a run: TensorFlow has parameter servers,
-                or a fault needs the number of steps in an epoch and Keras does not know it, or a fault cannot happen.
+            ConfigError: The plan names a rank that the run does not have. In a run: TensorFlow has parameter servers, a
+                fault cannot happen, or it needs the number of steps in an epoch, which is not known.
         """
         if workers is not None:
             self.check(workers)

@@ -1,4 +1,4 @@
-"""Shows the phases of a run before its first step and after its last epoch, as a live line or a line for each.
+"""Shows a run's phases before its first step and after its last epoch, as one live line or several lines.
 
 It does not import Ray, whose import is a part of the first phase.
 """
@@ -94,8 +94,8 @@ class Phases:
     def _follow(self) -> None:
         """Prints lines, outside of a terminal."""
         while not self._ended:
-            phase, since = self._phase, self._since
-            remaining = since + _WORTH_A_LINE - time.monotonic()
+            phase, began = self._phase, self._since
+            remaining = began + _WORTH_A_LINE - time.monotonic()
             waits = phase is not None and phase != self._said
             if self._changed.wait(max(0.0, remaining) if waits else None):
                 self._changed.clear()

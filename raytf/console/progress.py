@@ -17,7 +17,7 @@ from raytf.console.phases import ENDING, WORKERS, Phases
 class Entries:
     """JSON values by name in Ray's key-value store, which all processes of the cluster read and write.
 
-    They need no actor, which would take CPU time from the start of the workers, and outlive the process that wrote
+    They need no actor, which would use CPU time during the start of the workers, and outlive the process that wrote
     them.
     """
 
@@ -46,7 +46,7 @@ class Entries:
 class Board:
     """Progress of a run, which the chief writes and the driver reads.
 
-    Each end of an epoch has its own entry: a replacement chief continues after the existing ones, and a driver that
+    Each end of an epoch is a separate entry. A replacement chief continues after the existing ones, and a driver that
     polls rarely misses none.
 
     Args:

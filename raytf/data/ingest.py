@@ -59,7 +59,7 @@ def check(materialize: Any, names: Collection[str]) -> None:
 
     Args:
         materialize: True keeps rows in the object store, False streams them, and "auto" streams datasets that do not
-            fit there; or a mapping from names of datasets to these.
+            fit there. A mapping sets one of these for datasets by name.
         names: Names of the run's datasets.
     """
     if isinstance(materialize, Mapping) and set(materialize) - set(names):

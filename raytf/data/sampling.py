@@ -137,8 +137,8 @@ def regrouped(was: Mapping, now: Mapping, step: int) -> tuple[int, int] | None:
         step: Number of the epoch's steps that were made with `was`.
 
     Returns:
-        (the next step, by its new number; the number of its first rows that were used before), or None if the order of
-        rows changes too, as that of windows and of buckets depends on the batch.
+        (the next step, by its new number; the number of its first rows that were used before). None if the order of
+        rows changes too, as with windows and buckets, whose order depends on the batch.
     """
     changed = [name for name in {*was, *now} if name != "batch_size" and was.get(name) != now.get(name)]
     if changed or now["bucket"] or now["shuffle"] == "window":

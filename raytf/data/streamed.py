@@ -90,7 +90,7 @@ class StreamedDataset:
             try:
                 call = self.server.rows.remote(worker, workers, order, epoch, start, stop)
                 locations = ray.get(call, timeout=timeouts.get().stream_answer)
-                if locations == []:  # it has restarted
+                if locations == []:  # a new server, which has no pieces yet
                     ray.get(self.server.take.remote([self.pieces]), timeout=timeouts.get().stream_answer)
                     locations = None
             except ray.exceptions.GetTimeoutError:
@@ -169,7 +169,7 @@ class StreamServer:
             stop: Stream position after the last row.
 
         Returns:
-            The locations; None if the rows are not read yet; [] if the server has restarted and has no pieces.
+            The locations; None if the rows are not read yet; [] from a new server without pieces.
         """
         if self._pieces is None:
             return []
@@ -376,7 +376,7 @@ def stored(name: str, dataset):
 
 
 def materialized(name: str, dataset, specs: Mapping | None = None) -> StoredDataset:
-    """Calls `stored.read` with tasks that wait for no CPU, and logs a warning if it takes long."""
+    """Calls `stored.read` with tasks that wait for no CPU, and logs a warning if the read is slow."""
     with watched(name):
         return stored_module.read(dataset, specs, partitions.unbound)
 
