@@ -1,9 +1,9 @@
 """Trains Keras 3 and TensorFlow models on a Ray cluster. Importing it imports neither TensorFlow nor Ray.
 
-* A compiled model: `fit`, `evaluate`, `predict`, with the arguments of Keras' own.
-* A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; what one will need: `plan`.
-* A train loop of your own: `TensorflowTrainer`, `get_strategy`, `get_dataset`, `Position`, `ReportCallback`.
-* What a run has learned: `load_model`, `export`; what happened to it: `run_events`.
+* A compiled model: `fit`, `evaluate`, `predict`, with the arguments of the Keras methods.
+* A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; its resource needs: `plan`.
+* A custom train loop: `TensorflowTrainer`, `get_strategy`, `get_dataset`, `Position`, `ReportCallback`.
+* The model of a run: `load_model`, `export`; the events of a run: `run_events`.
 * Data and set-up: `Column`, `TensorflowConfig`, `on_chief`. Errors: `ConfigError`, `TrainingError`, `StoppedError`.
 
 Example:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.worker.dataset import get_dataset as get_dataset
     from raytf.worker.export import export as export
 
-# What is not raytf's own is Ray's: code for `ray.train.tensorflow` runs with the import changed.
+# Includes the names of Ray's module: code for `ray.train.tensorflow` runs after a change of the import.
 _PLACES = {
     "Column": "raytf.data.columns",
     "KerasTrainer": "raytf.train.keras_trainer",
@@ -85,18 +85,18 @@ quiet.ray_starts()
 quiet_import.when_imported()
 
 
-if not TYPE_CHECKING:  # checkers would take any name for one of raytf's
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
 
     def __getattr__(name: str):
         if name not in _PLACES:
             raise AttributeError(f"module 'raytf' has no attribute {name!r}")
-        place = _PLACES[name]
+        module = _PLACES[name]
         if name == "ReportCallback":
             from raytf.compat import legacy_keras
 
-            place = "raytf.worker.legacy_callbacks" if legacy_keras.is_on() else place
+            module = "raytf.worker.legacy_callbacks" if legacy_keras.is_on() else module
         try:
-            return getattr(importlib.import_module(place), name)
+            return getattr(importlib.import_module(module), name)
         except ImportError as error:
             from raytf.compat import selfcheck
 

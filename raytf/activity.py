@@ -1,7 +1,7 @@
-"""What the training of this process does, and since when: for whoever is to find out who waits for whom.
+"""Tracks the current phase of training in this process, for the detection of hangs and stragglers.
 
-The thread that trains stores a few numbers as it goes from one part of a step to the next, which costs less than a
-microsecond; another thread of the process reads them (`told`) whenever the driver asks. Pure, and nothing waits here.
+The training thread stores a few numbers at each change of the phase, in less than 1 us. Another thread of the process
+reads them when the driver requests a snapshot. Pure; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from raytf import liveness
 
-# What a worker is at. BEGIN: it has not made a step, or its loop is the user's own; END: its loop has returned.
+# Phases of a worker. BEGIN: it has not made a step, or its loop is the user's own; END: its loop has returned.
 BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, CONTROLLER, VALIDATION, END = (
     "begin",
     "input",
@@ -28,39 +28,39 @@ BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, CONTROLLER, VALIDATION, END = (
     "validation",
     "end",
 )
-# Where workers meet: in steps, for gradients and what else goes over the ring; between steps; reports to Ray.
+# Collectives: SUM within steps, for gradients and all else on the ring; COLLECTIVE between steps; REPORT to Ray.
 SUM, COLLECTIVE, REPORT = "sum", "collective", "report"
-# Where they wait for one that takes a lost one's place.
+# The collective in which workers wait for a replacement worker.
 HEALING = "healing"
-# Of a step, what a worker does not wait for others.
+# Time of a step without waits for other workers.
 OWN = "own"
-# So many times its median counts of it, which follows by 3 % a step: what an average is to show comes in all steps.
+# Clips a step's own time at 1.5 times its median, which moves by 3 % a step, so that single slow steps count little.
 _MOST, _FOLLOWS = 1.5, 1.03
-# Of the time of earlier steps in what a step takes usually; the first ones compile.
+# Weight of earlier steps in the moving average of a step's time, and first executions, which compile and do not count.
 _OLD, _FIRST = 0.9, 3
-# What is asked for only when it lasts.
+# Seconds of a phase after which costly details are read.
 _LASTS = 2.0
-# Frames of a stack that are shown, the innermost ones.
+# Number of innermost frames of a stack that are shown.
 _FRAMES = 25
-# What names of TensorFlow's threads, which wait for nothing but work, begin with.
+# Prefix of the names of TensorFlow's threads, which wait for nothing but work.
 _TENSORFLOWS = "tf_"
 # Calls that all workers make, or none.
 CALLS = ("", "model.fit()", "model.evaluate()")
-# Hooks of Keras' callbacks.
+# Prefix of the hooks of Keras callbacks.
 _HOOK = "on_"
 
 
 class Activity:
-    """What a process' training does.
+    """Phase tracker of a process' training.
 
     Attributes:
-        step: training steps that are made; with several steps an execution it rises with executions.
-        pending_input: gives for how many seconds the step waits for its input now, or None where it does not; set by
-            who reads the input.
-        waited_input: gives the seconds for which steps have waited for their input in all.
-        queued_writer: gives the seconds for which the process that writes checkpoints was ready to run and had no
-            processor; set by who starts that one.
-        failing_storage: gives why the storage has not taken the last checkpoint, or ""; set likewise.
+        step: Number of training steps made. With several steps per execution it rises once per execution.
+        pending_input: Returns for how many seconds the step has waited for its input, or None if it does not wait. The
+            reader of the input sets it.
+        waited_input: Returns the total seconds for which steps have waited for input.
+        queued_writer: Returns the seconds for which the checkpoint writer's process was runnable without a CPU. The
+            starter of that process sets it.
+        failing_storage: Returns why the storage has not accepted the last checkpoint, or "". The same code sets it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -68,7 +68,7 @@ class Activity:
         self.reset()
 
     def reset(self) -> None:
-        """For another training in this process."""
+        """Resets all values for another training in this process."""
         self._now = BEGIN, self._clock()
         self._meeting: tuple[str, int, float] | None = None
         self._numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, HEALING: 0}
@@ -77,7 +77,7 @@ class Activity:
         self._usual_own, self._waited = 0.0, 0.0
         self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, OWN), 0.0)
         self._thread: threading.Thread | None = None
-        self.call = 0  # index in CALLS of the outermost one that it is in
+        self.call = 0  # index in CALLS of the outermost running call
         self.pending_input: Callable[[], float | None] | None = None
         self.waited_input: Callable[[], float] | None = None
         self.queued_writer: Callable[[], float] | None = None
@@ -85,71 +85,71 @@ class Activity:
 
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Notes in the block that the process is in one of `CALLS`, unless it is in another one already."""
-        around = self.call
-        self.call = around or CALLS.index(name)
+        """Marks the process as in one of `CALLS` until the context ends, unless it is in another one already."""
+        outer = self.call
+        self.call = outer or CALLS.index(name)
         try:
             yield
         finally:
-            self.call = around
+            self.call = outer
 
     def train_here(self) -> None:
-        """Says that the calling thread is the one that trains."""
+        """Registers the calling thread as the training thread."""
         self._thread = threading.current_thread()
 
     def at(self, phase: str) -> None:
-        """Goes on to another part."""
-        now = self._clock()
-        before, since = self._now
-        self._now = phase, now
-        if before in (CALLBACKS, STEP, CHECKPOINT):
-            self._spent[before] += now - since
+        """Begins another phase."""
+        time_now = self._clock()
+        previous, began = self._now
+        self._now = phase, time_now
+        if previous in (CALLBACKS, STEP, CHECKPOINT):
+            self._spent[previous] += time_now - began
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """In the block a part stands in the place of the one around it."""
-        around = self._now[0]
+        """Sets the phase until the context ends, and then restores the outer one."""
+        outer = self._now[0]
         self.at(phase)
         try:
             yield
         finally:
-            self.at(around)
+            self.at(outer)
 
     def executed(self, steps: int) -> None:
-        """An execution of so many training steps has ended; callbacks follow."""
+        """Records that an execution of `steps` training steps has ended; callbacks follow."""
         self.at(CALLBACKS)
-        now, self._executions = self._now[1], self._executions + 1
+        time_now, self._executions = self._now[1], self._executions + 1
         self.step += steps
         waited = self._spent[SUM] + self._spent[COLLECTIVE]
         if self._executions > _FIRST:
-            each = (now - self._last) / steps
-            self._usual = each if not self._usual else _OLD * self._usual + (1 - _OLD) * each
-            own, self._usual_own = clipped(each - (waited - self._waited) / steps, self._usual_own)
-            self._spent[OWN] += own * steps
-        self._last, self._waited = now, waited
+            step_seconds = (time_now - self._last) / steps
+            self._usual = step_seconds if not self._usual else _OLD * self._usual + (1 - _OLD) * step_seconds
+            own_seconds, self._usual_own = clipped(step_seconds - (waited - self._waited) / steps, self._usual_own)
+            self._spent[OWN] += own_seconds * steps
+        self._last, self._waited = time_now, waited
 
     def renew(self) -> None:
-        """Goes on after a pause that others have asked for, which counts for nothing."""
+        """Resumes after a pause that other processes requested, and does not count its time."""
         self._now, self._meeting = (self._now[0], self._clock()), None
 
     def enter(self, kind: str) -> None:
-        """Is where workers meet, for the next time."""
+        """Begins the next collective of a kind."""
         number = self._numbers[kind] = self._numbers[kind] + 1
         self._meeting = kind, number, self._clock()
 
     def leave(self) -> None:
-        """All have met."""
-        met, self._meeting = self._meeting, None
-        if met is not None and met[0] in self._spent:
-            self._spent[met[0]] += self._clock() - met[2]
+        """Ends the collective."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None and meeting[0] in self._spent:
+            self._spent[meeting[0]] += self._clock() - meeting[2]
 
     def count(self, numbers: Mapping[str, int]) -> None:
-        """Says how often workers have met, by kind, for one that was not there from the beginning."""
+        """Sets the sequence numbers of collectives, by kind, in a worker that joins later."""
         self._numbers.update(numbers)
 
     @contextlib.contextmanager
     def meeting(self, kind: str) -> Iterator[None]:
-        """`enter` and `leave` around a block; what lies within another meeting is a part of that one."""
+        """Calls `enter` and `leave` around a block; a nested collective counts as a part of the outer one."""
         if self._meeting is not None:
             yield
             return
@@ -160,28 +160,28 @@ class Activity:
             self.leave()
 
     def spent(self) -> dict[str, float]:
-        """Returns the seconds of parts and meetings in all, see `told`; for the thread that trains."""
+        """Returns the total seconds of phases and collectives; for the training thread."""
         return dict(self._spent)
 
     def told(self) -> dict[str, Any]:
-        """All of this as plain values; from any thread.
+        """Returns a snapshot of all values, as plain values; from any thread.
 
         Returns:
-            phase, seconds: the part, and for how long. hook: the callback that it is in for longer, "Class.on_...".
-            meeting: (kind, number, seconds) where it waits for others, else None. numbers: of meetings by kind.
-            step, usual: steps that are made, and the seconds that one takes. spent: seconds in all of "step", which
-            hold "sum" and "input", of "callbacks", which hold "collective", of "checkpoint", and of "own", see
-            `clipped`.
-            processor: seconds of processors that the process has used. queued: seconds in which the thread that trains
-            and those of TensorFlow, and at a checkpoint the process that writes it, were ready to run and had no
-            processor; None in a part that has not lasted long, and where the kernel does not tell. switches: how often
-            the thread that trains has given its processor away, None where that is not known. failing: why the storage
-            has not taken the checkpoint that it waits for, or "". clock: monotonic seconds.
+            phase, seconds: The phase, and its seconds so far. hook: The callback's hook of a long phase,
+            "Class.on_...", or None. meeting: (kind, number, seconds) of the collective in which it waits, or None.
+            numbers: Sequence numbers of collectives by kind. step, usual: Steps made, and the usual seconds of one.
+            spent: Total seconds of "step" with "sum" and "input", of "callbacks" with "collective", of "checkpoint",
+            and of "own", see `clipped`.
+            processor: CPU seconds of the process. queued: Seconds for which the training thread and TensorFlow's
+            threads were runnable without a CPU, and in a checkpoint those of its writer. None in a short phase, or if
+            the kernel does not report it. switches: Context switches of the training thread, or None if not known.
+            failing: Why the storage has not accepted the checkpoint that the phase waits for, or "". clock: Monotonic
+            seconds.
         """
-        now = self._clock()
-        (phase, since), met = self._now, self._meeting
-        seconds, waiting = now - since, None
-        if phase in (STEP, VALIDATION) and met is None and self.pending_input is not None and seconds > _LASTS:
+        time_now = self._clock()
+        (phase, began), meeting = self._now, self._meeting
+        seconds, waiting = time_now - began, None
+        if phase in (STEP, VALIDATION) and meeting is None and self.pending_input is not None and seconds > _LASTS:
             waiting = self.pending_input()
         if waiting is not None:
             phase, seconds = INPUT, min(seconds, waiting)
@@ -190,48 +190,48 @@ class Activity:
             "phase": phase,
             "seconds": seconds,
             "hook": self._hook() if phase == CALLBACKS and seconds > _LASTS else None,
-            "meeting": None if met is None else (met[0], met[1], now - met[2]),
+            "meeting": None if meeting is None else (meeting[0], meeting[1], time_now - meeting[2]),
             "numbers": dict(self._numbers),
             "step": self.step,
             "usual": self._usual,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),
-            "queued": self._queued(phase) if seconds > _LASTS and met is None else None,
+            "queued": self._queued(phase) if seconds > _LASTS and meeting is None else None,
             "switches": self._switches(),
             "failing": self.failing_storage() if phase == CHECKPOINT and self.failing_storage is not None else "",
-            "clock": now,
+            "clock": time_now,
         }
 
     def stack(self) -> str:
-        """The Python stack of the thread that trains, and of those in which TensorFlow calls Python functions."""
+        """Returns the Python stacks of the training thread, and of threads in which TensorFlow calls Python."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        mine = self._thread.ident if self._thread is not None else threading.main_thread().ident
+        training_thread = self._thread.ident if self._thread is not None else threading.main_thread().ident
         parts = []
         for ident, frame in sys._current_frames().items():
-            # TensorFlow's threads are none that Python has started
-            called = ident not in names or names[ident].startswith("Dummy")
-            if ident != mine and (not called or ident == threading.get_ident()):
+            # Python has not started TensorFlow's threads
+            from_tensorflow = ident not in names or names[ident].startswith("Dummy")
+            if ident != training_thread and (not from_tensorflow or ident == threading.get_ident()):
                 continue
-            what = "the training" if ident == mine else "a function that TensorFlow calls"
+            label = "the training" if ident == training_thread else "a function that TensorFlow calls"
             shown = "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:]))
-            parts.append((ident != mine, f"{what}, innermost call last:\n{shown}"))
+            parts.append((ident != training_thread, f"{label}, innermost call last:\n{shown}"))
         return "\n".join(text for _, text in sorted(parts))
 
     def _hook(self) -> str | None:
-        """The outermost hook of a callback in the thread that trains."""
+        """Returns the outermost callback hook on the stack of the training thread, or None."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread.ident or 0)
-        found = None
+        hook = None
         while frame is not None:
-            found = _named(frame) or found
+            hook = _named(frame) or hook
             frame = frame.f_back
-        return found
+        return hook
 
     def _queued(self, phase: str) -> float | None:
-        """The seconds of `liveness.queued` of whoever is to come on in this part; None if they are not told."""
-        mine = None if self._thread is None else self._thread.native_id
+        """Returns the runnable seconds without a CPU of all threads that this phase waits for, or None."""
+        training_thread = None if self._thread is None else self._thread.native_id
 
         def counts(thread: int) -> bool:
-            return thread == mine or _read(f"/proc/self/task/{thread}/comm").startswith(_TENSORFLOWS)
+            return thread == training_thread or _read(f"/proc/self/task/{thread}/comm").startswith(_TENSORFLOWS)
 
         writers = self.queued_writer() if phase == CHECKPOINT and self.queued_writer is not None else 0.0
         try:
@@ -249,11 +249,11 @@ class Activity:
 
 
 def clipped(own: float, usual: float) -> tuple[float, float]:
-    """(a step's own seconds as far as they count, the median that follows steps): one that takes long adds little.
+    """Returns (the step's own seconds, clipped; the updated median): one slow step adds little.
 
     Args:
-        own: seconds of a step.
-        usual: the median so far, 0 where it is not known.
+        own: Seconds of a step.
+        usual: The median so far in seconds, or 0 if it is not known.
     """
     if not usual:
         return own, own
@@ -266,20 +266,20 @@ def _read(path: str) -> str:
 
 
 def _named(frame: FrameType) -> str | None:
-    name, own = frame.f_code.co_name, frame.f_locals.get("self")
-    is_hook = name.startswith(_HOOK) and own is not None and type(own).__name__ != "CallbackList"
-    return f"{type(own).__name__}.{name}" if is_hook else None
+    name, receiver = frame.f_code.co_name, frame.f_locals.get("self")
+    is_hook = name.startswith(_HOOK) and receiver is not None and type(receiver).__name__ != "CallbackList"
+    return f"{type(receiver).__name__}.{name}" if is_hook else None
 
 
-# Of the training in this process.
+# The tracker of the training in this process.
 here = Activity()
 
 
 def told() -> dict[str, Any]:
-    """`Activity.told`, as a function that another process sends here."""
+    """Returns the snapshot of this process' tracker; another process calls it here."""
     return here.told()
 
 
 def stack() -> str:
-    """`Activity.stack`, likewise."""
+    """Returns the stacks of this process' training; another process calls it here."""
     return here.stack()

@@ -1,4 +1,4 @@
-"""The command `raytf`. Nothing heavy is imported before a command needs it."""
+"""Defines the command `raytf`. Each command imports heavy modules only when it needs them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def main():
     Example:
       raytf train mymodels:build_model --data data --features a,b --labels y --epochs 3
 
-    Exit codes: 0 for a training that came to its end, 1 for an error, 2 for a wrong option or value, 130 after SIGINT
-    (Ctrl-C) and 143 after SIGTERM.
+    Exit codes: 0 for a completed training, 1 for an error, 2 for a wrong option or value, 130 after SIGINT (Ctrl-C)
+    and 143 after SIGTERM.
     """
 
 
@@ -177,7 +177,7 @@ def train(ctx, model, **_):
     """Train the model that FUNCTION(config) of MODULE builds, on Parquet files.
 
     MODULE is imported from the current folder. FUNCTION takes the config, a dict with batch_size, epochs,
-    learning_rate and what --set gives, and returns a compiled keras.Model.
+    learning_rate and the entries of --set, and returns a compiled keras.Model.
 
     \b
     Example:
@@ -199,9 +199,9 @@ def train(ctx, model, **_):
 @_TRAINING
 @click.pass_context
 def plan(ctx, model, **_):
-    """Say what `train` with these options would do: strategy, batches, steps, traffic and memory.
+    """Show what `train` with these options would do: strategy, batches, steps, traffic and memory.
 
-    The model is built, and a few steps on the data's first rows are timed on one core; nothing is trained.
+    It builds the model and times a few steps on the data's first rows on one core. Nothing is trained.
 
     \b
     Example:
@@ -313,7 +313,7 @@ def sweep(ctx, model, domains, space, **_):
 
 
 def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
-    """Returns names and domains of a file and of arguments, as they are written."""
+    """Returns the unparsed domains of a file and of arguments, by name."""
     written = {}
     if space:
         import yaml
@@ -370,20 +370,20 @@ def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
 def run(script, arguments, address, env, ports, **options):
     """Run any TensorFlow SCRIPT on many workers, unmodified: with TF_CONFIG set, a process for each task.
 
-    Options of raytf stand before SCRIPT, those of the script after it.
+    Options of raytf come before SCRIPT, those of the script after it.
 
     \b
     Example:
       raytf run --num-workers 4 train.py --epochs 3
 
-    The exit code is that of the process that failed first. Processes run in the current folder where their node sees
-    it, else in a copy.
+    The exit code is the one of the process that failed first. Processes run in the current folder if their node can
+    access it, else in a copy.
     """
     from raytf.launch.spec import LaunchSpec
 
     _tell_of_options_behind(arguments)
     with wrong_options():
-        made = LaunchSpec(
+        spec = LaunchSpec(
             script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
         )
     from raytf.launch.launcher import run as run_script
@@ -391,15 +391,15 @@ def run(script, arguments, address, env, ports, **options):
 
     with wrong_options():
         located(address)
-    raise SystemExit(run_script(made, address))
+    raise SystemExit(run_script(spec, address))
 
 
 def _tell_of_options_behind(arguments) -> None:
-    """Says which options of `raytf run` the script gets, as it may have some of the same names."""
-    named = {name for option in run.params for name in (*option.opts, *option.secondary_opts)}
-    ours = {name for name in named if name.startswith("--")}
-    if behind := sorted(ours & {word.partition("=")[0] for word in arguments}):
-        text = f"raytf: {', '.join(behind)} after the script: given to it. Put options of raytf before the script"
+    """Warns of options of `raytf run` after the script, which the script receives."""
+    names = {name for option in run.params for name in (*option.opts, *option.secondary_opts)}
+    long_names = {name for name in names if name.startswith("--")}
+    if misplaced := sorted(long_names & {word.partition("=")[0] for word in arguments}):
+        text = f"raytf: {', '.join(misplaced)} after the script: given to it. Put options of raytf before the script"
         click.echo(text, err=True)
 
 
@@ -414,7 +414,7 @@ def doctor(address, ports, as_json, **options):
     """Examine a running Ray cluster: versions, network, clocks, limits, disks, storage, and two steps of Keras.
 
     Each finding is a line that ends with its fix. The exit code is 0 for a healthy cluster, 1 with findings, and 2 for
-    wrong options or where no cluster answers.
+    wrong options or if no cluster answers.
 
     \b
     Example:
@@ -422,8 +422,8 @@ def doctor(address, ports, as_json, **options):
     """
     from raytf.errors import ConfigError
 
-    own = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # Ray prints there at any moment, as of nodes that it has given up
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints to stdout at any time, as when it gives up a node
         try:
             limits = parse_ports(ports)
             from raytf.doctor import examination
@@ -435,9 +435,9 @@ def doctor(address, ports, as_json, **options):
             import dataclasses
             import json
 
-            click.echo(json.dumps(dataclasses.asdict(report), indent=2), file=own)
+            click.echo(json.dumps(dataclasses.asdict(report), indent=2), file=stdout)
         else:
-            examination.show(report, lambda line: click.echo(line, file=own))
+            examination.show(report, lambda line: click.echo(line, file=stdout))
         raise SystemExit(1 if report.findings else 0)
 
 
@@ -446,7 +446,7 @@ for _command in cli_runs.COMMANDS:
 
 
 def _wrong_values():
-    """Within it options that turn out to be wrong when model and data are tried are, as those that are seen at once."""
+    """Returns the context in which a ConfigError from model or data is reported as a wrong option."""
     from raytf.errors import ResourceError
     from raytf.storage.checkpoint_files import DamagedCheckpointError
 
@@ -454,7 +454,7 @@ def _wrong_values():
 
 
 def _end_ray() -> None:
-    """Leaves the cluster, or ends the Ray that this command has started: that takes a few seconds."""
+    """Disconnects from the cluster, or shuts down the Ray that this command has started, in a few seconds."""
     import ray
 
     from raytf.console import phases
@@ -464,12 +464,12 @@ def _end_ray() -> None:
 
 
 def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | None = ()):
-    """Returns a KerasTrainer from the options of a command; starts or finds Ray.
+    """Returns a KerasTrainer from the options of a command, and starts or connects to Ray.
 
     Args:
-        ctx: of the command.
-        largest: gives a number of workers for which a Ray that is started must have room.
-        space: keys of the config beside those of the options; None where they are not known.
+        ctx: Context of the command.
+        largest: Returns the largest number of workers, for which a local Ray must have resources.
+        space: Additional keys of the config, or None if they are not known.
     """
     from raytf import cli_options
 
@@ -507,7 +507,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
             has_ended = results.has_ended(run_folder.located(run_config), config["epochs"])
             shown.begin(phases.starting(has_ended))
-        # the workers import the model function from where the command runs
+        # workers import the model function from the current folder of the command
         environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
         connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
         datasets = {name: read_parquet(path) for name, path in paths.items()}
@@ -527,7 +527,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
 
 
 def parse_settings(settings) -> dict:
-    """{"units": 64} from ["units=64"]; values are JSON where they can be, else text."""
+    """Returns {"units": 64} from ["units=64"]. Values are parsed as JSON if possible, and are text otherwise."""
     import json
 
     from raytf.errors import ConfigError
@@ -545,31 +545,31 @@ def parse_settings(settings) -> dict:
 
 
 def parse_variables(given) -> dict[str, str]:
-    """{"A": "1"} from ["A=1"]; a name alone takes its value from this process.
+    """Returns {"A": "1"} from ["A=1"]. A name without a value gets its value from this process.
 
     Raises:
-        ConfigError: a name alone that is not set.
+        ConfigError: A name without a value is not set.
     """
     import os
 
     from raytf.errors import ConfigError
 
-    found = {}
+    variables = {}
     for entry in given:
         name, equals, value = entry.partition("=")
         if not name or (not equals and name not in os.environ):
             raise ConfigError(
                 "--env takes NAME=VALUE, or the NAME of a variable that is set", repr(entry), "Set it, or give a value"
             )
-        found[name] = value if equals else os.environ[name]
-    return found
+        variables[name] = value if equals else os.environ[name]
+    return variables
 
 
 def parse_ports(given: str) -> tuple[int, int]:
-    """(20000, 31999) from "20000-31999"; whether that is a range is for `settings.check_ports`.
+    """Returns (20000, 31999) from "20000-31999"; `settings.check_ports` checks the range.
 
     Raises:
-        ConfigError: no two numbers.
+        ConfigError: The text is not two numbers.
     """
     from raytf.errors import ConfigError
 
@@ -580,12 +580,12 @@ def parse_ports(given: str) -> tuple[int, int]:
 
 
 def read_parquet(path: str):
-    """A `ray.data.Dataset` of Parquet files."""
+    """Returns a `ray.data.Dataset` of Parquet files."""
     import os
 
     import ray.data
 
-    # Ray's workers run in another folder
+    # workers of Ray run in another folder
     return ray.data.read_parquet(path if "://" in path else os.path.abspath(path))
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a command's options, said before Ray, TensorFlow or the user's module is imported. Driver side."""
+"""Checks of a command's options, before it imports Ray, TensorFlow or the user's module. Driver side."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from raytf.tune.learning_rate import Scaling
 
 
 def split_function(name: str) -> tuple[str, str]:
-    """Module and function of "MODULE:FUNCTION"; the module can be found from the current folder, and is not imported.
+    """Splits "MODULE:FUNCTION", and checks that the module exists without an import of it.
 
     Raises:
-        ConfigError: the name is written in another way, or there is no such module.
+        ConfigError: The name has another form, or there is no such module.
     """
     module, _, function = name.partition(":")
     if not module or not function:
@@ -30,11 +30,11 @@ def split_function(name: str) -> tuple[str, str]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        # only the outermost package: looking for a module in it would import it
-        found, reason = importlib.util.find_spec(module.partition(".")[0]), f"No module named {module!r}"
+        # only the outermost package, as `find_spec` of a submodule imports the package
+        spec, reason = importlib.util.find_spec(module.partition(".")[0]), f"No module named {module!r}"
     except (ImportError, ValueError) as error:
-        found, reason = None, str(error)
-    if found is None:
+        spec, reason = None, str(error)
+    if spec is None:
         raise ConfigError(
             "MODULE must be a module that can be imported from the current folder",
             f"{module!r} ({reason})",
@@ -44,22 +44,22 @@ def split_function(name: str) -> tuple[str, str]:
 
 
 def load_function(module: str, function: str):
-    """Returns a function of a module that is imported from the current folder.
+    """Returns a function of a module, which it imports from the current folder.
 
     Raises:
-        ConfigError: no such module or function.
+        ConfigError: There is no such module or function.
     """
     try:
-        found = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
             "MODULE must be a module that can be imported from the current folder",
             f"{module!r} ({error})",
             "Run the command in the module's folder, and name it without .py",
         ) from error
-    if not callable(getattr(found, function, None)):
+    if not callable(getattr(loaded, function, None)):
         raise ConfigError("FUNCTION must be a function of MODULE", f"{module}:{function}", "Check its name")
-    return getattr(found, function)
+    return getattr(loaded, function)
 
 
 def check_training(
@@ -67,12 +67,12 @@ def check_training(
     config: Mapping[str, Any],
     paths: Mapping[str, str],
 ) -> None:
-    """Raises ConfigError for what `raytf train`, `plan` and `sweep` can know to be wrong by their options alone.
+    """Raises ConfigError for options of `raytf train`, `plan` and `sweep` that are wrong by themselves.
 
     Args:
-        given: values of the options, by what takes them and by name.
-        config: what the model function will be given.
-        paths: of the data, by name of the dataset.
+        given: Values of the options, by receiver and by name.
+        config: The config of the model function.
+        paths: Paths of the data, by name of the dataset.
     """
     legacy_keras.refuse(legacy_keras.asked(False))
     workers, trainer = given["workers"], given["trainer"]
@@ -86,17 +86,17 @@ def check_training(
 
 
 def check_config_keys(build_model: Callable, known: Collection[str], params: Sequence[Any]) -> None:
-    """Raises ConfigError if the model function reads a key that no option gives, whatever else happens.
+    """Raises ConfigError if the model function always reads a key that no option sets.
 
     Args:
-        build_model: the function, which is not called.
-        known: keys that its config will have.
-        params: options of the command.
+        build_model: The model function, which is not called.
+        known: Keys of its config.
+        params: Options of the command.
     """
     for key, line in config_reads.required(build_model).items():
         if key in known:
             continue
-        option = next((one.opts[0] for one in params if getattr(one, "to", None) == "config" and one.name == key), None)
+        option = next((p.opts[0] for p in params if getattr(p, "to", None) == "config" and p.name == key), None)
         name = getattr(build_model, "__name__", "the model function")
         raise ConfigError(
             "The model function finds in its config what the options give",
@@ -106,7 +106,7 @@ def check_config_keys(build_model: Callable, known: Collection[str], params: Seq
 
 
 def check_sweep(options: Mapping[str, Any], domains: Sequence[str], space: str | None) -> None:
-    """Raises ConfigError for what `raytf sweep` can know to be wrong by its own options and domains alone."""
+    """Raises ConfigError for options and domains of `raytf sweep` that are wrong by themselves."""
     if not domains and not space and not options["resume"]:
         raise ConfigError(
             "A sweep compares values of the config", "no domain", "For example 'learning_rate=loguniform(1e-4,1e-1)'"
@@ -124,7 +124,7 @@ def check_sweep(options: Mapping[str, Any], domains: Sequence[str], space: str |
 
 
 def check_columns(name: str, path: str, roles: Mapping[str, Any]) -> None:
-    """Raises ConfigError where Parquet files of this machine are not there, or have not the columns of the roles."""
+    """Raises ConfigError if local Parquet files do not exist, or have no columns for the roles."""
     names = check_parquet(name, path)
     with of_dataset(name):
         for role, columns in roles.items():
@@ -139,10 +139,10 @@ _NO_PARQUET = (
 
 
 def check_parquet(name: str, path: str) -> list[str] | None:
-    """Returns the names of the columns of Parquet files of this machine; None where only Ray Data can tell.
+    """Returns the column names of local Parquet files, or None for a URI, which only Ray Data reads.
 
     Raises:
-        ConfigError: there are no such files.
+        ConfigError: There are no such files.
     """
     if "://" in path:
         return None
@@ -160,12 +160,12 @@ def check_parquet(name: str, path: str) -> list[str] | None:
         raise ConfigError(
             f"The {name} data must hold Parquet files", f"{first!r} ({str(error).splitlines()[0]})", _NO_PARQUET
         ) from error
-    # Ray Data makes a column of each folder that is called "name=value"
+    # Ray Data adds a column for each folder named "name=value"
     folders = os.path.relpath(first, path).split(os.sep)[:-1] if os.path.isdir(path) else []
     return [*names, *(key for key, equals, _ in (folder.partition("=") for folder in folders) if equals)]
 
 
 def _parquet_files(folder: str) -> Iterator[str]:
-    for where, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         folders.sort()
-        yield from (os.path.join(where, file) for file in sorted(files) if ".parquet" in file.lower())
+        yield from (os.path.join(parent, file) for file in sorted(files) if ".parquet" in file.lower())

@@ -1,6 +1,6 @@
-"""What commands of `raytf` are made of: options that know where their values go, types, and errors as click has them.
+"""Building blocks of the `raytf` commands: options with a receiver, types, and errors in click's form.
 
-Nothing heavy is imported here.
+It imports no heavy module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _Positive(click.FloatRange):
     """A finite number above 0."""
 
     def convert(self, value, param, ctx):
-        found = super().convert(value, param, ctx)
-        return found if math.isfinite(found) else self.fail(f"{value!r} is not a finite number.", param, ctx)
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", param, ctx)
 
 
 COUNT = click.IntRange(min=1)
@@ -31,14 +31,14 @@ POSITIVE = _Positive(min=0, min_open=True)
 
 
 class Commands(click.Group):
-    """Shows raytf's own errors as one sentence and exits with 1, or as a signal has it."""
+    """Group that shows raytf's own errors in one line and exits with 1, or with the code of a signal."""
 
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
         except StoppedError:
-            raise  # it has been said, and has an exit code of its own
-        except KeyboardInterrupt:  # to click it is an error as others
+            raise  # it is logged already, and has its own exit code
+        except KeyboardInterrupt:  # click would exit with 1
             click.echo("raytf: SIGINT: ended", err=True)
             ctx.exit(128 + signal.SIGINT)
         except RaytfError as error:
@@ -47,10 +47,10 @@ class Commands(click.Group):
 
 @contextlib.contextmanager
 def wrong_options(but: type[Exception] | tuple = ()) -> Iterator[None]:
-    """Within it a ConfigError is a wrong option or value: shown with the command's usage, with the exit code 2.
+    """Reports a ConfigError in the context as a wrong option, with the command's usage and the exit code 2.
 
     Args:
-        but: kinds of it that are none.
+        but: Subclasses of ConfigError that are raised unchanged.
     """
     try:
         yield
@@ -61,11 +61,11 @@ def wrong_options(but: type[Exception] | tuple = ()) -> Iterator[None]:
 
 
 class Option(click.Option):
-    """An option that says where its value goes: all that is known of it stands in one place.
+    """Option that includes the receiver of its value.
 
     Args:
-        to: what takes it, as an argument of the option's name: the "config" of the model function (unless it is not
-            given), the "datasets" by name, the "trainer", its "workers", its "run", or the "sweep".
+        to: Receiver of the value, as an argument of the option's name. One of "config" (of the model function, only if
+            the option is given), "datasets" (by name), "trainer", "workers", "run" and "sweep".
     """
 
     def __init__(self, *args, to: str, **settings):
@@ -79,7 +79,7 @@ def option(*names, to: str, **settings):
 
 
 def options(*decorators):
-    """Returns one decorator of several."""
+    """Returns one decorator that applies several."""
 
     def decorate(command):
         for decorator in reversed(decorators):
@@ -90,19 +90,19 @@ def options(*decorators):
 
 
 def given(ctx: click.Context) -> dict[str, dict[str, Any]]:
-    """Returns values of a command's options by what takes them, and by name."""
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
-    for one in ctx.command.params:
-        if isinstance(one, Option):
-            found[one.to][one.name] = ctx.params[one.name]
-    return found
+    """Returns the values of a command's options, by receiver and by name."""
+    values: dict[str, dict[str, Any]] = defaultdict(dict)
+    for param in ctx.command.params:
+        if isinstance(param, Option):
+            values[param.to][param.name] = ctx.params[param.name]
+    return values
 
 
 def checked(function: Callable[[Any], Any]) -> Callable:
-    """Returns a callback of an option that passes its value on after a check.
+    """Returns an option's callback that checks the value and returns it.
 
     Args:
-        function: of the value, raises ConfigError if it is wrong; not called for None.
+        function: Raises ConfigError if the value is wrong. It is not called for None.
     """
 
     def callback(ctx, param, value):
@@ -117,7 +117,7 @@ def checked(function: Callable[[Any], Any]) -> Callable:
 
 
 class Which(click.ParamType):
-    """The last checkpoint of a run, its best, or that of a step."""
+    """Type of an option that selects the last checkpoint of a run, the best, or the one of a step."""
 
     name = "last|best|STEP"
 
@@ -133,12 +133,12 @@ class Which(click.ParamType):
 
 
 def columns(ctx, param, text: str | None) -> str | list[str] | None:
-    """Returns a column, or several with commas between them."""
+    """Returns one column, or a list of those between commas."""
     return text.split(",") if text and "," in text else text
 
 
 def path(ctx, param, text: str | None) -> str | None:
-    """Returns a path from the root, or a URI as it is."""
+    """Returns the absolute path, or a URI unchanged."""
     import os
 
     return os.path.abspath(os.path.expanduser(text)) if text and "://" not in text else text

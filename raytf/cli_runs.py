@@ -1,4 +1,4 @@
-"""Commands of `raytf` that take what is there already: runs, their models, reports; and the shell's completion."""
+"""Commands of `raytf` for existing runs, their models and reports; and shell completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHICH = click.option(
     "--which",
     default="last",
     type=Which(),
-    metavar=Which.name,  # as it is written
+    metavar=Which.name,  # click would show it in capitals
     show_default=True,
     help="Of its checkpoints.",
 )
@@ -45,9 +45,9 @@ _GPUS = click.option("--gpus-per-worker", default=0, type=NUMBER, show_default=T
 @_METRIC
 @_MODE
 def runs(folder, metric, mode):
-    """List the runs and sweeps of a folder: name, state, epochs, best epoch, and when they were kept last.
+    """List the runs and sweeps of a folder: name, state, epochs, best epoch, and time of the last checkpoint.
 
-    In a terminal it is a table; in a pipe a line for each, with tabs. DIR is what --storage was, a path or a URI.
+    In a terminal it prints a table, in a pipe a line for each run, with tabs. DIR is the path or URI of --storage.
 
     \b
     Example:
@@ -57,20 +57,20 @@ def runs(folder, metric, mode):
     with wrong_options():
         from raytf.train import run_list
 
-        found = run_list.listed(folder, metric, mode)
+        listed = run_list.listed(folder, metric, mode)
     names = ("name", "state", "epochs", "best", "when")
     if not sys.stdout.isatty():
-        for cells in (names, *(run.cells() for run in found)):
+        for cells in (names, *(run.cells() for run in listed)):
             click.echo("\t".join(cells))
         return
     from rich.console import Console
     from rich.table import Table
 
-    if not found:
+    if not listed:
         click.echo(f"no runs in {folder}")
         return
     table = Table(*names, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for run in found:
+    for run in listed:
         table.add_row(*run.cells())
     Console(highlight=False).print(table)
 
@@ -83,7 +83,7 @@ def runs(folder, metric, mode):
     "-o",
     "--output",
     required=True,
-    callback=path,  # Ray's workers run in another folder
+    callback=path,  # workers of Ray run in another folder
     metavar="PATH",
     help="Folder or URI for Parquet files of predictions.",
 )
@@ -106,9 +106,9 @@ def predict(run, data, features, output, batch_size, **options):
         import raytf
         from raytf.data.stored import quiet
 
-        made = raytf.predict(model, source, batch_size, features=features, scaling_config=workers)
+        predictions = raytf.predict(model, source, batch_size, features=features, scaling_config=workers)
         with quiet():
-            made.write_parquet(output)
+            predictions.write_parquet(output)
     click.echo(output)
 
 
@@ -141,16 +141,16 @@ def evaluate(run, data, features, labels, sample_weights, as_json, batch_size, *
         columns_of = {"features": features, "labels": labels}
         if sample_weights is not None:
             columns_of["sample_weight"] = sample_weights
-        found = raytf.evaluate(
+        metrics = raytf.evaluate(
             model, source, batch_size=batch_size, return_dict=True, scaling_config=workers, **columns_of
         )
     if as_json:
         import json
 
-        click.echo(json.dumps({name: float(value) for name, value in found.items()}))
+        click.echo(json.dumps({name: float(value) for name, value in metrics.items()}))
         return
-    width = max(map(len, found))
-    for name, value in found.items():
+    width = max(map(len, metrics))
+    for name, value in metrics.items():
         click.echo(f"{name:<{width}}  {float(value):.6g}")
 
 
@@ -192,9 +192,9 @@ def report(folder, output):
 )
 @_MODEL
 def export(run, output, format, model, **options):
-    """Write the model of a run's folder, or of a checkpoint's, a path or a URI, for those who have no raytf.
+    """Write the model of a run's folder, or of a checkpoint's, a path or a URI, for use without raytf.
 
-    What was written is read again, and must compute what the model does, to 1e-6 on generated rows.
+    The output is read back, and must compute the same as the model, to 1e-6 on generated rows.
 
     \b
     Example:
@@ -224,18 +224,19 @@ def completion(ctx, shell):
     """
     from click.shell_completion import get_completion_class
 
-    made = get_completion_class(shell)(ctx.find_root().command, {}, "raytf", "_RAYTF_COMPLETE")
-    click.echo(made.source())
+    script = get_completion_class(shell)(ctx.find_root().command, {}, "raytf", "_RAYTF_COMPLETE")
+    click.echo(script.source())
 
 
 @contextlib.contextmanager
 def _model_of(run: str, data: str, options: dict, **roles):
-    """Gives the model of a run, what its rows are read from, and the workers' `ScalingConfig`; connects to Ray.
+    """Yields the model of a run, the source of rows, and the workers' `ScalingConfig`; connects to Ray.
 
     Args:
-        run, data: paths or URIs.
-        options: which, metric, mode, model and those of the workers.
-        roles: columns that the data must have.
+        run: Path or URI of a run's or a checkpoint's folder.
+        data: Path or URI of Parquet files.
+        options: The options which, metric, mode, model and those of the workers.
+        roles: Columns that the data must have, by role.
     """
     workers, cpus, gpus = (options.pop(name) for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
     with wrong_options():
@@ -257,22 +258,22 @@ def _model_of(run: str, data: str, options: dict, **roles):
 
     with wrong_options(but=_damaged()):
         model = raytf.load_model(run, build_model=build_model, **options)
-    each = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    connect([each] * workers, logging_level=logging.ERROR, runtime_env=environment)
+    connect([resources] * workers, logging_level=logging.ERROR, runtime_env=environment)
     source = data if "://" in data else os.path.abspath(data)
-    yield model, source, ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=each)
+    yield model, source, ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
 
 
 def _damaged() -> type[Exception]:
-    """Returns the error of a run that is damaged, which is none of its options."""
+    """Returns the error of a damaged checkpoint, which is no wrong option."""
     from raytf.storage.checkpoint_files import DamagedCheckpointError
 
     return DamagedCheckpointError
 
 
 def _build_model(name: str | None):
-    """Returns the function of MODULE:FUNCTION, or None."""
+    """Returns the function of "MODULE:FUNCTION", or None for None."""
     if name is None:
         return None
     from raytf.cli_options import load_function, split_function

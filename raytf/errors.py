@@ -1,6 +1,6 @@
-"""The errors of raytf: each says the rule, what was received and the fix, in one sentence or two.
+"""Errors of raytf. Each contains the rule, the received value and the fix, in one sentence or two.
 
-They hold plain strings only, so that they pickle and cross from a worker to the driver unchanged.
+They hold plain strings only, so that they pickle and pass from a worker to the driver unchanged.
 """
 
 from __future__ import annotations
@@ -12,58 +12,59 @@ _BOLD = re.compile(r"\x1b\[\d*m")
 
 
 def first_line(error: object) -> str:
-    """The first line of an error's text that is not blank, or ""."""
+    """Returns the first line of an error's text that is not blank, or ""."""
     return next((line for line in plain(error).splitlines() if line.strip()), "")
 
 
 def plain(error: object) -> str:
-    """An error's text without what makes it bold in a terminal, as Keras has it."""
+    """Returns an error's text without the escape sequences with which Keras makes it bold."""
     return _BOLD.sub("", str(error))
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and first line of an error; of TensorFlow's what they say of the cause, and in which operation it was.
+    """Returns the type and the first line of an error.
 
-    Of a Python function that a graph of TensorFlow called, the function's own.
+    For an error of TensorFlow, the line is the cause and its operation. For one raised in a Python function that a
+    graph called, it is the function's own error.
     """
     if type(error).__module__.partition(".")[0] == "tensorflow":
         text = str(error)
-        own, said = _of_python(text), of_tensorflow(text)
-        if own:
-            return said if _WHOLE in text else own
-        if said:
-            return f"{type(error).__name__}: {said}"
+        python_error, cause = _of_python(text), of_tensorflow(text)
+        if python_error:
+            return cause if _WHOLE in text else python_error
+        if cause:
+            return f"{type(error).__name__}: {cause}"
     return _of_autograph(str(error)) or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
 
 
 def of_tensorflow(text: str) -> str:
-    """What a text of TensorFlow's says of the cause, with the operation and where that was made; "" where it does not.
+    """Returns the cause in a text of TensorFlow, with its operation and the user's line that made it, or "".
 
-    The text of a graph has it in its last lines, below where the operation was made. What raytf has put before such a
-    text stays.
+    The text of a graph contains the cause in its last lines, below the line that made the operation. A cause that
+    raytf has put before the text is returned as it is.
     """
-    before, found, after = text.partition(_WHOLE)
-    if found:
-        return before.strip()
-    _, graph, after = text.partition("Detected at node ")
+    prefix, has_prefix, remaining = text.partition(_WHOLE)
+    if has_prefix:
+        return prefix.strip()
+    _, graph, remaining = text.partition("Detected at node ")
     if not graph:
         eager = re.search(r"\{\{function_node \S+\}\} (.*?) ?\[Op:(\w+)\]", text, re.DOTALL)
         layer = re.match(r"Exception encountered when calling (\S+)\.call\(\)", text)
         of_layer = f" of {layer[1]}" if layer else ""
         return f"{_shortened(eager[1])} (operation {eager[2]}{of_layer})" if eager else ""
-    node = after.split(maxsplit=1)[0].rstrip(".")
-    frames = re.findall(r'^  File "([^"]+)", line (\d+)', after, re.MULTILINE)
-    lines = re.split(r"\n\s*\[\[", after, maxsplit=1)[0].splitlines()
-    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    said = re.sub(r"^\(\d+\) [A-Z_]+: ", "", said)
+    node = remaining.split(maxsplit=1)[0].rstrip(".")
+    frames = re.findall(r'^  File "([^"]+)", line (\d+)', remaining, re.MULTILINE)
+    lines = re.split(r"\n\s*\[\[", remaining, maxsplit=1)[0].splitlines()
+    cause = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    cause = re.sub(r"^\(\d+\) [A-Z_]+: ", "", cause)
     user = frames and "site-packages" not in frames[-1][0]
-    place = f", {frames[-1][0].rpartition('/')[2]}, line {frames[-1][1]}" if user else ""
+    location = f", {frames[-1][0].rpartition('/')[2]}, line {frames[-1][1]}" if user else ""
     parts = node.removeprefix("gradient_tape/").split("/")
     shown = "/".join(part for i, part in enumerate(parts) if parts[i - 1 : i] != [part])
-    return f"{_shortened(said)} (operation {shown}{place})"
+    return f"{_shortened(cause)} (operation {shown}{location})"
 
 
-# Between what raytf says of an error of TensorFlow's and its whole text.
+# Separates raytf's summary of a TensorFlow error from the whole text of it.
 _WHOLE = "\n\nThe whole text of TensorFlow: "
 
 
@@ -73,25 +74,25 @@ def _shortened(text: str, most: int = 300) -> str:
 
 
 def with_cause(text: str, where: str) -> str:
-    """A text of TensorFlow's that begins with its cause and `where` that was; as it is where it says no cause."""
+    """Returns a text of TensorFlow that begins with its cause and `where`; unchanged if it contains no cause."""
     if _WHOLE in text:
         return text
-    said = _of_python(text) or of_tensorflow(text)
-    return f"{said}, {where}{_WHOLE}{text}" if said else text
+    cause = _of_python(text) or of_tensorflow(text)
+    return f"{cause}, {where}{_WHOLE}{text}" if cause else text
 
 
 def _of_autograph(text: str) -> str:
-    """Type and first line of the error that AutoGraph tells below the user's lines ("in user code:"); "" without."""
+    """Returns type and first line of the error that AutoGraph reports below "in user code:", or ""."""
     if not text.lstrip().startswith("in user code:"):
         return ""
-    _, _, after = text.rpartition('\n    File "')
-    return next((line.strip() for line in after.splitlines()[1:] if re.match(r" {4}\S", line)), "")
+    _, _, frame = text.rpartition('\n    File "')
+    return next((line.strip() for line in frame.splitlines()[1:] if re.match(r" {4}\S", line)), "")
 
 
 def _of_python(text: str) -> str:
-    """Type and first line of the Python error in a text of TensorFlow's, which ends with its traceback; "" without."""
-    _, found, after = text.rpartition("Traceback (most recent call last):\n")
-    line = next((line for line in after.splitlines() if line[:1].strip()), "") if found else ""
+    """Returns type and first line of the Python error whose traceback ends a text of TensorFlow, or ""."""
+    _, has_traceback, frames = text.rpartition("Traceback (most recent call last):\n")
+    line = next((line for line in frames.splitlines() if line[:1].strip()), "") if has_traceback else ""
     kind, colon, message = line.partition(":")
     return f"{kind.rpartition('.')[2]}{colon}{message}".rstrip(": ")
 
@@ -121,20 +122,20 @@ class ConfigError(RaytfError, ValueError):
 
 
 class UnsupportedVersionError(RaytfError, ImportError):
-    """The installed Keras or TensorFlow is not one that raytf's multi-worker support is tested with."""
+    """Raised when raytf's multi-worker support is not tested with the installed Keras or TensorFlow."""
 
 
 class ResourceError(ConfigError):
-    """The cluster can never hold what was asked of it."""
+    """Raised when the cluster can never provide the requested resources."""
 
 
 class PeerLostError(RaytfError, ConnectionError):
-    """A worker that sums gradients with others has lost one of them: a consequence, never the first cause.
+    """Raised when a worker has lost another one in an all-reduce: a consequence, never the first cause.
 
     Args:
-        rank: world rank of the worker that noticed it.
-        why: what it saw or heard first, as a clause without a full stop.
-        lost: world rank of the worker that is lost, which need be no neighbour; None where that is not known.
+        rank: World rank of the worker that noticed it.
+        why: What it noticed or received first, as a clause without a full stop.
+        lost: World rank of the lost worker, which need not be a neighbour, or None if it is not known.
     """
 
     def __init__(self, rank: int, why: str, lost: int | None = None):
@@ -162,16 +163,16 @@ class TrainingError(RaytfError, RuntimeError):
         self.rank, self.cause, self.details = rank, cause, details
 
     def __str__(self) -> str:
-        who = "the run" if self.rank is None else f"worker {self.rank}"
-        details = f"\n\nTraceback of {who}:\n{self.details}" if self.details else ""
-        return f"{who} failed: {self.cause}{details}"
+        subject = "the run" if self.rank is None else f"worker {self.rank}"
+        details = f"\n\nTraceback of {subject}:\n{self.details}" if self.details else ""
+        return f"{subject} failed: {self.cause}{details}"
 
     def __reduce__(self):
         return type(self), (self.rank, self.cause, self.details)
 
 
 class StreamError(RaytfError, RuntimeError):
-    """A dataset that is streamed can be read no more."""
+    """Raised when a streamed dataset can no longer be read."""
 
 
 class StoppedError(RaytfError, SystemExit):
@@ -200,4 +201,4 @@ class StoppedError(RaytfError, SystemExit):
 
 
 class StoppedCallError(StoppedError, KeyboardInterrupt):
-    """A call such as `raytf.fit` was ended by SIGINT, as Ctrl-C in a notebook: what waits for that hears of it."""
+    """Raised when SIGINT ends a call such as `raytf.fit`; a notebook catches it as a KeyboardInterrupt."""

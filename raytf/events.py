@@ -1,7 +1,7 @@
-"""What happens to a run: each event is recorded in the run's folder and said in a line, both by `emit`.
+"""Events of a run, such as lost workers and restarts. `emit` records each in the run's folder and logs it.
 
-An event is a file of JSON of its own, so that the driver, Ray Train's controller and the actors of trials, on whatever
-storage, need not share one.
+Each event is a separate JSON file. The driver, Ray Train's controller and trial actors share no file, which works on
+any storage.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from raytf.storage import stored_json
 
 logger = logs.get_logger(__name__)
 
-# In a run's folder, beside the figures of its workers.
+# In a run's folder, next to the figures of its workers.
 FOLDER = "figures/events"
 
 
 class Kind(enum.StrEnum):
-    """What an event can be."""
+    """Kinds of events."""
 
     RESOURCES_AWAITED = "resources_awaited"
     RESOURCES_GIVEN = "resources_given"
@@ -65,20 +65,20 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Something that has happened to a run.
+    """Event of a run.
 
     Attributes:
-        kind: what.
-        ranks: of the workers that it is about.
-        step: steps of the training that are made in all.
-        seconds: that it took.
-        workers: how many there are from now on.
-        before: how many there were.
-        node: Ray's id of the node.
-        name: of the worker, where it is not its rank.
-        why: the cause, as a clause.
-        more: what else is to be read, such as a stack.
-        time: when, in seconds since 1970.
+        kind: Kind of the event.
+        ranks: World ranks of the affected workers.
+        step: Number of training steps made in all, or None.
+        seconds: Duration in seconds, or None.
+        workers: Number of workers after the event, or None.
+        before: Number of workers before the event, or None.
+        node: Ray's id of the node, or "".
+        name: Name of a worker that is not identified by a rank, or "".
+        why: The cause, as a clause.
+        more: Additional text, such as a stack.
+        time: Time of the event, in seconds since 1970.
     """
 
     kind: Kind
@@ -98,7 +98,7 @@ class RunEvent:
 
 
 def names(ranks: Collection[int]) -> str:
-    """ "worker 0 and worker 2"."""
+    """Returns the names of workers, as "worker 0 and worker 2"."""
     return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
@@ -107,8 +107,8 @@ def _who(event: RunEvent) -> str:
 
 
 def _failed(event: RunEvent) -> str:
-    what = "it could not be replaced in place" if event.ranks else "they could not be reconnected"
-    return f"{what}: {event.why}{event.more}"
+    outcome = "it could not be replaced in place" if event.ranks else "they could not be reconnected"
+    return f"{outcome}: {event.why}{event.more}"
 
 
 _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
@@ -156,7 +156,7 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.STRAGGLER: lambda it: f"{_who(it)} on {it.node} is {it.why}",
     Kind.WORKERS_RENEWED: lambda it: f"{it.why}: new workers {it.more}",
 }
-# Recorded, and not said: a run has many of them, or another line says what comes of it.
+# Recorded but not logged: a run has many of them, or another line reports the outcome.
 _SILENT = {Kind.WORKERS_STARTED, Kind.WORKER_FAILED, Kind.NODE_DRAINED, Kind.STANDBY_STARTED, Kind.STANDBY_LOST}
 _LEVELS = dict.fromkeys(
     (
@@ -172,7 +172,7 @@ _LEVELS = dict.fromkeys(
     ),
     logging.WARNING,
 )
-# Of this process: who takes its events.
+# Functions that receive the events of this process.
 _takers: list[Callable[[RunEvent], object]] = []
 
 
@@ -185,13 +185,13 @@ def emit(event: RunEvent) -> None:
 
 
 def record(take: Callable[[RunEvent], object]) -> None:
-    """Gives all events of this process to a function from now on, in the place of any other; see `Recorder`."""
+    """Sends all further events of this process to one function only, such as a `Recorder`."""
     _takers[:] = [take]
 
 
 @contextlib.contextmanager
 def recorded(take: Callable[[RunEvent], object]) -> Iterator[None]:
-    """Gives the events of this process to a function, too, within a `with` block."""
+    """Sends the events of this process also to a function, until the context ends."""
     _takers.append(take)
     try:
         yield
@@ -200,11 +200,11 @@ def recorded(take: Callable[[RunEvent], object]) -> Iterator[None]:
 
 
 class Recorder:
-    """Writes events into a run's folder; a storage that takes none ends that, and a slow one holds up no recovery.
+    """Writes events into a run's folder. A failed write ends recording; a slow one does not delay recovery.
 
     Args:
-        filesystem: of the run.
-        run: path of its folder there.
+        filesystem: The `pyarrow.fs.FileSystem` of the run.
+        run: Path of the run's folder there.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, run: str):
@@ -215,10 +215,10 @@ class Recorder:
         if self._failed:
             return
         path = posixpath.join(self._folder, f"{time.time_ns()}_{os.getpid()}.json")
-        is_behind = self._writing is not None and self._writing.is_alive()
+        is_slow = self._writing is not None and self._writing.is_alive()
         self._writing = threading.Thread(target=self._write, args=(path, event), daemon=True, name="raytf_event")
         self._writing.start()
-        if not is_behind:
+        if not is_slow:
             self._writing.join(timeouts.get().event_record)
 
     def _write(self, path: str, event: RunEvent) -> None:
@@ -253,21 +253,21 @@ def run_events(run: Any) -> list[RunEvent]:
     if hasattr(run, "filesystem"):
         filesystem, path = run.filesystem, run.path
     else:
-        where = os.fspath(run)
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(where if "://" in where else os.path.abspath(where))
+        location = os.fspath(run)
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(location if "://" in location else os.path.abspath(location))
     if filesystem.get_file_info(path).type != FileType.Directory:
         raise ConfigError("Events are read from the folder of a run", repr(run), "Name the folder that it printed")
     return read(filesystem, path)
 
 
 def read(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
-    """Returns the events in a run's folder in the order of time; what is cut off or crafted is left out."""
+    """Returns the events in a run's folder, sorted by time, without truncated or crafted ones."""
     infos = filesystem.get_file_info(FileSelector(posixpath.join(run, FOLDER), allow_not_found=True))
-    found = []
+    events = []
     for info in infos:
         with contextlib.suppress(stored_json.UnreadableError, TypeError, ValueError):
-            found.append(_event(stored_json.fetched(filesystem, info.path)))
-    return sorted(found, key=lambda event: event.time)
+            events.append(_event(stored_json.fetched(filesystem, info.path)))
+    return sorted(events, key=lambda event: event.time)
 
 
 def _event(told: dict[str, Any]) -> RunEvent:
@@ -276,5 +276,5 @@ def _event(told: dict[str, Any]) -> RunEvent:
     texts = (event.node, event.name, event.why, event.more)
     if not all(type(number) in (int, float) for number in numbers) or not all(type(text) is str for text in texts):
         raise ValueError(told)
-    str(event)  # what its kind needs is there
+    str(event)  # raises where an attribute that its kind needs is missing
     return event

@@ -1,4 +1,4 @@
-"""For tests of models, callbacks and clusters: faults that are planted in a training, and longer deadlines."""
+"""Fault injection and longer deadlines, for tests of models, callbacks and clusters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from raytf.storage import planted, stored_json
 
 @contextlib.contextmanager
 def scale_timeouts(times: float) -> Iterator[None]:
-    """Has raytf wait longer, or shorter, before it takes another way or fails, until the context ends.
+    """Multiplies the deadlines of raytf until the context ends.
 
-    It is for this process, and for all that runs start meanwhile. What is an argument, as `hang_timeout_s`, stays.
+    It applies to this process, and to all processes that runs start meanwhile. Timeouts that are arguments, such as
+    `hang_timeout_s`, stay.
 
     Args:
-        times: as long as without it, more than 0; on a machine that is busy, 5 or 10.
+        times: The factor, above 0; 5 or 10 on a busy machine.
 
     Raises:
         ConfigError: `times` is no such number.
@@ -52,16 +53,16 @@ def scale_timeouts(times: float) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that happens to one worker before a step.
+    """Fault of one worker before a step.
 
     Args:
-        rank: of the worker, from 0.
-        step: before which it happens, from 0; with several steps an execution, before the first execution that begins
-            at this step or behind it.
-        epoch: in which `step` counts, from 0; None counts steps over the whole run.
+        rank: World rank of the worker, from 0.
+        step: Step before which the fault happens, from 0. With several steps per execution it happens before the first
+            execution that begins at this step or a later one.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
 
     Raises:
-        ConfigError: a value is no integer of at least 0.
+        ConfigError: A value is no integer of at least 0.
     """
 
     rank: int
@@ -73,29 +74,35 @@ class Fault:
             validation.check_whole(f"{name} of a fault", getattr(self, name), 0)
 
     def __str__(self) -> str:
-        own = [field.name for field in dataclasses.fields(self) if field.name not in ("rank", "step", "epoch")]
-        values = ", ".join(f"{name} {getattr(self, name)}" for name in own)
-        place = f"step {self.step}" if self.epoch is None else f"step {self.step} of epoch {self.epoch}"
-        return f"{type(self).__name__.lower()} worker {self.rank} before {place}" + (f" ({values})" if values else "")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("rank", "step", "epoch")]
+        values = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+        moment = f"step {self.step}" if self.epoch is None else f"step {self.step} of epoch {self.epoch}"
+        return f"{type(self).__name__.lower()} worker {self.rank} before {moment}" + (f" ({values})" if values else "")
 
     def due(self, epoch: int, step: int, steps: int | None) -> bool:
-        """Whether a step is the fault's, or behind it; `steps` are those of an epoch, where that is known."""
+        """Returns whether a step is the fault's step or a later one.
+
+        Args:
+            epoch: Epoch of the step, from 0.
+            step: Step within that epoch, from 0.
+            steps: Number of steps in an epoch, or None if it is not known.
+        """
         if self.epoch is not None:
             return (epoch, step) >= (self.epoch, self.step)
         return epoch * (steps or 0) + step >= self.step
 
     def place(self, steps: int | None) -> int:
-        """The step before which it happens, counted over the run; `steps` are those of an epoch."""
+        """Returns the step of the fault, counted over the run; `steps` is the number of steps in an epoch."""
         return self.step + (self.epoch or 0) * (steps or 0)
 
     def happen(self) -> None:
-        """Does it, in the worker's process."""
+        """Causes the fault, in the worker's process."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kill(Fault):
-    """Kills the worker's process, as the kernel does when memory is out (SIGKILL)."""
+    """Kills the worker's process (SIGKILL), as the kernel does when it is out of memory."""
 
     def happen(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -103,7 +110,7 @@ class Kill(Fault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop(Fault):
-    """Stops the worker's process (SIGSTOP), until another one continues or kills it."""
+    """Stops the worker's process (SIGSTOP), until another process continues or kills it."""
 
     def happen(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -114,7 +121,7 @@ class Fail(Fault):
     """Raises a RuntimeError in the worker.
 
     Args:
-        text: of the error.
+        text: Text of the error.
     """
 
     text: str = "planted by a FaultPlan"
@@ -125,10 +132,10 @@ class Fail(Fault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slow(Fault):
-    """Holds the worker up.
+    """Delays the worker, which makes it a straggler for one step.
 
     Args:
-        seconds: how long, above 0.
+        seconds: Delay in seconds, above 0.
     """
 
     seconds: float = 1.0
@@ -143,19 +150,19 @@ class Slow(Fault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CutOff(Fault):
-    """Cuts the worker's connections with its neighbours in raytf's ring, over which workers sum; its process lives on.
+    """Cuts the worker's connections to its neighbours in raytf's all-reduce ring; its process survives.
 
-    Nothing else is cut: not those of Ray, nor of TensorFlow's own collectives. No rights are needed for it. A host that
-    loses its whole network is another fault, which takes a network namespace or a cable.
+    Connections of Ray and of TensorFlow's own collectives stay. It needs no privileges. It does not simulate a host
+    without any network, which takes a network namespace or a cable.
 
     Args:
-        silent: False: the connections are shut down, so that both ends are told at once. True: the kernel lets nothing
-            in any more that arrives on them and answers nothing, as behind a broken switch, until one end's kernel
-            gives up: after about 35 s. For that both neighbours must be on other hosts, and the kernel Linux.
+        silent: False shuts the connections down, and both ends notice at once. True has the kernel drop all packets of
+            these connections, as a broken switch does. One end's kernel then gives up after about 35 s. True needs
+            Linux, and both neighbours on other hosts.
 
     Raises:
-        ConfigError: `silent` is no bool. In a run: it has no ring, as with one worker or with GPUs; or the silence is
-            not possible there.
+        ConfigError: `silent` is no bool. In a run: the run has no ring, as with one worker or with GPUs, or `silent`
+            is not possible in it.
     """
 
     silent: bool = False
@@ -170,35 +177,37 @@ class CutOff(Fault):
         if not connections:
             rule = "A CutOff cuts connections of raytf's ring, over which several workers sum on CPUs"
             raise ConfigError(rule, f"{self}, in a process without", "Leave it out, or train with two workers or more")
-        if self.silent and (sys.platform != "linux" or any(one.family == socket.AF_UNIX for one in connections)):
+        if self.silent and (
+            sys.platform != "linux" or any(connection.family == socket.AF_UNIX for connection in connections)
+        ):
             rule = "A silent CutOff is between hosts, under Linux"
             raise ConfigError(rule, f"{self}, which has a neighbour on its own host", "Leave out silent, or use Stop")
-        for one in connections:
+        for connection in connections:
             if self.silent:
-                packet_filter.attach(one, packet_filter.NOTHING)
+                packet_filter.attach(connection, packet_filter.NOTHING)
             else:
                 with contextlib.suppress(OSError):  # the other end has closed it
-                    one.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FillDisk(Fault):
-    """Fills the disk of a folder with a file, on the worker's host: for a disk of the test's own, as a tmpfs; on Linux.
+    """Fills the disk of a folder with a file, on the worker's host (Linux). Use a disk of the test alone, as a tmpfs.
 
-    Whatever else writes to that disk meets "No space left on device". The file is removed before a later step, some
-    time later, or at the end of the training; a worker that was killed in between does so when it goes on.
+    Other writes to that disk fail with "No space left on device". With `steps` or `seconds` the file is removed then,
+    or at the end of the training. A worker that was killed before removes it after its restart. With neither, the file
+    stays until `remove`.
 
     Args:
-        folder: that is there on the worker's host.
-        size: of the file in bytes, at least 1; None, and one that is larger than what is free, fills the disk to the
-            last block.
-        steps: after so many steps of the run the file is removed, at least 1.
-        seconds: after which it is removed, above 0, also while the training stands still. Without `steps` and `seconds`
-            it stays, and `remove` removes it.
+        folder: Path of a folder that exists on the worker's host.
+        size: Size of the file in bytes, at least 1. None, or more than the free space, fills the disk to the last
+            block.
+        steps: Number of steps of the run after which the file is removed, at least 1.
+        seconds: Seconds after which the file is removed, above 0, also while no step is made.
 
     Raises:
-        ConfigError: a value is out of its range, or both `steps` and `seconds` are given. In a run: the folder is not
-            there.
+        ConfigError: A value is out of its range, or both `steps` and `seconds` are given. In a run: the folder does
+            not exist.
     """
 
     folder: str
@@ -222,7 +231,7 @@ class FillDisk(Fault):
 
     @property
     def path(self) -> str:
-        """Of the file that fills the disk."""
+        """Path of the file that fills the disk."""
         return os.path.join(self.folder, f"raytf-{_name(self)}")
 
     def happen(self) -> None:
@@ -233,25 +242,26 @@ class FillDisk(Fault):
             _fill(file.fileno(), self.size)
 
     def remove(self) -> None:
-        """Removes the file, on its host; none is right, too."""
+        """Removes the file, on its host, if it exists."""
         pathlib.Path(self.path).unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailWrite(Fault):
-    """Has the next checkpoint fail to be written, when its bytes are there and it is not whole so far.
+    """Makes the write of the next checkpoint fail, after its bytes are written and before it is complete.
 
-    It fails in the process that writes raytf's checkpoints, where an error of the storage would be raised: those of a
-    `KerasTrainer`, those within epochs of a sweep's trials and of `raytf.fit(name=...)`. It is tried again by itself.
-    Where no checkpoint comes behind it, a warning at the training's end says so. It goes with the worker's process.
+    It fails in the process that writes raytf's checkpoints, at the point of a storage error. These are the checkpoints
+    of a `KerasTrainer`, and those within epochs of a sweep's trials and of `raytf.fit(name=...)`. That process retries.
+    If no checkpoint follows the fault, a warning at the end of the training reports it. The fault ends with the
+    worker's process.
 
     Args:
         rank: 0, the worker that writes checkpoints.
-        number: of the OSError, as `errno.EIO`, which is the default; from 1.
-        times: so many tries in a row fail, 1 to 1000.
+        number: Number of the OSError, a constant of the module `errno`.
+        times: Number of consecutive attempts that fail, 1 to 1000.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: A value is out of its range.
     """
 
     number: int = errno.EIO
@@ -274,7 +284,7 @@ class FailWrite(Fault):
 
 _MOST_TIMES = 1000
 _KINDS = {kind.__name__: kind for kind in (Kill, Stop, Fail, Slow, CutOff, FillDisk, FailWrite)}
-# So much of a disk is taken at a time, and half of that where it is no longer free.
+# Bytes that are allocated at a time; half as many whenever the disk has no room for them.
 _FIRST_BLOCK = 1 << 30
 
 
@@ -284,7 +294,7 @@ def _check_seconds(seconds: Any) -> None:
 
 
 def _fill(descriptor: int, size: int | None) -> None:
-    """Gives a file so many bytes, or all that its disk has left."""
+    """Allocates `size` bytes for a file, or all free space of its disk."""
     done, block = 0, _FIRST_BLOCK
     while block and (size is None or done < size):
         block = block if size is None else min(block, size - done)
@@ -301,14 +311,14 @@ def _fill(descriptor: int, size: int | None) -> None:
 class FaultPlan:
     """Faults of a run, each of which happens once, over all its restarts.
 
-    `callbacks=lambda config: [plan.callback(folder, workers=3)]` plants them in a `KerasTrainer`, and
-    `callbacks=[plan.callback(folder)]` in `raytf.fit` or `model.fit`.
+    `callbacks=lambda config: [plan.callback(folder, workers=3)]` injects them into a `KerasTrainer`, and
+    `callbacks=[plan.callback(folder)]` into `raytf.fit` or `model.fit`.
 
     Args:
-        faults: any number of `Kill`, `Stop`, `Fail`, `Slow`, `CutOff`, `FillDisk` and `FailWrite`.
+        faults: Any number of `Kill`, `Stop`, `Fail`, `Slow`, `CutOff`, `FillDisk` and `FailWrite`.
 
     Raises:
-        ConfigError: something else is among them, or one of them twice.
+        ConfigError: Another object is among them, or the same fault twice.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -327,19 +337,19 @@ class FaultPlan:
     def random(
         cls, seed: int, *, workers: int, steps: int, faults: int = 1, kinds: Iterable[str | Fault] = _DEFAULT
     ) -> FaultPlan:
-        """A plan from a seed: the same one for the same arguments, on any machine.
+        """Returns a random plan from a seed: the same plan for the same arguments, on any machine.
 
         Args:
-            seed: from 0.
-            workers: of the run, at least 1.
-            steps: of the whole run, at least 1.
-            faults: how many, at most `workers * steps`, each at a place of its own.
-            kinds: what may happen: "Kill", "Stop", "Fail", "Slow", "CutOff", "FailWrite"; or a fault with values of its
-                own, as a `FillDisk`, in the place of whose rank, step and epoch come others. A `FailWrite` is of rank
-                0: other ranks get one of the other kinds, and where there are none, `faults` is at most `steps`.
+            seed: Seed, from 0.
+            workers: Number of workers of the run, at least 1.
+            steps: Number of steps of the whole run, at least 1.
+            faults: Number of faults, at most `workers * steps`, each at a different rank or step.
+            kinds: Kinds to choose from: "Kill", "Stop", "Fail", "Slow", "CutOff" and "FailWrite". A fault, such as a
+                `FillDisk`, is also a kind: its rank, step and epoch are replaced. A `FailWrite` happens on rank 0 only,
+                and other ranks get another kind. If it is the only kind, `faults` is at most `steps`.
 
         Raises:
-            ConfigError: an argument is out of its range.
+            ConfigError: An argument is out of its range.
         """
         for name, value, least in (
             ("seed", seed, 0),
@@ -353,29 +363,29 @@ class FaultPlan:
         for kind in kinds:
             if type(kind) not in _KINDS.values():
                 validation.check_word("kinds", kind, named)
-        anywhere = [kind for kind in kinds if kind != FailWrite.__name__ and not isinstance(kind, FailWrite)]
-        if not anywhere:
+        common = [kind for kind in kinds if kind != FailWrite.__name__ and not isinstance(kind, FailWrite)]
+        if not common:
             workers = 1
         if faults > workers * steps or not kinds:
             rule = "A random plan has at most workers * steps faults, of one kind or more"
             raise ConfigError(rule, f"{faults} faults of {kinds}", "Ask for fewer, or name a kind")
         source = random.Random(seed)
-        places = sorted(source.sample(range(workers * steps), faults))
-        return cls(_at(source.choice(anywhere if p % workers else kinds), p % workers, p // workers) for p in places)
+        positions = sorted(source.sample(range(workers * steps), faults))
+        return cls(_at(source.choice(common if p % workers else kinds), p % workers, p // workers) for p in positions)
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.faults)) or "no faults"
 
     def to_json(self) -> str:
-        """The plan as a line of JSON, from which `from_json` makes the same one."""
+        """Returns the plan as a line of JSON, which `from_json` reads."""
         return json.dumps([{"kind": type(fault).__name__} | dataclasses.asdict(fault) for fault in self.faults])
 
     @classmethod
     def from_json(cls, text: str) -> FaultPlan:
-        """The plan that `to_json` wrote.
+        """Returns the plan from the JSON of `to_json`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: The text is no such JSON.
         """
         try:
             return cls(_fault(entry) for entry in stored_json.value(text))
@@ -383,13 +393,13 @@ class FaultPlan:
             raise ConfigError("A plan is JSON of FaultPlan.to_json", repr(text)[:200], "Give one of these") from error
 
     def check(self, workers: int) -> None:
-        """Refuses a plan that names a rank that is not there.
+        """Raises ConfigError if a fault names a rank that the run does not have.
 
         Args:
-            workers: of the run, at least 1.
+            workers: Number of workers of the run, at least 1.
 
         Raises:
-            ConfigError: it does, or `workers` is no such number.
+            ConfigError: A fault names such a rank, or `workers` is no such number.
         """
         validation.check_whole("workers", workers, 1)
         for fault in self.faults:
@@ -398,18 +408,16 @@ class FaultPlan:
                 raise ConfigError("A fault names a worker of the run", f"{fault}, of {workers} worker(s)", fix)
 
     def callback(self, folder: str | os.PathLike, *, workers: int | None = None) -> Any:
-        """A callback of Keras that plants the faults.
+        """Returns a Keras callback that injects the faults.
 
         Args:
-            folder: of the run alone, which all workers see; a file there says that a fault has happened, so that it
-                does not again after a restart. It is made where it is missing.
-            workers: of the run, where that is known: a rank that is not there is then refused here, else before the
-                first step.
+            folder: Path of a folder of this run alone, which all workers share. A file in it marks a fault that has
+                happened, and a restart does not repeat that fault. It is created if it does not exist.
+            workers: Number of workers of the run, or None to check the ranks only before the first step.
 
         Raises:
-            ConfigError: the plan names a rank that is not there. In a run: also where TensorFlow has parameter servers,
-                or where steps count over the run and Keras does not know how many an epoch has. And what a fault says
-                of itself.
+            ConfigError: The plan names a rank that the run does not have. In a run: TensorFlow has parameter servers, a
+                fault cannot happen, or it needs the number of steps in an epoch, which is not known.
         """
         if workers is not None:
             self.check(workers)
@@ -456,15 +464,15 @@ class FaultPlan:
         return Planted()
 
     def happened(self, folder: str | os.PathLike) -> list[Fault]:
-        """The faults that have happened, of a run whose callback had this folder."""
+        """Returns the faults that have happened in a run whose callback used this folder."""
         return [fault for fault in self.faults if _marker(folder, fault).exists()]
 
 
 class _Full:
-    """The disks that are full on a worker, until there is to be room again.
+    """Full disks of a worker, whose files it removes in time.
 
     Args:
-        faults: those whose files are there: of a worker of before.
+        faults: Faults whose files an earlier worker has left.
     """
 
     def __init__(self, faults: Iterable[FillDisk]):
@@ -474,22 +482,22 @@ class _Full:
             self.add(fault)
 
     def add(self, fault: FillDisk) -> None:
-        """One that has happened."""
+        """Adds a fault that has happened."""
         self._faults.append(fault)
         if fault.seconds is not None:
-            left = os.path.getmtime(fault.path) + fault.seconds - time.time()
-            self._timers.append(threading.Timer(max(0.0, left), fault.remove))
+            remaining = os.path.getmtime(fault.path) + fault.seconds - time.time()
+            self._timers.append(threading.Timer(max(0.0, remaining), fault.remove))
             self._timers[-1].daemon = True
             self._timers[-1].start()
 
     def look(self, made: int, steps: int | None) -> None:
-        """Called after `made` steps of the run, with `steps` in an epoch."""
+        """Removes the files that are due after `made` steps of the run, with `steps` steps in an epoch."""
         for fault in self._faults:
             if fault.steps is not None and made >= fault.place(steps) + fault.steps:
                 fault.remove()
 
     def end(self) -> None:
-        """Called as the training ends well."""
+        """Removes all files that have a limit, when the training succeeds."""
         for timer in self._timers:
             timer.cancel()
             timer.join()
@@ -509,15 +517,15 @@ def _fault(entry: Mapping[str, Any]) -> Fault:
 
 
 def _place() -> tuple[int, int]:
-    """(rank, number of workers) of this process."""
-    told = json.loads(os.environ.get("TF_CONFIG") or "{}")
-    roles = {role: len(told.get("cluster", {}).get(role, ())) for role in ("chief", "worker", "ps")}
+    """Returns (rank, number of workers) of this process."""
+    tf_config = json.loads(os.environ.get("TF_CONFIG") or "{}")
+    roles = {role: len(tf_config.get("cluster", {}).get(role, ())) for role in ("chief", "worker", "ps")}
     if roles["ps"]:
         raise ConfigError("A FaultPlan is for workers that train together", "parameter servers", "Use another strategy")
-    if not told:
+    if not tf_config:
         return 0, 1
-    first = roles["chief"] if told["task"]["type"] == "worker" else 0
-    return first + told["task"]["index"], roles["chief"] + roles["worker"]
+    first = roles["chief"] if tf_config["task"]["type"] == "worker" else 0
+    return first + tf_config["task"]["index"], roles["chief"] + roles["worker"]
 
 
 def _name(fault: Fault) -> str:
@@ -530,7 +538,7 @@ def _marker(folder: str | os.PathLike, fault: Fault) -> pathlib.Path:
 
 
 def _first(folder: str | os.PathLike, fault: Fault) -> bool:
-    """Whether this is the first time that a fault is due; it is noted before it happens."""
+    """Returns whether a fault is due for the first time, and marks it before it happens."""
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError), _marker(folder, fault).open("x") as file:
         file.write(f"{fault}\n")

@@ -1,6 +1,6 @@
-"""How long something is waited for before a run takes another way, or fails; and the values that are in force.
+"""Deadlines after which a run recovers another way, or fails; and the values that are in force.
 
-How often one looks meanwhile is no deadline: such a constant is in its module, and its name ends in `_INTERVAL`.
+A polling interval is no deadline: it is a constant of its module, and its name ends in `_INTERVAL`.
 """
 
 from __future__ import annotations
@@ -9,102 +9,103 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-# What a slow network, or disk, moves while others use it; what takes longer is no longer slow but broken.
+# Throughput of a slow network, or disk, that others use; below it counts as broken.
 BYTES_A_SECOND = 25e6
-# A process makes its first step, or waits for its peers', in at most so many times what another one took.
+# Upper bound of a first step, or of the wait for the peers' one, in multiples of another process' first step.
 _TIMES = 3.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """The deadlines, each in seconds. Those of recovery are of a small model, see `Pace`.
+    """Deadlines, each in seconds. Those of recovery are for a small model; `Pace` scales them.
 
     Args:
-        process_start: a process starts; one that sets up a runtime environment first may need minutes.
-        imports: a process imports TensorFlow.
-        process_setup: workers' processes tell their addresses, and servers and feeds are set up in them.
-        head_answer: a cluster's head answers; Ray itself tries for 20 s, and then does not say why.
-        idle_answer: an idle process, warm or standby, answers, which it does at once unless it is stopped or has gone.
-        model_answer: a process tells what it finds out about the model; longer than `dry_run`.
-        dry_run: the model is built, and called once, to try it.
-        digest: the data in memory is read to tell it from other data.
-        core_claim: another worker of the host claims its cores, a millisecond each.
-        cleanup: other hosts remove the temporary folders of a sweep.
-        resources_back: the cluster has the resources back that warm workers have given back.
-        evaluator_start: an evaluation begins.
-        strategy_of_verify: the two workers of `verify` hear of each other.
-        verify: one device and two workers are compared; what takes longer is not said.
-        verify_error: the comparison is known, which a start with verify="error" waits for; longer than `verify`.
-        verify_answer: a process tells what came of a comparison.
-        last_epoch: a worker of `raytf.fit` hands over what it holds of the last epoch, without the time of its bytes.
-        verify_end: a training that ends first waits for its comparison.
-        verify_parting: the thread that waits for a comparison ends.
-        trial_answer: workers begin or end a trial: a checkpoint is read, graphs are dropped.
-        trial_save: workers keep the checkpoint of a trial.
-        worker_parting: workers that are well clear up when they are ended.
-        alike_failures: workers fail that fail alike; one that failed alone leaves the others waiting in a collective.
-        ring_cause: what a lost member sent before arrives, and the first cause, after a connection broke.
-        ring_join: all members join the next ring, when each is known to wait for it.
-        ring_stranger: a connection proves that it belongs to the ring.
-        recovery_plan: the driver says how a worker goes on that has lost another: all that is done meanwhile.
-        recovery_break: the others come to the sum that the lost one does not make: the rest of a step, and callbacks.
-        recovery_answer: workers answer what recovery asks them.
-        recovery_checkpoint: the others keep a checkpoint of what they hold.
-        replacement_start: a process starts in a lost one's place, where no room is needed first.
-        replacement_place: it comes to the step: TensorFlow, the model, graphs.
-        replacement_report: a process that takes a lost one's place in a sweep, or a call of `fit`, says where it is.
-        sign_of_life: those that live say so, when one has not.
-        silent_worker: one that gives no sign of life does so, or is found to be gone, before others' failures are its.
-        cut_link: all workers wait for another ring, once one has told of a loss; the kernel of one whose link
-            is cut without a word tells it last.
-        joiner_ready: processes that are to come to an elastic run are ready, while it goes on without them.
-        workers_leave: workers end after a step, for another number of them; later Ray Train ends them.
-        workers_stay: processes that stay end their trainings, when their group has ended.
-        standby_start: a standby process that still imports TensorFlow has done so; later it is of no use.
-        host_silent: a host, or who watches there, answers; later the host has gone.
-        watcher_start: who watches a host starts there.
-        uninterruptible: a disk or a file system answers a process that it holds.
-        last_words: all is said of workers that are about to be ended.
-        stack: a worker tells its stack, or its host how the process is.
-        stack_dump: py-spy takes the stack of a process of this host.
-        far_stack: another process takes the stack of one on its host; longer than `stack_dump`.
-        hang_watch_end: a look ends that goes on when nothing is watched any more.
-        checkpoint_write: a slow storage takes a checkpoint at the end of an epoch, or one that must be written.
-        checkpoint_failing: a storage that fails takes it after all.
-        checkpoint_last: the last checkpoint within an epoch is written, and more for its bytes.
-        checkpoint_parts: other workers write their parts of a checkpoint; or three times what this one's took.
-        writer_end: the process that writes checkpoints ends.
-        writer_alone: it goes on when the training's process has gone.
-        writer_alone_at_most: likewise, in all, while others have its processor; without the time of its bytes.
-        writer_bytes_at_most: a run that starts waits so much longer for the bytes of writers that are alone.
-        event_record: an event is written into the run's folder; after that it is written beside what follows.
-        note_removal: a storage removes a note.
-        lock_silent: the owner of a run's folder renews its lock; long beside a slow upload, short beside a night.
-        lock_release: the lock of a run's folder is given back.
-        lock_taking: who takes over a lock does so, in a few lines; a mark that is older is a dead one's.
-        reports_listed: the controller tells the reports of a run that goes on.
-        report_old: the controller takes a report; those that are older are waited for.
-        report_taken: likewise, while it may wait for a checkpoint; longer than `checkpoint_write`.
-        stop_answer: a worker answers that it is to end, which it does at once, unless it stands still.
-        stop_step: a worker that is to end hears after which step.
-        run_end: all ends after that step, with its checkpoint.
-        iterator_end: TensorFlow's iterators end as Python does; its own wait is a minute.
-        stream_answer: a server of rows answers; one that has died is back within seconds, on another node if need be.
-        script_start: a script's process starts, or says where it is.
-        script_grace: a script ends after SIGTERM.
-        script_killed: its process ends after SIGKILL, which waits for one in an uninterruptible wait.
-        script_answer: a script's process says what it does.
-        task_cause: the task fails for whose sake others have.
-        last_evaluation: an evaluator ends its last checkpoint, when the training has ended.
-        output_filter: the filter of a process' native output ends.
-        doctor_start: the doctor's processes start, of the time that is left to it, as for all of it.
-        doctor_facts: they tell versions, limits, disks, and ports.
-        doctor_storage: they write, read and remove a file of the storage.
-        doctor_clock: they tell the time.
-        doctor_close: they end.
-        link_step: one step of a conversation over a link.
-        link: all that is done over one link.
-        name_lookup: a host's name is looked up.
+        process_start: Start of a process. One that first sets up a runtime environment may need minutes.
+        imports: Import of TensorFlow in a process.
+        process_setup: Addresses from the worker processes, and the set-up of servers and feeds in them.
+        head_answer: Answer of the cluster's head. Ray itself tries for 20 s and then reports no reason.
+        idle_answer: Answer of an idle process, warm or standby. It comes at once unless the process is stopped or gone.
+        model_answer: Report of a process about the model; longer than `dry_run`.
+        dry_run: Build of the model, and one trial call of it.
+        digest: Read of the data in memory, to compute its digest.
+        core_claim: Claims of cores by another worker of the host, 1 ms each.
+        cleanup: Removal of a sweep's temporary folders on other hosts.
+        resources_back: Return to the cluster of the resources that warm workers have released.
+        evaluator_start: Start of an evaluation.
+        strategy_of_verify: Connection between the two workers of `verify`.
+        verify: Comparison of one device with two workers. The result of a longer one is not reported.
+        verify_error: Wait for that result at a start with verify="error"; longer than `verify`.
+        verify_answer: Report of a process on the result of a comparison.
+        last_epoch: Transfer of the last epoch's state from a worker of `raytf.fit`; the time of its bytes is added.
+        verify_end: Wait for the comparison by a training that ends first.
+        verify_parting: End of the thread that waits for a comparison.
+        trial_answer: Begin or end of a trial in the workers, which read a checkpoint and drop graphs.
+        trial_save: Checkpoint of a trial, saved by its workers.
+        worker_parting: Clean-up of healthy workers at their end.
+        alike_failures: Same failure in other workers. One that failed alone leaves the others waiting in a collective.
+        ring_cause: Arrival of what a lost member sent earlier, and of the first cause, after a connection broke.
+        ring_join: Join of all members to the next ring, when each is known to wait for it.
+        ring_stranger: Proof by a connection that it belongs to the ring.
+        recovery_plan: Command of the driver to a worker that has lost another one; spans all steps of recovery.
+        recovery_break: Arrival of the others at the all-reduce that the lost worker misses: the rest of a step, and
+            callbacks.
+        recovery_answer: Answers of workers to requests of recovery.
+        recovery_checkpoint: Checkpoint of their state by the other workers.
+        replacement_start: Start of a replacement worker's process, where no resources must be freed first.
+        replacement_place: Preparation of a replacement worker for the step: TensorFlow, the model, graphs.
+        replacement_report: Location report of a replacement worker in a sweep, or a call of `fit`.
+        sign_of_life: Sign of life from the live workers, when one sends none.
+        silent_worker: Sign of life from a silent worker, or proof that it is gone. Others' failures are then its own.
+        cut_link: Wait of all workers for another ring, after one has reported a loss. A worker whose link is cut
+            silently learns it last, from its kernel.
+        joiner_ready: Start of the processes that join an elastic run, which continues without them meanwhile.
+        workers_leave: End of workers after a step, for another number of them. Later Ray Train ends them.
+        workers_stay: End of the trainings in processes that stay, when their group has ended.
+        standby_start: Import of TensorFlow by a standby worker that has begun it. Later the worker is of no use.
+        host_silent: Answer of a host, or of the process monitor there. Later the host counts as gone.
+        watcher_start: Start of the process monitor on a host.
+        uninterruptible: Answer of a disk or a file system to a process that it blocks.
+        last_words: Last reports on all workers that are about to be ended.
+        stack: Stack of a worker, or the state of its process from its host.
+        stack_dump: Stack of a process of this host, by py-spy.
+        far_stack: Stack of a process, by another process on its host; longer than `stack_dump`.
+        hang_watch_end: End of a check that runs when nothing is watched any more.
+        checkpoint_write: Write of a checkpoint to slow storage: at the end of an epoch, or one that must be written.
+        checkpoint_failing: Success of that write on storage that fails at first.
+        checkpoint_last: Write of the last checkpoint within an epoch; the time of its bytes is added.
+        checkpoint_parts: Parts of a checkpoint from other workers; or three times what this worker's part took.
+        writer_end: End of the process that writes checkpoints.
+        writer_alone: Work of that process after the training's process is gone.
+        writer_alone_at_most: Total of `writer_alone` while others use its CPU; the time of its bytes is added.
+        writer_bytes_at_most: Upper bound of the bytes' time, for which a new run waits for writers that are alone.
+        event_record: Write of an event into the run's folder. A slower one continues in the background.
+        note_removal: Removal of a note from the storage.
+        lock_silent: Renewal of a run folder's lock by its owner; longer than a slow upload, shorter than a night.
+        lock_release: Release of the lock of a run's folder.
+        lock_taking: Takeover of a lock, which is a few lines of code. An older mark is from a dead process.
+        reports_listed: List of a resumed run's reports, from the controller.
+        report_old: Receipt of a report by the controller. Older ones are waited for.
+        report_taken: Wait for such a report, which may wait for a checkpoint; longer than `checkpoint_write`.
+        stop_answer: Answer of a worker to a stop request. It comes at once, unless the worker is frozen.
+        stop_step: Message to a stopping worker after which step it ends.
+        run_end: End of the run after that step, with its checkpoint.
+        iterator_end: End of TensorFlow's iterators when Python exits; its own wait is 60 s.
+        stream_answer: Answer of a server of rows. One that died is back within seconds, on another node if necessary.
+        script_start: Start of a script's process, or the report of its location.
+        script_grace: End of a script after SIGTERM.
+        script_killed: End of its process after SIGKILL, which an uninterruptible wait delays.
+        script_answer: Status of a script's process.
+        task_cause: Failure of the task that made others fail.
+        last_evaluation: Evaluation of the last checkpoint, after the training has ended.
+        output_filter: End of the filter of a process' native output.
+        doctor_start: Start of the doctor's processes. This and the next four are also limited by its time left.
+        doctor_facts: Report of versions, limits, disks and ports.
+        doctor_storage: Write, read and removal of a file in the storage.
+        doctor_clock: Report of the time.
+        doctor_close: End of the processes.
+        link_step: One step of a conversation over a link.
+        link: All steps over one link.
+        name_lookup: Lookup of a host's name.
     """
 
     process_start: float = 900.0
@@ -193,7 +194,7 @@ class Timeouts:
     name_lookup: float = 5.0
 
     def scaled(self, times: float) -> Timeouts:
-        """Returns those that are so many times as long."""
+        """Returns the deadlines multiplied by `times`."""
         return Timeouts(**{name: times * seconds for name, seconds in dataclasses.asdict(self).items()})
 
 
@@ -201,65 +202,65 @@ _in_force = Timeouts()
 
 
 def get() -> Timeouts:
-    """Returns what this process waits for; what it starts is handed the same."""
+    """Returns the deadlines of this process, which the processes that it starts receive too."""
     return _in_force
 
 
 def put_in_force(its: Timeouts) -> None:
-    """Has this process wait so long from now on."""
+    """Sets the deadlines of this process."""
     global _in_force
     _in_force = its
 
 
 def under(its: Timeouts, function: Callable, *arguments):
-    """Calls a function in another process than the one that says what is waited for."""
+    """Calls a function in another process, with the deadlines of the calling one."""
     put_in_force(its)
     return function(*arguments)
 
 
 @contextlib.contextmanager
 def within(its: Timeouts) -> Iterator[None]:
-    """Has this process wait so long, until the context ends."""
-    before = _in_force
+    """Sets the deadlines of this process until the context ends."""
+    previous = _in_force
     put_in_force(its)
     try:
         yield
     finally:
-        put_in_force(before)
+        put_in_force(previous)
 
 
 def deadline(least: float, bytes: int = 0, first_step_seconds: float = 0.0) -> float:
-    """Seconds in which something must have happened.
+    """Returns a deadline in seconds, for a model of this size and speed.
 
     Args:
-        least: seconds for what depends on no model.
-        bytes: of the model's state that are sent, read or written once meanwhile.
-        first_step_seconds: of a worker's first step, with what compiles it, where another process makes its first one
-            meanwhile, or comes to the end of a step.
+        least: Seconds for the part that depends on no model.
+        bytes: Bytes of the model's state that are sent, read or written once meanwhile.
+        first_step_seconds: Seconds of a worker's first step with its compilation; 0 unless another process makes its
+            first step, or ends a step, meanwhile.
 
     Returns:
-        `least`, and more for these: a second for each 25 MB, and three times the first step.
+        `least`, plus 1 s for each 25 MB, plus three times the first step.
     """
     return least + bytes / BYTES_A_SECOND + _TIMES * first_step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """What a worker's training is like, as far as deadlines follow from it.
+    """Size and speed of a worker's training, from which deadlines follow.
 
     Args:
-        bytes: of the model's and its optimizers' variables.
-        first_step_seconds: from the begin of the training to the end of its first step; to now, before that.
+        bytes: Bytes of the model's and its optimizers' variables.
+        first_step_seconds: Seconds from the start of the training to the end of its first step, or until now.
     """
 
     bytes: int = 0
     first_step_seconds: float = 0.0
 
     def deadline(self, least: float, copies: int = 0, first_steps: int = 0) -> float:
-        """Seconds for so many copies of the state, one after the other, and so many first steps; see `deadline`."""
+        """Returns the seconds for `copies` copies of the state in sequence and `first_steps` first steps."""
         return deadline(least, copies * self.bytes, first_steps * self.first_step_seconds)
 
     @staticmethod
     def slowest(paces) -> Pace:
-        """The most of each."""
-        return Pace(max(its.bytes for its in paces), max(its.first_step_seconds for its in paces))
+        """Returns the maximum of each field."""
+        return Pace(max(pace.bytes for pace in paces), max(pace.first_step_seconds for pace in paces))

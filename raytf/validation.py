@@ -1,4 +1,4 @@
-"""Values that are wrong by themselves: numbers out of range, unknown words. Pure; needs neither Ray nor TensorFlow."""
+"""Checks of single values: numbers out of range, unknown words. Pure; needs neither Ray nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from raytf.errors import ConfigError
 
-# What a sweep knows by name.
+# Names that a sweep accepts.
 SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
 SEARCHES = ("random", "optuna")
 MODES = ("min", "max")
-# Words in names of metrics that are better when they are smaller, or larger.
+# Words in names of metrics whose smaller, or larger, values are better.
 _SMALL = "(loss|mae|mse|rmse|msle|mape|error|crossentropy|hinge|divergence|perplexity|wer|cer)"
 _LARGE = "(acc|accuracy|auc|precision|recall|f1|f1_score|fbeta_score|iou|io_u|r2|r2_score|dice|ndcg|bleu)"
 
 
 def is_callback(value: Any) -> bool:
-    """Returns whether `value` is a callback of Keras, and neither its class nor a function that makes one."""
+    """Returns whether `value` is a Keras callback, and neither its class nor a function that makes one."""
     return hasattr(value, "on_epoch_end") and not isinstance(value, type)
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Raises ConfigError unless `value` is an integer of at least `least`; True and False are none."""
+    """Raises ConfigError unless `value` is an integer of at least `least` and no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Change it")
 
@@ -37,7 +37,7 @@ def check_word(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def doubt_of_mode(metric: str, mode: str) -> str | None:
-    """Returns a sentence where a metric is better the other way by its name, or None."""
+    """Returns a warning if the metric's name contradicts `mode`, or None."""
     small, large = (re.search(rf"(^|[_/]){words}(_?\d+)?($|[_/])", metric.lower()) for words in (_SMALL, _LARGE))
     if mode == "min" and large and not small:
         return f"{metric!r} is better when it is larger, and mode='min' looks for the smallest: is mode='max' meant?"
@@ -56,13 +56,13 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises ConfigError unless `seed` is one that a run can have."""
+    """Raises ConfigError unless `seed` is an integer from 0 to 2**63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(seed), "Choose such a seed")
 
 
 def check_num_ps(strategy: str, num_ps: Any) -> None:
-    """Raises ConfigError if parameter servers are asked for without their strategy, or the other way round."""
+    """Raises ConfigError for parameter servers without their strategy, or the strategy without servers."""
     check_whole("num_ps", num_ps, 0)
     if num_ps and strategy != "parameter_server":
         raise ConfigError(
@@ -75,7 +75,7 @@ def check_num_ps(strategy: str, num_ps: Any) -> None:
 
 
 def check_run_name(name: str | None) -> None:
-    """Raises ConfigError for a name whose folder would not lie below the storage path."""
+    """Raises ConfigError for a name whose folder would not be below the storage path."""
     if name is None or (isinstance(name, str) and _is_name(name)):
         return
     raise ConfigError(
@@ -93,18 +93,18 @@ _TUNES = "ray.tune.integration"
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raises ConfigError for a callback of Ray Tune's, which reports nothing from a worker: there is no trial there.
+    """Raises ConfigError for a callback of Ray Tune, which cannot report from a worker: a worker has no trial.
 
     Args:
-        callbacks: of `fit`: one, several or None.
+        callbacks: Callbacks of `fit`: one, a list, or None.
     """
-    listed = callbacks if isinstance(callbacks, (list, tuple)) else getattr(callbacks, "callbacks", [callbacks])
-    for callback in listed:
-        found = next((kind for kind in type(callback).__mro__ if kind.__module__.startswith(_TUNES)), None)
-        if found is not None:
+    candidates = callbacks if isinstance(callbacks, (list, tuple)) else getattr(callbacks, "callbacks", [callbacks])
+    for callback in candidates:
+        tune_class = next((kind for kind in type(callback).__mro__ if kind.__module__.startswith(_TUNES)), None)
+        if tune_class is not None:
             raise ConfigError(
                 "A callback of Ray Tune reports to a trial, and workers run outside of the trial's process",
-                f"{found.__module__}.{found.__name__} on a worker",
+                f"{tune_class.__module__}.{tune_class.__name__} on a worker",
                 "Use raytf.ReportCallback() in a train loop, and after raytf.fit(...) in a trainable call "
                 "ray.tune.report({'loss': history.history['loss'][-1]}); KerasTrainer and sweep report by themselves",
             )

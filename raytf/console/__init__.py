@@ -1,1 +1,1 @@
-"""What a user sees of a run: progress, what processes print, and lines of TensorFlow and Ray that are kept away."""
+"""Console output of a run: progress, lines of its processes, and filters for start-up lines of TensorFlow and Ray."""

@@ -1,8 +1,7 @@
-"""Warnings that every worker of a run would show: the first one shows them; raytf's own without a line of its source.
-On a worker.
+"""Shows a warning that all workers of a run emit only once, by the first worker. On a worker.
 
-It stands where warnings are shown, so that what one worker alone warns of is seen, too, and a warning that comes n
-times is seen n times.
+It replaces `warnings.showwarning`: a warning of a single worker is still shown, and one that is emitted n times is
+shown n times. Warnings of raytf itself are shown without the source line.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 @contextlib.contextmanager
 def shown(entries):
-    """Within it a warning, of Python's or a logger's, is shown by the first worker that claims it.
+    """Shows a warning of Python or of a logger only if this worker claims it first, until the context ends.
 
     Args:
-        entries: a `progress.Entries` that all workers of the run have, or None, where each shows its own.
+        entries: A `progress.Entries` that all workers of the run share, or None to show all warnings.
     """
     claims = None if entries is None else _Claims(entries)
     original = warnings.showwarning
@@ -33,7 +32,7 @@ def shown(entries):
     def show(message, category, filename, lineno, file=None, line=None):
         if file is None and claims and not claims.take(f"{filename}:{lineno}: {category.__name__}: {message}"):
             return
-        if line is None and filename.startswith(_OURS):  # Python would look it up
+        if line is None and filename.startswith(_OURS):  # Python would read the source line
             line = ""
         original(message, category, filename, lineno, file, line)
 
@@ -50,7 +49,7 @@ def shown(entries):
 
 
 def _consoles() -> list[logging.Handler]:
-    """Handlers that write to this process' stderr or stdout."""
+    """Returns the logging handlers that write to this process' stderr or stdout."""
     loggers = [logging.getLogger(name) for name in (None, "tensorflow", "absl")]
     handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}
     streams = (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
@@ -64,7 +63,7 @@ class _Claims:
         self._counts: collections.Counter[str] = collections.Counter()
 
     def take(self, text: str) -> bool:
-        """Whether this worker is the first that says so for the first, second, ... time."""
+        """Returns whether this worker is the first with the nth occurrence of this text."""
         key = hashlib.sha256(_ADDRESS.sub("0x", text).encode()).hexdigest()[:32]
         self._counts[key] += 1
         return self._entries.claim(f"{key}/{self._counts[key]}")

@@ -1,8 +1,8 @@
-"""What the processes of a run print, at the driver: every line once, with its role and rank. Driver side.
+"""Shows the output of a run's processes at the driver: each line with its role and rank. Driver side.
 
-Ray brings the lines of all processes to the driver. It names a line's process by its class and number, and holds lines
-back that another process has printed, too. Here a process says its name (`say_who`), and its lines are shown as those
-of `raytf run` are. Lines of other processes are left to Ray.
+Ray sends the lines of all processes to the driver, labels them with class and process id, and drops duplicates of
+other processes. Here each process registers a name (`say_who`), and its lines are shown as in `raytf run`, without
+deduplication. Ray shows the lines of other processes.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from raytf.compat import ray_core
 from raytf.console import native_lines, quiet
 
 _OURS = "raytf "
-# A process that may become a worker, and until then at most tries the model.
+# Name of a process that may become a worker; until then it only checks the model.
 _CHECK = "model check"
 _BEGIN, _END = ":raytf_begin:", ":raytf_end:"
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-# What Ray warns of and raytf does on purpose: more processes than cores, and an evaluator that comes back, as the run
-# holds what it was made with.
+# Warnings of Ray about intended behaviour: more processes than cores, and an evaluator that restarts, as the run keeps
+# its constructor arguments.
 _ON_PURPOSE = re.compile(
     "worker processes have been started on node"
     r"|class name: 'Evaluator' and ID: '\w+' has constructor arguments in the object store"
 )
 _LOOK_INTERVAL = 0.1
-# Ray looks for new lines several times a second, but for that it needs the CPU.
+# Ray polls for new lines several times a second, unless the CPU is busy.
 _LAST_INTERVAL, _LAST_OF_FAILED_INTERVAL = 5.0, 1.5
 
 
 # ------------------------------------------------------------------------------------------ in a run's processes
 
 
-# Of this process, the last one.
+# The current name of this process.
 _names: list[str] = []
 
 
 def say_who(name: str) -> None:
-    """Names what this process prints from now on, such as "worker 0"; nothing where it is no process of Ray's."""
+    """Sets the name of this process' further lines, such as "worker 0"; no effect outside of Ray's processes."""
     _names[:] = [name]
     _tell(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")
 
 
 def say_check() -> None:
-    """Names a process that may become a worker, unless it is one: the controller may call before the driver does."""
+    """Names a process that may become a worker, unless it is one: the controller may call before the driver."""
     if not _names:
         say_who(_CHECK)
 
 
 @contextlib.contextmanager
 def telling():
-    """Within it this process prints what the driver waits for."""
+    """Marks the lines in the context as those for which the driver waits."""
     _tell(_BEGIN)
     try:
         yield
@@ -76,13 +76,13 @@ def _tell(line: str) -> None:
 
 
 class Output:
-    """Shows what a run's processes print, from now until `close`.
+    """Shows the output of a run's processes until `close`.
 
-    A thread of its own does, as a notebook shows what a thread prints in the cell that started it. Nothing is shown
-    where the user has told Ray so (`ray.init(log_to_driver=False)`).
+    It has its own thread, as a notebook shows a thread's output in the cell that started the thread. It shows nothing
+    after `ray.init(log_to_driver=False)`.
 
     Args:
-        environment: variables of the processes; see `quiet.wants_native`.
+        environment: Environment variables of the processes; see `quiet.wants_native`.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -96,16 +96,16 @@ class Output:
         self._thread.start()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Shows the last lines of processes that end; what comes later is shown when it comes.
+        """Shows the last lines of ending processes. Later lines are shown on arrival.
 
         Args:
-            error: of which the run ends, or None; some of its processes then say nothing of their end.
+            error: The error that ends the run, or None. After an error some processes do not mark their end.
         """
         if self._stop.is_set():
             return
         seconds = _LAST_INTERVAL if error is None else _LAST_OF_FAILED_INTERVAL
-        until = time.monotonic() + (0.0 if isinstance(error, KeyboardInterrupt) else seconds)
-        while self._open and time.monotonic() < until:
+        deadline = time.monotonic() + (0.0 if isinstance(error, KeyboardInterrupt) else seconds)
+        while self._open and time.monotonic() < deadline:
             time.sleep(_LOOK_INTERVAL)
         self._stop.set()
         self._thread.join()
@@ -114,7 +114,7 @@ class Output:
         self._show_new()
 
     def put(self, batch: dict) -> None:
-        """Takes lines of a process as Ray hands them on."""
+        """Receives lines of a process from Ray."""
         name, is_error = batch["actor_name"].removeprefix(_OURS), batch["is_err"]
         for line in batch["lines"]:
             if line == _BEGIN:
@@ -122,7 +122,7 @@ class Output:
             elif line == _END:
                 self._open.discard((name, is_error))
             elif not line and name == _CHECK:
-                continue  # a line of nobody's, before the process is a worker
+                continue  # a blank line from before the process is a worker
             elif not _ON_PURPOSE.search(line) and (self._native or not native_lines.is_native(line)):
                 self._new.append((name, is_error, line))
         if self._stop.is_set():
@@ -139,38 +139,38 @@ class Output:
 
     def _show(self, name: str, is_error: bool, line: str) -> None:
         label = click.style(f"[{name}]", fg=_COLORS[sum(map(ord, name)) % len(_COLORS)])
-        # not `err=`: while a live line is shown, it is drawn again below what these streams get
+        # not `err=`, which bypasses the redirected streams that redraw a live line below the output
         click.echo(f"{label} {line.rpartition(chr(13))[2]}", file=sys.stderr if is_error else sys.stdout)
 
 
-# The last one shows what comes when its run has ended.
+# The last one also shows the lines that arrive after its run has ended.
 _listeners: list[Output] = []
 
 
 def _listen() -> None:
-    """Takes the lines of raytf's processes out of what Ray prints, for as long as this process is connected to it."""
+    """Removes the lines of raytf's processes from Ray's output while this process is connected to Ray."""
     ray_core.take_lines(lambda handler: handler if isinstance(handler, _Sorted) else _Sorted(handler), _print_of_raylet)
 
 
 def _print_of_raylet(original: Callable, batch: dict, ignore_prefix: bool) -> None:
-    """Prints what the raylets of the cluster say, which comes another way, without what is on purpose."""
+    """Prints the messages of the cluster's raylets, which have a separate path, without the intended ones."""
     if not any(_ON_PURPOSE.search(line) for line in batch["lines"]):
         original(batch, ignore_prefix)
 
 
 class _Sorted:
-    """Hands lines on to who shows them.
+    """Routes lines to the last `Output`, or to Ray.
 
     Args:
-        rays: Ray's own way.
+        rays: Ray's own handler.
     """
 
     def __init__(self, rays):
         self._rays = rays
 
     def __call__(self, batch: dict) -> None:
-        ours = (batch.get("actor_name") or "").startswith(_OURS)
-        if ours and not any(RAY_TQDM_MAGIC in line for line in batch["lines"]):
+        is_of_raytf = (batch.get("actor_name") or "").startswith(_OURS)
+        if is_of_raytf and not any(RAY_TQDM_MAGIC in line for line in batch["lines"]):
             for listener in _listeners[-1:]:
                 listener.put(batch)
         else:

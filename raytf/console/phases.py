@@ -1,6 +1,6 @@
-"""What a run does before its first step and after its last epoch, as a line that moves, or a line for each.
+"""Shows a run's phases before its first step and after its last epoch, as one live line or several lines.
 
-It imports no Ray, whose import is a part of the first phase.
+It does not import Ray, whose import is a part of the first phase.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-# A phase that is shorter has no line where lines stay.
+# Seconds below which a phase is not printed outside of a terminal.
 _WORTH_A_LINE = 1.0
 _FRAMES, _PLAIN_FRAMES, _FRAMES_A_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\", 5
 # The phases before a run's first step, and after its last epoch.
@@ -24,30 +24,30 @@ def starting(finished: str | None = None) -> str:
     """Returns the first phase of a run.
 
     Args:
-        finished: says that there is nothing left to do, as a clause, or None.
+        finished: Clause for a run that has already ended, or None.
     """
-    is_there = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    phase = "looking at the cluster" if is_there else STARTING_RAY
+    is_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    phase = "looking at the cluster" if is_connected else STARTING_RAY
     return phase if finished is None else f"{finished}; {phase} to see that it is this run"
 
 
 def console():
-    """A `rich.console.Console` of stdout; in a notebook one that writes lines, where rich would make a page of each."""
+    """Returns a `rich.console.Console` of stdout. In a notebook it prints plain lines, where rich would print HTML."""
     from rich.console import Console
 
-    made = Console()
-    return Console(force_jupyter=False, force_terminal=False) if made.is_jupyter else made
+    automatic = Console()
+    return Console(force_jupyter=False, force_terminal=False) if automatic.is_jupyter else automatic
 
 
 class Phases:
-    """Shows which phase a run is in while a `with` block runs, and since when.
+    """Shows the phase of a run and its duration, until the context ends.
 
-    In a terminal it is a line that moves and goes; elsewhere a line for each phase that lasts for a second. Another
-    thread may begin a phase.
+    In a terminal it shows a transient live line, elsewhere a line for each phase of at least 1 s. Another thread may
+    begin a phase.
 
     Args:
-        console: see `console`; None shows nothing.
-        phase: the first, or None.
+        console: A `rich.console.Console`, or None to show nothing.
+        phase: The first phase, or None.
     """
 
     def __init__(self, console, phase: str | None = None):
@@ -72,17 +72,17 @@ class Phases:
         self.close()
 
     def begin(self, phase: str | None) -> None:
-        """Goes on to a phase; None for one that is not worth a word."""
+        """Begins a phase; None shows no phase."""
         if phase != self._phase:
             self._phase, self._since, self._text = phase, time.monotonic(), None
             self._changed.set()
 
     def show(self, text: str) -> None:
-        """Shows a line instead of a phase, in a terminal."""
+        """Shows a text instead of a phase, in a terminal."""
         self._phase, self._text = None, text
 
     def close(self) -> None:
-        """Shows nothing any more; may be called again."""
+        """Removes the line; may be called again."""
         with self._closing:
             if self._live is not None:
                 self._live.stop()
@@ -92,19 +92,19 @@ class Phases:
             self._thread.join()
 
     def _follow(self) -> None:
-        """Writes lines, where there is no terminal."""
+        """Prints lines, outside of a terminal."""
         while not self._ended:
-            phase, since = self._phase, self._since
-            left = since + _WORTH_A_LINE - time.monotonic()
+            phase, began = self._phase, self._since
+            remaining = began + _WORTH_A_LINE - time.monotonic()
             waits = phase is not None and phase != self._said
-            if self._changed.wait(max(0.0, left) if waits else None):
+            if self._changed.wait(max(0.0, remaining) if waits else None):
                 self._changed.clear()
             elif phase == self._phase:
                 self._said = phase
                 self._console.print(f"{phase} ...", highlight=False, markup=False, soft_wrap=True)
 
     def __rich__(self):
-        """What a terminal shows now."""
+        """Returns the current text of the live line."""
         from rich.text import Text
 
         if self._text is not None:
@@ -122,17 +122,20 @@ def phases(shown: bool = True, phase: str | None = None, only_in_terminals: bool
     """Returns the `Phases` of stdout.
 
     Args:
-        shown: show them; else nothing is.
-        phase: the first, or None.
-        only_in_terminals: write no lines elsewhere.
+        shown: Whether to show anything.
+        phase: The first phase, or None.
+        only_in_terminals: Whether to print nothing outside of a terminal.
     """
-    made = console() if shown else None
-    return Phases(None if made is not None and only_in_terminals and not made.is_terminal else made, phase)
+    stdout_console = console() if shown else None
+    return Phases(
+        None if stdout_console is not None and only_in_terminals and not stdout_console.is_terminal else stdout_console,
+        phase,
+    )
 
 
 def _live(console, renderable):
     from rich.live import Live
 
-    # what goes to another place than the terminal is not for the terminal
+    # a stream that goes to a file or pipe must not be redirected to the terminal
     redirect = {"redirect_stdout": sys.stdout.isatty(), "redirect_stderr": sys.stderr.isatty()}
     return Live(renderable, console=console, transient=True, refresh_per_second=5, **redirect)

@@ -1,6 +1,6 @@
-"""One live line at the driver: epoch, step, loss, examples/s, time left; before and after, see `phases.py`.
+"""Live progress line at the driver: epoch, step, loss, examples/s, time left. Other phases are in `phases.py`.
 
-No TensorFlow.
+Imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from raytf.console.phases import ENDING, WORKERS, Phases
 
 
 class Entries:
-    """JSON values by name in Ray's key-value store, which every process of the cluster reads and writes.
+    """JSON values by name in Ray's key-value store, which all processes of the cluster read and write.
 
-    They need no process of their own, which would take CPU time from the start of the workers, and outlive those that
-    wrote them.
+    They need no actor, which would use CPU time during the start of the workers, and outlive the process that wrote
+    them.
     """
 
     def __init__(self, kind: str):
@@ -28,11 +28,11 @@ class Entries:
         ray_core.put(self._prefix + name, json.dumps(value))
 
     def claim(self, name: str) -> bool:
-        """Whether this process is the first to say this name, which is an entry from then on."""
+        """Creates an entry of this name. Returns whether it did not exist."""
         return not ray_core.put(self._prefix + name, "null", overwrite=False)
 
     def get(self, name: str):
-        """The value, or None."""
+        """Returns the value, or None."""
         text = ray_core.get(self._prefix + name)
         return json.loads(text) if text else None
 
@@ -44,13 +44,13 @@ class Entries:
 
 
 class Board:
-    """Where the chief writes how far it is and the driver reads it.
+    """Progress of a run, which the chief writes and the driver reads.
 
-    Each end of an epoch has an entry of its own, so that a chief that replaces another goes on after its entries, and a
-    driver that reads seldom misses none.
+    Each end of an epoch is a separate entry. A replacement chief continues after the existing ones, and a driver that
+    polls rarely misses none.
 
     Args:
-        entries: an `Entries`, a new one unless it is given.
+        entries: An `Entries`, or None for a new one.
     """
 
     def __init__(self, entries=None):
@@ -59,11 +59,11 @@ class Board:
         self._writer = ""
 
     def write(self, update: dict) -> None:
-        """Called by the chief; the ends of epochs are kept."""
+        """Writes an update, and keeps it if it ends an epoch; the chief calls it."""
         if self._count is None:
             self._writer = uuid.uuid4().hex
             self._count = (self._entries.get("last") or {"count": 0})["count"]
-            # a chief that died may not have come to count its last one
+            # a chief may have died between its last entry and the count
             self._count += len(self._ended(self._count))
         update = update | {"at": time.monotonic(), "writer": self._writer}
         if update["ended"]:
@@ -72,46 +72,45 @@ class Board:
         self._entries.put("last", update | {"count": self._count})
 
     def begin(self, phase: str) -> None:
-        """Called by the chief at a phase before its first step; "" for one that is not worth a word."""
+        """Writes a phase before the first step, or "" to show none; the chief calls it."""
         self._entries.put("phase", phase)
 
     def phase(self) -> str:
-        """Returns what the chief does before its first step."""
+        """Returns the phase of the chief before its first step."""
         phase = self._entries.get("phase")
         return WORKERS if phase is None else phase
 
     def read(self, first: int = 0) -> tuple[list[dict], dict | None]:
-        """(updates at the ends of epochs from the entry `first` on, the newest update or None before the first).
+        """Returns (epoch-end updates from the entry `first` on, the newest update or None).
 
-        Each holds, beside what was written, `at`, seconds of the writer's clock, and `writer`, which is another after
-        a restart.
+        Each update also contains `at`, seconds of the writer's clock, and `writer`, an id that a restart changes.
         """
         last = self._entries.get("last")
         return self._ended(first), last
 
     def _ended(self, first: int) -> list[dict]:
-        found = []
-        while (update := self._entries.get(f"ended/{first + len(found)}")) is not None:
-            found.append(update)
-        return found
+        updates = []
+        while (update := self._entries.get(f"ended/{first + len(updates)}")) is not None:
+            updates.append(update)
+        return updates
 
     def clear(self) -> None:
-        """Called by the driver when the run has ended."""
+        """Removes all entries; the driver calls it when the run has ended."""
         self._entries.clear()
 
 
 class BoardReader:
-    """Reads a board now and then, as text; not from several threads."""
+    """Reader of the new texts of a board; not thread-safe."""
 
     def __init__(self, board):
         self._board, self._rate, self._read = board, Rate(), 0
 
     def new(self) -> tuple[list[str], str | None, str | None]:
-        """Returns what is new on the board.
+        """Returns the new texts of the board.
 
         Returns:
-            (a line for each epoch that has ended since the last call, the line of the epoch that runs or None, the
-            phase of the run where none does or None where one has ended).
+            (a line for each epoch that has ended since the last call, the line of the running epoch or None, the phase
+            of the run if no epoch runs, or None).
         """
         ended, last = self._board.read(self._read)
         self._read += len(ended)
@@ -123,16 +122,16 @@ class BoardReader:
         return lines, None, self._board.phase() or None
 
 
-# Between two looks at a board.
+# Seconds between two reads of a board.
 _LOOKS_INTERVAL = 0.2
 
 
 class Line:
-    """Shows a board's updates while a `with` block runs: live in a terminal, a line for each epoch elsewhere.
+    """Shows a board's updates until the context ends: live in a terminal, a line for each epoch elsewhere.
 
     Args:
-        board: a `Board`.
-        console: see `console`.
+        board: A `Board`.
+        console: A `rich.console.Console`.
     """
 
     def __init__(self, board, console):
@@ -169,7 +168,7 @@ class Line:
 
 
 class Rate:
-    """Examples a second and seconds left, from updates in order; called once for each. Time is that of their writer."""
+    """Computes examples/s and remaining seconds from updates in order, one call for each, on the writer's clock."""
 
     def __init__(self):
         self._first: tuple[str, float, int] | None = None
@@ -184,12 +183,12 @@ class Rate:
         seconds, steps = update["at"] - self._first[1], done - self._first[2]
         if not steps or seconds <= 0:
             return None, None
-        left = update["epochs"] * update["steps"] - done
-        return update["rows"] and steps * update["rows"] / seconds, left * seconds / steps
+        remaining = update["epochs"] * update["steps"] - done
+        return update["rows"] and steps * update["rows"] / seconds, remaining * seconds / steps
 
 
 def describe(update: dict, rate: float | None, left: float | None) -> str:
-    """The progress line of an update."""
+    """Returns the progress line of an update."""
     steps = update["steps"] or "?"
     parts = [f"epoch {update['epoch']}/{update['epochs']}", f"step {update['step']}/{steps}"]
     parts += [f"{k} {v:.4f}" for k, v in update["logs"].items() if isinstance(v, float)]

@@ -1,8 +1,8 @@
-"""Start-up lines of TensorFlow and Ray, kept away from who did not ask for them; every other line is shown.
+"""Hides start-up lines of TensorFlow and Ray that the user has not requested. All other lines are shown.
 
-TensorFlow's native code writes some of its lines before it reads any setting: `TF_CPP_MIN_LOG_LEVEL` does not hide
-them. They are taken out of what goes to file descriptor 2 by a process of its own, which runs `native_lines.py`: it
-hands on the last line of a process that crashes, waits for nobody's lock, and does not mind forks.
+TensorFlow's native code writes some lines before it reads any setting: `TF_CPP_MIN_LOG_LEVEL` does not hide them. A
+separate process, `native_lines.py`, filters them from file descriptor 2. It also forwards the last line of a process
+that crashes, waits for no lock, and is safe with forks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raytf.console import native_lines
 
 _RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
-# Whose calls of `ray.init` nobody has written.
+# Modules whose calls of `ray.init` are not the user's.
 _NOBODYS = {loggers.AUTO_INIT, "raytf.runtime.connection"}
 
 _lock = threading.Lock()
@@ -29,21 +29,21 @@ _left: list[subprocess.Popen] = []
 
 
 def wants_native(environment) -> bool:
-    """Whether the user has asked for all of TensorFlow's native lines, by `TF_CPP_MIN_LOG_LEVEL=0`."""
+    """Returns whether the user has requested all of TensorFlow's native lines, by `TF_CPP_MIN_LOG_LEVEL=0`."""
     return environment.get("TF_CPP_MIN_LOG_LEVEL") == "0"
 
 
 @contextlib.contextmanager
 def native(ends_start: bool = True):
-    """Within it, TensorFlow starts in this process without its native start-up lines.
+    """Hides TensorFlow's native start-up lines in this process until the context ends.
 
     Args:
-        ends_start: whether TensorFlow will have started then, so that nothing is to be kept back any more.
+        ends_start: Whether TensorFlow has started at the end, so that later contexts hide nothing.
     """
     with _lock:
-        mine = not (_state["active"] or _state["started"] or wants_native(os.environ)) and bool(sys.executable)
-        _state["active"] |= mine
-    if not mine:
+        filters = not (_state["active"] or _state["started"] or wants_native(os.environ)) and bool(sys.executable)
+        _state["active"] |= filters
+    if not filters:
         yield
         return
     try:
@@ -58,31 +58,31 @@ def native(ends_start: bool = True):
 def _filtered():
     sys.stderr.flush()
     try:
-        kept = os.dup(2)
-    except OSError:  # there is no such descriptor
+        original = os.dup(2)
+    except OSError:  # the descriptor is closed
         yield
         return
     command = [sys.executable, "-I", "-S", native_lines.__file__]
-    filtering = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=kept, stderr=subprocess.DEVNULL)
+    filtering = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=original, stderr=subprocess.DEVNULL)
     try:
         os.dup2(filtering.stdin.fileno(), 2)
         filtering.stdin.close()
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
         try:
             filtering.wait(timeouts.get().output_filter)
-        except subprocess.TimeoutExpired:  # a process that was started meanwhile writes to it
+        except subprocess.TimeoutExpired:  # a child process that started meanwhile still writes to it
             _left.append(filtering)
 
 
 def ray_starts() -> None:
-    """Keeps back what Ray says of its start where it was not the user who called `ray.init`.
+    """Hides Ray's start-up lines unless the user has called `ray.init`.
 
-    A dataset that is made before anything else starts Ray, too, which is why this is called when raytf is imported.
-    What Ray warns of is shown; that it protects a cluster with a token is no warning.
+    The import of raytf calls it, as the creation of a dataset may start Ray too. Ray's warnings are shown, except the
+    one that a token protects the cluster.
     """
     import logging
 
@@ -90,7 +90,7 @@ def ray_starts() -> None:
         logger = logging.getLogger(name)
         if _is_told not in logger.filters:
             logger.addFilter(_is_told)
-    # what Ray and its tqdm would like to draw with in a notebook
+    # hides hints of Ray and its tqdm to install widgets for a notebook
     logging.getLogger(_RAY_WIDGETS).setLevel(logging.WARNING)
     if "ipykernel" in sys.modules:
         import warnings
@@ -100,27 +100,27 @@ def ray_starts() -> None:
 
 @contextlib.contextmanager
 def at_levels(levels: Mapping[str, int | str]) -> Iterator[None]:
-    """Within it loggers, by name, have other levels."""
+    """Sets the levels of loggers, by name, until the context ends."""
     import logging
 
-    before = {name: logging.getLogger(name).level for name in levels}
+    previous = {name: logging.getLogger(name).level for name in levels}
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        for name, level in before.items():
+        for name, level in previous.items():
             logging.getLogger(name).setLevel(level)
 
 
 def result_is_read():
-    """Within it Ray reads a run's folder without its advice for those who meant to start another run."""
+    """Returns a context in which Ray reads a run's folder without its hints on how to start another run."""
     return at_levels({loggers.TRAIN_CHECKPOINTS: "WARNING"})
 
 
 def _is_told(record) -> bool:
-    says_only = record.levelname == "INFO" or "Token authentication is enabled for this" in str(record.msg)
-    return not (says_only and _NOBODYS & set(_callers()))
+    is_information = record.levelname == "INFO" or "Token authentication is enabled for this" in str(record.msg)
+    return not (is_information and _NOBODYS & set(_callers()))
 
 
 def _callers():

@@ -1,1 +1,1 @@
-"""Rows of a Ray Dataset to batches of tensors, in an order that does not depend on the number of workers."""
+"""Converts rows of a Ray Dataset to batches of tensors, in an order that is independent of the number of workers."""

@@ -1,4 +1,4 @@
-"""What a batch consists of: columns by role, and the user's function of a batch. Needs no TensorFlow."""
+"""Contents of a batch: columns by role, and the user's function of a batch. Needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from raytf.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a batch consists of.
+    """Contents of a batch.
 
     Args:
-        features, labels, sample_weights: parsed columns (`columns.parse`); labels and weights may be None.
-        map: map(features, labels, weights, seeds) -> the same without seeds; parts that are None are left out. In
-            TensorFlow operations on a batch; seeds are int32, (rows, 2), a function of seed, epoch and row.
+        features: Parsed columns (`columns.parse`).
+        labels: Parsed columns, or None.
+        sample_weights: Parsed columns, or None.
+        map: map(features, labels, weights, seeds) -> the same without seeds; parts that are None are omitted. It uses
+            TensorFlow operations on a batch. Seeds are int32, (rows, 2), a function of seed, epoch and row.
 
     Raises:
-        ConfigError: several columns say which rows share a batch.
+        ConfigError: Several columns have `bucket`.
     """
 
     features: Any
@@ -44,23 +46,23 @@ class BatchSpec:
 
     @classmethod
     def parsed(cls, features, labels=None, sample_weights=None, map: Callable | None = None) -> BatchSpec:
-        """Of columns as users name them: names, `raytf.Column`s, lists and dicts of these."""
+        """Returns the spec from columns as users write them: names, `raytf.Column`s, lists and dicts of these."""
         given = {"features": features, "labels": labels, "sample_weights": sample_weights}
         return cls(**{role: columns.parse(spec, role) for role, spec in given.items()}, map=map)
 
     @property
     def roles(self) -> dict[str, Any]:
-        """The parsed columns by role, None for those that there are not."""
+        """Returns the parsed columns by role, None for missing ones."""
         return {"features": self.features, "labels": self.labels, "sample_weights": self.sample_weights}
 
     @property
     def structure(self) -> tuple:
-        """(features, labels, weights) as far as there are any; each `Columns`, or a dict of them."""
+        """Returns (features, labels, weights) without missing ones; each is `Columns`, or a dict of them."""
         return tuple(spec for spec in self.roles.values() if spec is not None)
 
     @functools.cached_property
     def columns(self) -> list[Columns]:
-        """What is read, in the order of the structure."""
+        """Returns the columns to read, in the order of the structure."""
         return [c for spec in self.structure for c in columns.flat(spec)]
 
     @functools.cached_property
@@ -69,31 +71,36 @@ class BatchSpec:
 
     @property
     def bucket(self) -> int | None:
-        """The index of the column whose lengths say which rows share a batch, or None."""
+        """Returns the index of the column whose lengths decide which rows share a batch, or None."""
         return next(iter(self._buckets), None)
 
     @functools.cached_property
     def padded(self) -> list[int]:
-        """The indices of the columns that are filled up to the longest list of a global batch."""
+        """Returns the indices of the columns that are padded to the longest list of a global batch."""
         return [i for i, c in enumerate(self.columns) if not c.stacked and c.parts[0].pads_batch]
 
     def order(self, sampler: Sampler) -> dict[str, int | str | bool]:
-        """What says which rows a step of an epoch has; where it is the same, it is the same rows. JSON.
+        """Returns the settings that decide which rows a step has, as JSON. Equal settings mean equal rows.
 
         Args:
-            sampler: the order of the dataset's rows.
+            sampler: The order of the dataset's rows.
         """
         bucket = self.bucket is not None
-        told = {"rows": sampler.total, "batch_size": sampler.global_batch, "shuffle": sampler.shuffle, "bucket": bucket}
+        settings = {
+            "rows": sampler.total,
+            "batch_size": sampler.global_batch,
+            "shuffle": sampler.shuffle,
+            "bucket": bucket,
+        }
         if sampler.shuffle != "none" or bucket or self.map:
-            told["seed"] = sampler.seed
+            settings["seed"] = sampler.seed
         if sampler.shuffle == "window" or bucket:
-            told["window"] = sampler.chunk_steps
+            settings["window"] = sampler.chunk_steps
         if sampler.shuffle == "window":
-            told["pieces"] = zlib.crc32(np.asarray(sampler.rows, np.int64).tobytes())
-        return told
+            settings["pieces"] = zlib.crc32(np.asarray(sampler.rows, np.int64).tobytes())
+        return settings
 
     def check(self, names: Collection[str]) -> None:
-        """Raises ConfigError for a column that is not among the names of a dataset's."""
+        """Raises ConfigError for a column that is not in `names`, the columns of a dataset."""
         for role, spec in self.roles.items():
             columns.check_names(spec, names, role)

@@ -1,4 +1,4 @@
-"""From gathered arrays to batches of tensors: the part of the feed that runs in TensorFlow's graph."""
+"""Converts gathered arrays to batches of tensors: the part of the feed that runs in TensorFlow's graph."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raytf.data.gather import ColumnSource, Lists
 
 @dataclass
 class Batcher:
-    """How superbatches become batches.
+    """Converter of superbatches to batches.
 
     Args:
-        spec: what a batch consists of.
-        sources: of each of its columns.
+        spec: Contents of a batch.
+        sources: The `ColumnSource` of each column.
     """
 
     spec: BatchSpec
@@ -26,23 +26,26 @@ class Batcher:
 
     @property
     def computes(self) -> bool:
-        """Whether a batch is worked on, with the user's `map` or by decoding images."""
+        """Returns whether a batch needs computation, the user's `map` or the decoding of images."""
         return self.spec.map is not None or any(not c.stacked and c.parts[0].image for c in self.spec.columns)
 
     @property
     def heavy(self) -> bool:
-        """Whether a batch is more than cut out of a superbatch."""
+        """Returns whether a batch needs more than a slice of a superbatch."""
         return self.computes or any(isinstance(source, Lists) for source in self.sources)
 
     @property
     def row_bytes(self) -> float:
-        """About how many bytes a row takes."""
+        """Returns the approximate bytes of a row."""
         return sum(source.row_bytes for source in self.sources)
 
     @property
     def signature(self) -> tuple[tf.TensorSpec, ...]:
-        """Of a superbatch: an array for each source, two for lists (values and lengths); for each column that is filled
-        up to the longest list of a global batch its length, by step; and seeds."""
+        """Returns the specs of a superbatch.
+
+        It has an array for each source, or two for lists (values and lengths). Then follow, for each column that is
+        padded by global batch, the longest lengths by step, and the seeds.
+        """
         specs = []
         for source in self.sources:
             if isinstance(source, Lists):
@@ -55,13 +58,13 @@ class Batcher:
     def batches(
         self, dataset: tf.data.Dataset, rows: int, *, static: bool = False, empty: bool = False
     ) -> tf.data.Dataset:
-        """Superbatchs to what the model takes: images decoded, the user's `map` applied, in the user's structure.
+        """Converts superbatches to batches in the user's structure, with images decoded and the user's `map` applied.
 
         Args:
-            dataset: of superbatches, as `signature` has them, each of whole batches but for the last.
-            rows: of a batch.
-            static: all batches have as many.
-            empty: one batch without rows at the end.
+            dataset: Dataset of superbatches of `signature`, each of whole batches except the last.
+            rows: Number of rows of a batch.
+            static: Whether all batches have this number of rows.
+            empty: Whether a batch without rows is added at the end.
         """
         if self._ragged:
             dataset = dataset.flat_map(lambda *flat: self._cut(*self._split(flat), rows, static))
@@ -69,7 +72,7 @@ class Batcher:
             if any(isinstance(source, Lists) for source in self.sources):
                 dataset = dataset.map(lambda *flat: tuple(self._split(flat)[0]))
             dataset = dataset.rebatch(rows, drop_remainder=static)
-        if empty and not self.spec.padded:  # else each step of a superbatch gives a batch
+        if empty and not self.spec.padded:  # with padding each step of a superbatch already makes a batch
             nothing = tuple(tf.zeros([n or 0 for n in spec.shape], spec.dtype) for spec in self.signature)
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(nothing).map(self._nothing))
         if self.computes:
@@ -83,16 +86,16 @@ class Batcher:
 
     @property
     def _ragged(self) -> bool:
-        """Whether a batch's lists are cut out, and filled up, one batch at a time."""
+        """Returns whether lists are sliced and padded one batch at a time."""
         lists = zip(self.spec.columns, self.sources, strict=True)
         return any(isinstance(source, Lists) and not isinstance(c.parts[0].pad, int) for c, source in lists)
 
     def _split(self, flat) -> tuple[list, list]:
-        """Takes a superbatch apart.
+        """Splits a superbatch into its parts.
 
         Returns:
-            For each column a tensor of all rows, or for lists of different lengths (values, row splits), and the seeds;
-            and the longest lists of each step.
+            (for each column a tensor of all rows, or (values, row splits) of lists, and the seeds; the longest lengths
+            by step).
         """
         flat, out = iter(flat), []
         for columns, source in zip(self.spec.columns, self.sources, strict=True):
@@ -103,18 +106,18 @@ class Batcher:
             (column,) = columns.parts
             whole = isinstance(column.pad, int)
             out.append(_pad(_lists(values, splits), column, column.pad) if whole else (values, splits))
-        rest = list(flat)
-        return [*out, *rest[len(self.spec.padded) :]], rest[: len(self.spec.padded)]
+        remaining = list(flat)
+        return [*out, *remaining[len(self.spec.padded) :]], remaining[: len(self.spec.padded)]
 
     def _cut(self, split, longest, rows: int, static: bool) -> tf.data.Dataset:
-        """Batches of a superbatch that holds lists."""
+        """Slices a superbatch with lists into batches."""
         first = split[0]
         total = tf.size(first[1], tf.int64) - 1 if isinstance(first, tuple) else tf.shape(first, tf.int64)[0]
-        if longest:  # of a last step this worker may have no row
+        if longest:  # this worker may have no row of the last step
             begins = tf.minimum(tf.range(tf.size(longest[0], tf.int64)) * rows, total)
         else:
             begins = tf.range(0, total // rows * rows if static else total, rows, tf.int64)
-        # worked out for all batches at once: an operation on a batch costs more than what it computes here
+        # computed for all batches at once: the overhead of an operation exceeds its work on one batch
         cuts = self._cuts(split, longest, begins, tf.minimum(begins + rows, total))
 
         def one(*cut):
@@ -124,26 +127,31 @@ class Batcher:
         return tf.data.Dataset.from_tensor_slices(cuts).map(one)
 
     def _cuts(self, split, longest, begins, ends) -> tuple:
-        """Where batches lie: (begin, rows, rows + 1), for each column of lists (begin, number) of the values, and the
-        longest lists; each int64, (batches, 1)."""
+        """Computes the slices of batches: begin, rows, rows + 1; begin and size of each list column's values; and the
+        longest lengths. Each is int64, (batches, 1).
+        """
         cuts = [begins, ends - begins, ends - begins + 1]
-        for one in split:
-            if isinstance(one, tuple):
-                first = tf.gather(one[1], begins)
-                cuts += [first, tf.gather(one[1], ends) - first]
+        for part in split:
+            if isinstance(part, tuple):
+                first = tf.gather(part[1], begins)
+                cuts += [first, tf.gather(part[1], ends) - first]
         return tuple(cut[:, None] for cut in (*cuts, *longest))
 
     def _part(self, split, cut):
-        """One batch, also finished where that is only a matter of structure."""
-        begin, rows, more, *rest = cut
-        lists, parts = iter(rest[: len(rest) - len(self.spec.padded)]), []
-        longest = iter(rest[len(rest) - len(self.spec.padded) :])
-        for i, one in enumerate(split):
-            if not isinstance(one, tuple):
-                parts.append(tf.slice(one, begin, rows) if one.shape.rank == 1 else one[begin[0] : begin[0] + rows[0]])
+        """Slices one batch, and finishes it unless `batches` does so later."""
+        begin, rows, more, *list_slices = cut
+        lists, parts = iter(list_slices[: len(list_slices) - len(self.spec.padded)]), []
+        longest = iter(list_slices[len(list_slices) - len(self.spec.padded) :])
+        for i, column_part in enumerate(split):
+            if not isinstance(column_part, tuple):
+                parts.append(
+                    tf.slice(column_part, begin, rows)
+                    if column_part.shape.rank == 1
+                    else column_part[begin[0] : begin[0] + rows[0]]
+                )
                 continue
             first, size = next(lists), next(lists)
-            ragged = _lists(tf.slice(one[0], first, size), tf.slice(one[1], begin, more) - first)
+            ragged = _lists(tf.slice(column_part[0], first, size), tf.slice(column_part[1], begin, more) - first)
             (column,) = self.spec.columns[i].parts
             parts.append(_pad(ragged, column, next(longest)[0]) if column.pads_batch else ragged)
         return tuple(parts) if self.computes or not self._ragged else self._finish(*parts)
@@ -174,7 +182,7 @@ def _lists(values: tf.Tensor, splits: tf.Tensor) -> tf.RaggedTensor:
 
 
 def _pad(ragged: tf.RaggedTensor, column, length: int | tf.Tensor) -> tf.Tensor:
-    """Returns the lists filled up to `length`, which is at least that of the longest."""
+    """Returns the lists padded to `length`, which is at least the longest length."""
     value = tf.cast(column.pad_value, ragged.dtype)
     if isinstance(length, int):
         return ragged.to_tensor(value, shape=[None, length])
@@ -184,11 +192,11 @@ def _pad(ragged: tf.RaggedTensor, column, length: int | tf.Tensor) -> tf.Tensor:
 
 
 def decode_images(files: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:
-    """Image files to pixels.
+    """Decodes image files to pixels.
 
     Args:
-        files: PNG, JPEG, GIF or BMP files: string, (rows,).
-        shape: (height, width, channels); others are resized bilinearly, and rounded.
+        files: Contents of PNG, JPEG, GIF or BMP files: string, (rows,).
+        shape: (height, width, channels). Images of another size are resized bilinearly, and rounded.
 
     Returns:
         uint8, (rows, height, width, channels).

@@ -1,4 +1,4 @@
-"""What each tensor that a model is fed with is made of: columns of a dataset, and how they become tensors."""
+"""Columns of a dataset, and their conversion to the tensors that a model receives."""
 
 from __future__ import annotations
 
@@ -73,27 +73,27 @@ class Column:
 
     @property
     def is_list(self) -> bool:
-        """Whether rows may differ in length."""
+        """Returns whether rows may differ in length."""
         return self.ragged or self.pad is not None
 
     @property
     def pads_batch(self) -> bool:
-        """Whether lists are filled up to the longest of their global batch."""
+        """Returns whether lists are padded to the longest one of their global batch."""
         return self.pad == "batch"
 
 
-# As users write them: what one tensor is made of, and such by the names of a model's inputs or outputs.
+# As users write them: the columns of one tensor, and a mapping of these by name of a model's input or output.
 ColumnSpec = str | Column | Sequence[str | Column]
 ColumnSpecs = ColumnSpec | Mapping[str, ColumnSpec]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What one tensor is made of.
+    """Columns of one tensor.
 
     Args:
-        parts: columns of the dataset.
-        stacked: whether the columns become one float32 vector (a list was given), or there is one as it is.
+        parts: Columns of the dataset.
+        stacked: Whether the columns become one float32 vector, as a list does; else there is one column.
     """
 
     parts: tuple[Column, ...]
@@ -105,12 +105,12 @@ class Columns:
 
     @property
     def stored(self) -> str:
-        """Name of the column in which the vectors lie where `gather.stack` has made them; no dataset has such."""
+        """Returns the name of the column in which `gather.stack` stores the vectors; no dataset has such a name."""
         return f"raytf: {self.parts!r}"
 
     @staticmethod
     def of(spec: ColumnSpec, role: str) -> Columns:
-        """From "column", Column("column"), or a list of them."""
+        """Returns the columns of one tensor from "column", Column("column"), or a list of them."""
         if isinstance(spec, str | Column):
             return Columns((_column(spec),), False)
         if isinstance(spec, Sequence) and spec and all(isinstance(part, str | Column) for part in spec):
@@ -127,7 +127,7 @@ def _column(spec: str | Column) -> Column:
 
 
 def parse(spec: ColumnSpecs | None, role: str) -> Columns | dict[str, Columns] | None:
-    """The columns of `features`, `labels` or `sample_weights` as the trainers take them."""
+    """Parses the trainers' argument `features`, `labels` or `sample_weights`."""
     if spec is None:
         return None
     if isinstance(spec, Mapping):
@@ -136,10 +136,10 @@ def parse(spec: ColumnSpecs | None, role: str) -> Columns | dict[str, Columns] |
 
 
 def read(found: Any) -> ColumnSpecs:
-    """Returns columns as users name them of what `fingerprint.of_columns` has written of them into a checkpoint.
+    """Returns columns as users write them, from the form that `fingerprint.of_columns` writes into a checkpoint.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: The value has another form.
     """
     if isinstance(found, str):
         return found
@@ -167,13 +167,13 @@ def _read_column(found: Any) -> str | Column:
 
 
 def flat(spec) -> list[Columns]:
-    """The `Columns` of a parsed spec, in order."""
+    """Returns the `Columns` of a parsed spec, in order."""
     return [] if spec is None else list(spec.values()) if isinstance(spec, dict) else [spec]
 
 
 @contextlib.contextmanager
 def of_dataset(name: str) -> Iterator[None]:
-    """Within it a ConfigError says of which of a run's datasets it is, unless that is the first one to look at."""
+    """Adds the dataset's name to a ConfigError in the context, for the dataset "validation" only."""
     try:
         yield
     except ConfigError as error:
@@ -183,7 +183,7 @@ def of_dataset(name: str) -> Iterator[None]:
 
 
 def check_names(spec, schema_names: Sequence[str], role: str) -> None:
-    """Raises ConfigError for a column that the dataset does not have."""
+    """Raises ConfigError for a column that is missing in the dataset."""
     for part in flat(spec):
         for name in part.names:
             if name not in schema_names:

@@ -1,7 +1,7 @@
-"""A dataset to `tf.data.Dataset`: this worker's part of every global batch, in the order of `raytf.data.sampling`.
+"""Converts a dataset to a `tf.data.Dataset`: this worker's part of each global batch, in the order of `sampling`.
 
-Rows are copied once, in superbatches of many steps, from Arrow memory into memory of their own; TensorFlow cuts these
-into batches in C++, so that Python is called seldom.
+Rows are copied once, from Arrow memory into superbatches of many steps. TensorFlow slices these into batches in C++,
+so that it rarely calls Python.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ from raytf.data.streamed import StreamedDataset
 from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard
 
-# Bytes that are gathered at once: large enough that Python is called seldom, small enough to stay in the allocator.
+# Bytes of a superbatch: large enough for rare calls of Python, small enough to stay in the allocator.
 SUPERBATCH = 8 << 20
-# Of the first in an epoch, which the first step waits for.
+# Bytes of the first superbatch of an epoch, for which the first step waits.
 FIRST_SUPERBATCH = 1 << 20
-# Batches ready before the step that takes them, where making one out of a superbatch takes time.
+# Number of prefetched batches, if it takes time to make one out of a superbatch.
 PREFETCH = 2
 HEAVY_BATCH = 1 << 20  # bytes
 
 
 class Feed:
-    """One worker's part of a dataset.
+    """One worker's shard of a dataset.
 
     Args:
-        dataset: where its rows lie: a `stored.StoredDataset`, or a `streamed.StreamedDataset`.
-        batch: what a batch consists of.
-        sampling: how steps take rows.
-        shard: this worker among all.
-        static: batches of one fixed shape, as TPUs need; with `drop_remainder`.
-        reader_shard: this process among those that read, where these are not the workers.
-        shapes_only: other processes read; this one needs steps, shapes and dtypes, and looks at the first rows.
+        dataset: A `stored.StoredDataset`, or a `streamed.StreamedDataset`.
+        batch: Contents of a batch.
+        sampling: Sampling settings.
+        shard: Index of this worker, and number of workers.
+        static: Whether all batches have one fixed shape, as TPUs need; with `drop_remainder`.
+        reader_shard: Index of this process among those that read, and their number, or None for the workers.
+        shapes_only: Whether other processes read. This one then needs steps, shapes and dtypes, from the first rows.
 
     Attributes:
-        rows, steps: of an epoch.
-        chunk_steps: steps whose rows are put in order together.
-        global_batch: rows of a step.
-        shape: of the tensors.
-        epoch: the epoch that the next iterator gives; counts up by itself unless it is set before each epoch.
-        first_step: the step that the next iterator starts with.
+        rows: Number of rows of an epoch.
+        steps: Number of steps of an epoch.
+        chunk_steps: Number of steps whose rows are ordered together.
+        global_batch: Rows of a step.
+        shape: The `Batcher` of the tensors.
+        epoch: The epoch of the next iterator; it counts up by itself unless `set_epoch` is called.
+        first_step: The first step of the next iterator.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Feed:
     ):
         self._batch, self._sampling, self._shard = batch, sampling, shard
         self._order = sampling.of(dataset.rows)
-        reads = reader_shard or shard
-        seen = dataset.first() if shapes_only and dataset.rows else dataset
-        self._reader: Reader = open_reader(seen, batch.columns, self._order, reads.index, reads.count)
+        reading = reader_shard or shard
+        opened = dataset.first() if shapes_only and dataset.rows else dataset
+        self._reader: Reader = open_reader(opened, batch.columns, self._order, reading.index, reading.count)
         if isinstance(self._reader, StreamReader) and reader_shard is None:
             self._reader.prepare = self._prepare
         self.shape = Batcher(batch, self._reader.sources)
@@ -79,22 +80,22 @@ class Feed:
 
     @property
     def order(self) -> dict[str, int | str | bool]:
-        """What says which rows a step of an epoch has, see `BatchSpec.order`."""
+        """Returns the settings that decide which rows a step has, see `BatchSpec.order`."""
         return self._batch.order(self._order)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Says which epoch every iterator from now on gives, and from which step on."""
+        """Sets the epoch of all further iterators, and the first step of the next one."""
         self.epoch, self.first_step, self._counts_itself = epoch, first_step, False
 
     def dataset(self) -> tf.data.Dataset:
-        """A `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
+        """Returns a `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
         start, stop = self._shard.of(self.global_batch)
         shape = self.shape
         with giving_memory():
             dataset = tf.data.Dataset.from_generator(self._superbatches, output_signature=shape.signature)
-        rest = self._order.total - (self.steps - 1) * self.global_batch
-        # a step of which this worker has no row is a step
-        empty = self._shard.of(rest)[0] == rest
+        last_rows = self._order.total - (self.steps - 1) * self.global_batch
+        # a step without rows of this worker is a step too
+        empty = self._shard.of(last_rows)[0] == last_rows
         dataset = shape.batches(dataset.prefetch(1), stop - start, static=self._static, empty=empty)
         if self._static:
             _check_static(dataset.element_spec)
@@ -102,24 +103,26 @@ class Feed:
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         options.autotune.enabled = False  # it costs a thread, and at times a wait at the end (`iterator_ends`)
-        # A thread more costs a step more than it saves where a batch is only cut out of a superbatch.
+        # an additional thread costs more than it saves if a batch is only a slice of a superbatch
         if shape.heavy or shape.row_bytes * (stop - start) > HEAVY_BATCH:
             dataset = dataset.prefetch(PREFETCH)
         return worker_part.mark_worker_part(dataset.with_options(options))
 
     def first_batch(self) -> tf.data.Dataset:
-        """The first batch of the first epoch alone, from no generator: of the first one TensorFlow writes a line."""
+        """Returns only the first batch, without a generator: TensorFlow logs a line at the first generator."""
         rows = tf.data.Dataset.from_tensors(tuple(self.span(0, 0, 1)))
         return worker_part.mark_worker_part(self.shape.batches(rows, self.global_batch))
 
     def step_without(self, skip: int) -> tf.data.Dataset:
-        """The step that the next iterator would start with, alone, without the first rows of its global batch."""
+        """Returns only the first step of the next iterator, without the first `skip` rows of its global batch."""
         rows = min(self.global_batch, self._order.total - self.first_step * self.global_batch)
         start, stop = self._shard.of(rows)
-        mine = min(max(0, skip - start), stop - start)
+        skipped = min(max(0, skip - start), stop - start)
 
         def rest(*batch):
-            first = tf.compat.v1.placeholder_with_default(mine, [])  # the shape is not to tell how many are left
+            first = tf.compat.v1.placeholder_with_default(
+                skipped, []
+            )  # keeps the number of rows out of the static shape
             parts = tf.nest.map_structure(lambda tensor: _rows_from(tensor, first), batch)
             return parts if len(parts) > 1 else parts[0]
 
@@ -143,25 +146,25 @@ class Feed:
                 step, size = begin + steps.stop, SUPERBATCH
 
     def _positions(self, epoch, chunk, rows):
-        """Those of a whole chunk, where this worker's alone cannot be worked out."""
+        """Returns the positions of a whole chunk, or None if this worker's part is computed alone."""
         if self._batch.bucket is not None:
             return epoch.positions(chunk, lambda positions: rows.lengths(positions, self._batch.bucket))
         return epoch.positions(chunk) if epoch.by_chunk else None
 
     def _prepare(self, epoch, number: int, chunk: int, rows) -> None:
-        """Fetches this worker's rows of a chunk of a stream, and the lengths of all lists, before they are due."""
+        """Prefetches this worker's rows of a stream's chunk, and the lengths of all lists."""
         for column in self._batch.padded:
             rows.lengths(np.arange(*epoch.bounds(chunk)), column)
         whole, steps = self._positions(epoch, chunk, rows), slice(0, self._order.chunk_steps)
         rows.fetch(epoch.part(chunk, steps, self._shard.index, self._shard.count, whole))
 
     def _arrays(self, epoch, number, chunk, rows, whole, steps: slice) -> tuple:
-        mine = epoch.part(chunk, steps, self._shard.index, self._shard.count, whole)
-        seeds = (row_seeds(self._order.seed, number, epoch.row_numbers(mine)),) if self._batch.map else ()
-        return (*rows.gather(mine), *self._longest(epoch, chunk, rows, whole, steps), *seeds)
+        positions = epoch.part(chunk, steps, self._shard.index, self._shard.count, whole)
+        seeds = (row_seeds(self._order.seed, number, epoch.row_numbers(positions)),) if self._batch.map else ()
+        return (*rows.gather(positions), *self._longest(epoch, chunk, rows, whole, steps), *seeds)
 
     def _longest(self, epoch, chunk, rows, whole, steps: slice) -> list[np.ndarray]:
-        """Returns the length of the longest list of each step, of all workers' rows, for each column that needs it."""
+        """Returns the longest length of each step, over all workers' rows, for each column that is padded by batch."""
         if not self._batch.padded:
             return []
         every = epoch.part(chunk, steps, 0, 1, whole)
@@ -169,11 +172,12 @@ class Feed:
         return [np.maximum.reduceat(rows.lengths(every, i), begins).astype(np.int64) for i in self._batch.padded]
 
     def span(self, number: int, first: int, count: int) -> tuple:
-        """The arrays of this worker's rows of some steps, as `shape.signature` has them.
+        """Returns the arrays of this worker's rows of some steps, in the form of `shape.signature`.
 
         Args:
-            number: the epoch, from 0.
-            first, count: the steps; all in one chunk.
+            number: Number of the epoch, from 0.
+            first: The first step.
+            count: Number of steps, all in one chunk.
         """
         chunk, begin = first // self.chunk_steps, first // self.chunk_steps * self.chunk_steps
         if self._chunk[0] != (number, chunk):
@@ -194,11 +198,11 @@ def _rows_from(tensor, first: tf.Tensor):
 
 def _check_static(spec) -> None:
     """Raises ConfigError unless a batch has one fixed shape, of numbers."""
-    for one in tf.nest.flatten(spec):
-        fixed = isinstance(one, tf.TensorSpec) and one.shape.is_fully_defined()
-        if not fixed or one.dtype == tf.string:
+    for tensor in tf.nest.flatten(spec):
+        fixed = isinstance(tensor, tf.TensorSpec) and tensor.shape.is_fully_defined()
+        if not fixed or tensor.dtype == tf.string:
             raise ConfigError(
                 "On TPUs every batch has the same shape, of numbers",
-                f"{one.dtype.name}{getattr(one, 'shape', '')}",
+                f"{tensor.dtype.name}{getattr(tensor, 'shape', '')}",
                 "Pad lists to one length (raytf.Column(..., pad=256)), and encode strings before",
             )

@@ -1,7 +1,7 @@
-"""The rows of a tensor in a list of Arrow tables, gathered in any order into memory of their own.
+"""Gathers rows of a tensor from a list of Arrow tables, in any order, into new arrays.
 
-Object-store memory is read only by convention but mapped writable, and TensorFlow may work in place on memory that it
-was given: rows are therefore always copied, once.
+Object-store memory is read-only by convention but mapped writable, and TensorFlow may write in place to arrays that it
+receives. Rows are therefore always copied, once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from raytf.errors import ConfigError
 
 ALIGNMENT = 64  # bytes; TensorFlow then takes an array without a copy
 _STACK_ROWS = 1024  # rows that are transposed at once, so that they stay in the cache
-_CACHED_BYTES = 256 << 10  # of rows that are brought together before they go where they belong
-# A tensor of no more than this is copied into one array: rows of one array are gathered in one pass.
+_CACHED_BYTES = 256 << 10  # bytes of rows that are gathered before they are scattered to the output
+# A tensor up to this size is copied into one array, from which rows are gathered in one pass.
 COPIED_BYTES = 64 << 20
 
 
 def source(tables: Sequence[pa.Table], columns: Columns, copied_bytes: float = math.inf) -> ColumnSource:
-    """The `ColumnSource` that fits the columns' types.
+    """Returns the `ColumnSource` for the columns' types.
 
     Args:
-        tables: that hold the columns.
-        columns: of one tensor.
-        copied_bytes: stacked columns of more than this are not copied beforehand, but gathered one by one.
+        tables: Tables with the columns.
+        columns: Columns of one tensor.
+        copied_bytes: Bytes above which stacked columns are gathered one by one, without a copy beforehand.
 
     Raises:
-        ConfigError: nulls without a fill, lists of different lengths without a way to treat them, or a type that has no
-            tensor.
+        ConfigError: There are nulls without a fill, lists of different lengths without `pad` or `ragged`, or a type
+            that has no tensor.
     """
     if columns.stacked and all(columns.stored in table.column_names for table in tables):
         return Dense(tables, Column(columns.stored))
@@ -53,9 +53,9 @@ class ColumnSource:
     """Rows of one tensor.
 
     Attributes:
-        shape: of a row; dimensions that differ by row are None.
-        dtype: NumPy's.
-        row_bytes: about how many bytes a row takes.
+        shape: Shape of a row; dimensions that differ by row are None.
+        dtype: NumPy dtype.
+        row_bytes: Approximate bytes of a row.
     """
 
     shape: tuple[int | None, ...]
@@ -63,17 +63,20 @@ class ColumnSource:
     row_bytes: float
 
     def gather(self, places: Places) -> tuple[np.ndarray, ...]:
-        """The rows at these places, in their order: one array, (rows, *shape), or for lists two, the values of all
-        lists, one after the other, and the int64 length of each."""
+        """Copies the rows at `places`, in their order.
+
+        Returns:
+            One array, (rows, *shape). Lists return two: the concatenated values, and the int64 length of each list.
+        """
         raise NotImplementedError
 
 
 class Places:
-    """Where some rows lie.
+    """Locations of rows.
 
     Args:
-        table: index of each row's table, (rows,).
-        row: its number in the table, (rows,).
+        table: Index of each row's table, (rows,).
+        row: Each row's number in its table, (rows,).
     """
 
     def __init__(self, table: np.ndarray, row: np.ndarray):
@@ -84,7 +87,7 @@ class Places:
 
     @functools.cached_property
     def by_table(self) -> list[tuple[int, np.ndarray, np.ndarray | slice]]:
-        """(table, rows in it, where they stand among all) for each table that occurs."""
+        """Returns (table, rows in it, their indices among all rows) for each table that occurs."""
         if not len(self.table):
             return []
         if (self.table[0] == self.table).all():
@@ -95,14 +98,14 @@ class Places:
 
     @functools.cached_property
     def run(self) -> tuple[int, int] | None:
-        """(table, first row) if the rows are neighbours in one table, in its order."""
+        """Returns (table, first row) if the rows are consecutive in one table, or None."""
         if len(self.by_table) != 1 or self.row[-1] - self.row[0] + 1 != len(self.row):
             return None
         return (int(self.table[0]), int(self.row[0])) if (np.diff(self.row) == 1).all() else None
 
 
 class Dense(ColumnSource):
-    """Rows of one shape."""
+    """Source of rows of one shape."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
         arrays = [_stored_array(table, column) for table in tables]
@@ -122,10 +125,10 @@ class Dense(ColumnSource):
 
 
 class Stacked(ColumnSource):
-    """Columns of single numbers that become one float32 vector.
+    """Source of several columns of single numbers, stacked into one float32 vector.
 
-    In a copy of them all where that is small; else out of the columns themselves, which takes about ten times as long
-    as where `stack` has put each row together before.
+    It copies small data beforehand. Else it gathers from the columns, which takes about ten times as long as from the
+    vectors of `stack`.
     """
 
     def __init__(self, tables: Sequence[pa.Table], columns: Columns, copied_bytes: float):
@@ -144,22 +147,22 @@ class Stacked(ColumnSource):
         if self._whole is not None:
             return (self._whole.take(places),)
         out = aligned_empty((len(places), *self.shape), self.dtype)
-        for table, rows, where in places.by_table:
-            where = np.arange(len(rows)) if isinstance(where, slice) else where
+        for table, rows, indices in places.by_table:
+            indices = np.arange(len(rows)) if isinstance(indices, slice) else indices
             for start in range(0, len(rows), _STACK_ROWS):
                 few = slice(start, start + _STACK_ROWS)
                 part = np.empty((len(rows[few]), *self.shape), self.dtype)
                 for j, array in enumerate(self._parts[table]):
                     part[:, j] = array.take(rows[few], mode="clip")
-                out[where[few]] = part
+                out[indices[few]] = part
         return (out,)
 
 
 def stack(table: pa.Table, columns: Columns) -> pa.Array:
-    """The float32 vector of each row of a table, as `source` finds it again in a column `columns.stored`.
+    """Stacks columns into a float32 vector for each row of a table, for the column `columns.stored`.
 
     Raises:
-        ConfigError: the columns cannot be stacked, see `source`.
+        ConfigError: The columns cannot be stacked, see `source`.
     """
     arrays = _numbers(table, columns)
     whole = np.empty((len(table), len(arrays)), np.float32)
@@ -175,10 +178,10 @@ def _numbers(table: pa.Table, columns: Columns) -> list[np.ndarray]:
         array = None if _is_text(decoded) else column_array(table, column)
         if array is None or array.ndim != 1 or array.dtype.hasobject:
             name = column.name
-            found = f"type {kind}" if array is None else f"shape {array.shape[1:]} and dtype {array.dtype}"
+            description = f"type {kind}" if array is None else f"shape {array.shape[1:]} and dtype {array.dtype}"
             raise ConfigError(
                 "Columns that are stacked into one vector must hold single numbers",
-                f"{name!r} of {found}",
+                f"{name!r} of {description}",
                 f'Make it an input of its own, features={{"numbers": [...], {name!r}: {name!r}}}, or number its values',
             )
         arrays.append(array)
@@ -189,9 +192,9 @@ class Arrays:
     """Rows of arrays.
 
     Args:
-        arrays: one for each table, or one for all.
-        dtype: of what is taken; those of the arrays are converted to it.
-        rows: rows of each table, where there is one array for all.
+        arrays: One array for each table, or one for all.
+        dtype: Dtype of the copied rows, to which the arrays' dtypes are converted.
+        rows: Number of rows of each table if there is one array for all, or None.
     """
 
     def __init__(self, arrays: list[np.ndarray], dtype: np.dtype, rows: Sequence[int] | None = None):
@@ -199,7 +202,7 @@ class Arrays:
         self._starts = None if rows is None else np.cumsum([0, *rows])[:-1]
 
     def take(self, places: Places) -> np.ndarray:
-        """The rows, in aligned memory of their own."""
+        """Copies the rows into aligned memory."""
         first = self._arrays[0]
         out = aligned_empty((len(places), *first.shape[1:]), self._dtype)
         if places.run is not None:
@@ -212,24 +215,24 @@ class Arrays:
         elif self._starts is not None:
             out[:] = first[self._starts[places.table] + places.row]
         else:
-            for table, rows, where in places.by_table:
+            for table, rows, indices in places.by_table:
                 array = self._arrays[table]
-                # what lies in one piece moves as such
+                # a row as one item is copied faster
                 source, target = (_items(array), _items(out)) if array.dtype == out.dtype else (array, out)
-                if isinstance(where, slice) and source.dtype == target.dtype:
+                if isinstance(indices, slice) and source.dtype == target.dtype:
                     source.take(rows, axis=0, out=target, mode="clip")
-                elif isinstance(where, slice):
-                    target[where] = source.take(rows, axis=0, mode="clip")
+                elif isinstance(indices, slice):
+                    target[indices] = source.take(rows, axis=0, mode="clip")
                 else:
                     few = max(1, _CACHED_BYTES // max(1, source.itemsize * int(np.prod(source.shape[1:]))))
                     for i in range(0, len(rows), few):
-                        target[where[i : i + few]] = source.take(rows[i : i + few], axis=0, mode="clip")
+                        target[indices[i : i + few]] = source.take(rows[i : i + few], axis=0, mode="clip")
         return out
 
 
 def _items(array: np.ndarray) -> np.ndarray:
-    """A view in which each row is one item, which NumPy copies several times faster; the array itself where it has no
-    such view, or is one already."""
+    """Returns a view in which each row is one item, which NumPy copies several times faster, or the array if it has
+    no such view."""
     width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
     if array.ndim == 1 or not width or array.dtype.hasobject or not array.flags.c_contiguous:
         return array
@@ -237,7 +240,7 @@ def _items(array: np.ndarray) -> np.ndarray:
 
 
 class Texts(ColumnSource):
-    """Strings or bytes."""
+    """Source of strings or bytes."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
         self._parts = [_in_one(filled(table, column)) for table in tables]
@@ -247,13 +250,13 @@ class Texts(ColumnSource):
 
     def gather(self, places):
         out = np.empty(len(places), object)
-        for table, rows, where in places.by_table:
-            out[where] = self._parts[table].take(pa.array(rows)).to_pylist()
+        for table, rows, indices in places.by_table:
+            out[indices] = self._parts[table].take(pa.array(rows)).to_pylist()
         return (out,)
 
 
 class Lists(ColumnSource):
-    """Lists of numbers whose lengths differ."""
+    """Source of lists of numbers with different lengths."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
         self._values, self._offsets, lengths = [], [], []
@@ -270,7 +273,7 @@ class Lists(ColumnSource):
                     "Convert them",
                 )
             offsets = array.offsets.to_numpy()
-            # what comes before or after the rows of a part of an array is not looked at: it may hold nulls
+            # `flatten` excludes values outside of a sliced array, which may be nulls
             self._values.append(array.flatten().to_numpy(zero_copy_only=False))
             self._offsets.append(offsets)
             lengths.append(np.diff(offsets))
@@ -292,13 +295,13 @@ class Lists(ColumnSource):
             self._lengths = Arrays([whole], whole.dtype, [len(part) for part in lengths])
 
     def lengths(self, places: Places) -> np.ndarray:
-        """The length of each list: int64, (rows,)."""
+        """Returns the length of each list: int64, (rows,)."""
         if self._lengths is not None:
             return self._lengths.take(places)
         out = aligned_empty((len(places),), np.int64)
-        for table, rows, where in places.by_table:
+        for table, rows, indices in places.by_table:
             offsets = self._offsets[table]
-            out[where] = offsets.take(rows + 1, mode="clip") - offsets.take(rows, mode="clip")
+            out[indices] = offsets.take(rows + 1, mode="clip") - offsets.take(rows, mode="clip")
         return out
 
     def _starts(self, table: int, rows: np.ndarray) -> np.ndarray:
@@ -314,14 +317,14 @@ class Lists(ColumnSource):
             (start,) = self._starts(table, np.array([row]))
             out[:] = self._values[table][start : start + len(out)]
             return out, lengths
-        for table, rows, where in places.by_table:
-            size = lengths[where]
-            within = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
-            values = self._values[table][np.repeat(self._starts(table, rows), size) + within]
-            if isinstance(where, slice):
+        for table, rows, indices in places.by_table:
+            size = lengths[indices]
+            offsets = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+            values = self._values[table][np.repeat(self._starts(table, rows), size) + offsets]
+            if isinstance(indices, slice):
                 out[:] = values
             else:
-                out[np.repeat(ends[where] - size, size) + within] = values
+                out[np.repeat(ends[indices] - size, size) + offsets] = values
         return out, lengths
 
 
@@ -329,7 +332,7 @@ class Lists(ColumnSource):
 
 
 def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
-    """An uninitialized array whose memory starts at a multiple of `ALIGNMENT` bytes."""
+    """Returns an uninitialized array whose memory starts at a multiple of `ALIGNMENT` bytes."""
     dtype = np.dtype(dtype)
     if dtype.hasobject:
         return np.empty(shape, dtype)
@@ -340,41 +343,41 @@ def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
 
 
 def column_array(table: pa.Table, column: Column) -> np.ndarray:
-    """A column as an array of shape (rows, ...); without a copy where Arrow's layout and the dtype allow it.
+    """Returns a column as an array of shape (rows, ...), without a copy if Arrow's layout and the dtype allow it.
 
     Raises:
-        ConfigError: nulls without a fill, lists of different lengths, or a type that has no tensor.
+        ConfigError: There are nulls without a fill, lists of different lengths, or a type that has no tensor.
     """
     array = _stored_array(table, column)
     return array if column.dtype is None else array.astype(column.dtype, copy=False)
 
 
 def _stored_array(table: pa.Table, column: Column) -> np.ndarray:
-    """As `column_array`, in the dtype that it has in the table."""
+    """Returns a column as `column_array` does, in the dtype of the table."""
     array = filled(table, column)
     kind, name = array.type, column.name
     chunks = array.chunks or [pa.array([], kind)]
     if isinstance(kind, pa.BaseExtensionType):
-        found = [_tensor(chunk, name) for chunk in chunks]
+        arrays = [_tensor(chunk, name) for chunk in chunks]
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        found = [_equal_lists(chunk, name) for chunk in chunks]
+        arrays = [_equal_lists(chunk, name) for chunk in chunks]
     elif pa.types.is_fixed_size_binary(kind) and column.shape is not None:
-        found = [_raw(chunk, column) for chunk in chunks]
+        arrays = [_raw(chunk, column) for chunk in chunks]
     elif pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        found = [chunk.to_numpy(zero_copy_only=False) for chunk in chunks]
+        arrays = [chunk.to_numpy(zero_copy_only=False) for chunk in chunks]
     elif pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_duration(kind):
-        found = [chunk.to_numpy(zero_copy_only=False).astype(np.int64) for chunk in chunks]
+        arrays = [chunk.to_numpy(zero_copy_only=False).astype(np.int64) for chunk in chunks]
     else:
         raise ConfigError(
             "A column that a model is fed with must hold numbers, tensors, lists of equal length, or strings",
             f"{name!r} of type {kind}",
             "Convert it with Ray Data's map_batches",
         )
-    return found[0] if len(found) == 1 else np.concatenate(found)
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
-    """The column without nulls, inside its lists or tensors neither, and decoded if it is a dictionary."""
+    """Returns the column with nulls replaced, also inside lists or tensors, and decoded if it is a dictionary."""
     array = table.column(column.name)
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
@@ -382,8 +385,8 @@ def filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
     if not any(missing) and not _encoded(array.type):
         return array
     if any(missing) and column.fill is None:
-        whole, *inside = missing
-        counts = [f"{whole} null(s)"] * bool(whole) + [f"{sum(inside)} null(s) inside the rows"] * any(inside)
+        whole, *nested = missing
+        counts = [f"{whole} null(s)"] * bool(whole) + [f"{sum(nested)} null(s) inside the rows"] * any(nested)
         raise ConfigError(
             "A column that a model is fed with must hold no nulls, unless it says what replaces them",
             f"{' and '.join(counts)} of {column.name!r}, {array.type}",
@@ -393,23 +396,23 @@ def filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
 
 
 def _in_one(array: pa.ChunkedArray) -> pa.Array:
-    return array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()  # which copies one chunk, too
+    return array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()  # would copy a single chunk too
 
 
 def _nulls(array: pa.Array) -> list[int]:
-    """Number of nulls: of rows, of what is in them if they are lists or tensors, and so on."""
+    """Returns the numbers of nulls: of rows, of values inside of them if these are lists or tensors, and so on."""
     if isinstance(array, pa.ExtensionArray):
         return _nulls(array.storage)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_struct(array.type):
-        inside = [_nulls(part) for part in array.flatten()]
-        return [array.null_count, sum(map(sum, inside))]
+        nested = [_nulls(part) for part in array.flatten()]
+        return [array.null_count, sum(map(sum, nested))]
     return [array.null_count, *(_nulls(array.flatten()) if _has_values(array.type) else [])]
 
 
 def _complete(array: pa.Array, column: Column) -> pa.Array:
-    """The array with `fill` in the place of nulls: of rows, or inside them, wherever it is of the type that misses."""
+    """Returns the array with nulls replaced by `fill`, of rows or inside them."""
     if isinstance(array, pa.ExtensionArray):
         return pa.ExtensionArray.from_storage(array.type, _complete(array.storage, column))
     if pa.types.is_dictionary(array.type):
@@ -435,12 +438,12 @@ def _complete(array: pa.Array, column: Column) -> pa.Array:
 
 
 def _scalar(value, kind: pa.DataType) -> pa.Scalar:
-    made, numbers = pa.scalar(value, kind), kind
+    scalar, numbers = pa.scalar(value, kind), kind
     while _has_values(numbers):
         numbers = numbers.value_type
-    if pa.types.is_integer(numbers) and not np.array_equal(made.as_py(), value):
-        raise ValueError(value)  # Arrow cuts what is behind the point
-    return made
+    if pa.types.is_integer(numbers) and not np.array_equal(scalar.as_py(), value):
+        raise ValueError(value)  # Arrow truncates decimals
+    return scalar
 
 
 def _encoded(kind: pa.DataType) -> bool:
@@ -452,7 +455,7 @@ def _has_values(kind: pa.DataType) -> bool:
 
 
 def _of_one_type(tables: Sequence[pa.Table], names: Sequence[str]) -> Sequence[pa.Table]:
-    """Tables in which a column of nulls alone, or of empty lists, has the type that it has in the others."""
+    """Returns tables in which columns of only nulls, or of empty lists, have the type of the other tables."""
     for name in dict.fromkeys(names):
         kinds = [table.schema.field(name).type for table in tables]
         known = next((kind for kind in kinds if not _untyped(kind)), None)
@@ -503,9 +506,9 @@ def _tensor(chunk, name: str) -> np.ndarray:
 def _equal_lists(chunk, name: str) -> np.ndarray:
     values = chunk.flatten()
     rows = len(chunk)
-    width, rest = divmod(len(values), rows) if rows else (0, 0)
+    width, remainder = divmod(len(values), rows) if rows else (0, 0)
     lengths = chunk.value_lengths().to_numpy() if rows and not pa.types.is_fixed_size_list(chunk.type) else width
-    if rest or np.any(lengths != width):
+    if remainder or np.any(lengths != width):
         raise ConfigError(
             "A list column must hold lists of one length, unless it says how to treat others",
             f"different lengths in {name!r}",

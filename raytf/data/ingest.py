@@ -1,4 +1,4 @@
-"""Where the rows of a run's datasets are kept: in the object store, or read anew in every epoch. Driver side."""
+"""Decides whether a run's datasets are kept in the object store, or read again in each epoch. Driver side."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from raytf.errors import ConfigError
 
 logger = logs.get_logger(__name__)
 
-# Of the smallest node's object store: every node may come to hold every block, beside what Ray keeps there.
+# Share of the smallest node's object store: each node may receive all blocks, in addition to Ray's own objects.
 _STORE_FRACTION = 0.3
-# What sources hold is about so much larger once it is decoded; only says which datasets are looked at more closely.
+# Approximate ratio of decoded to stored bytes; only decides which datasets are measured.
 _PARQUET_EXPANSION = 8
-# Bytes of the first piece that are looked at, at most.
+# Upper bound of the bytes of the first piece that are measured.
 _MEASURED_BYTES = 256 << 20
 _SAMPLE_ROWS = 1000
 
@@ -31,16 +31,16 @@ _SAMPLE_ROWS = 1000
 def read_all(
     datasets: Mapping, materialize: bool | str | Mapping, scaling_config, specs: Mapping | None = None
 ) -> dict[str, StoredDataset | streamed.StreamedDataset]:
-    """Each of a run's datasets, at the same time: most of a small one's time is Ray's start-up.
+    """Opens all datasets of a run in parallel, as most of a small one's time is Ray's start-up.
 
     Args:
         datasets: `ray.data.Dataset` by name.
-        materialize: see `check`.
-        scaling_config: the run's; reading must go on beside its workers.
-        specs: parsed columns by role: no others are read; None reads all.
+        materialize: See `check`.
+        scaling_config: `ScalingConfig` of the run.
+        specs: Parsed columns by role, the only ones that are read; None reads all columns.
 
     Raises:
-        ConfigError: a dataset that has to be streamed cannot be, see `partitions.divide`, or a column is not there.
+        ConfigError: A dataset that must be streamed cannot be, see `partitions.divide`, or a column is missing.
     """
     workers = scaling_config.num_workers
     workers = max(1, workers) if isinstance(workers, int) else workers[1]
@@ -55,12 +55,12 @@ def read_all(
 
 
 def check(materialize: Any, names: Collection[str]) -> None:
-    """Raises ConfigError for what `materialize` cannot be.
+    """Raises ConfigError for a wrong value of `materialize`.
 
     Args:
-        materialize: True keeps rows in the object store, False streams them, and "auto" streams what does not fit
-            there; or a mapping from names of datasets to these.
-        names: of the run's datasets.
+        materialize: True keeps rows in the object store, False streams them, and "auto" streams datasets that do not
+            fit there. A mapping sets one of these for datasets by name.
+        names: Names of the run's datasets.
     """
     if isinstance(materialize, Mapping) and set(materialize) - set(names):
         raise ConfigError(
@@ -74,7 +74,7 @@ def check(materialize: Any, names: Collection[str]) -> None:
 
 
 def materialized(materialize: bool | str | Mapping, name: str) -> bool | str:
-    """Whether one dataset is to be kept in the object store: True, False or "auto"."""
+    """Returns whether one dataset must be kept in the object store: True, False or "auto"."""
     return materialize.get(name, "auto") if isinstance(materialize, Mapping) else materialize
 
 
@@ -89,19 +89,19 @@ def _read_named(
     name: str, dataset, materialize: bool | str, workers: int, specs: Mapping
 ) -> StoredDataset | streamed.StreamedDataset:
     with streamed.watched(name):
-        found = _to_stream(name, dataset, materialize)
-    if found is None:
+        stream = _to_stream(name, dataset, materialize)
+    if stream is None:
         return streamed.materialized(name, dataset, specs)
-    pieces, sample = found
+    pieces, sample = stream
     if sample is None:
         return StoredDataset([], [], list(dataset.schema().names))
     return streamed.open_stream(pieces, sample.column_names, sample.slice(0, _SAMPLE_ROWS), workers, name)
 
 
 def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions, pa.Table | None] | None:
-    """The pieces of a dataset that is to be streamed, and rows of it if there are any."""
+    """Returns (the pieces, some rows or None) of a dataset that must be streamed, or None."""
     dag = ray_data.last_operator(dataset)
-    # what lies in the object store is read from there anyhow
+    # data in the object store is always read from there
     if materialize is True or (materialize == "auto" and isinstance(dag, ray_data.InputData | ray_data.AbstractFrom)):
         return None
     room = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
@@ -132,16 +132,16 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
 
 
 def _first(pieces: Partitions) -> list[pa.Table]:
-    """Blocks of the first piece: all, or as many as are needed to guess; a large file may be one piece."""
-    found: list[pa.Table] = []
+    """Reads blocks of the first piece, only as many as an estimate needs, as a large file may be one piece."""
+    tables: list[pa.Table] = []
     if not pieces.rows:
-        return found
+        return tables
     with ray_data.executed(pieces.dataset([0])) as bundles:
         for bundle in bundles:
-            found += [as_table(block) for block in ray.get(bundle.block_refs)]
-            if sum(block.nbytes for block in found) > _MEASURED_BYTES and any(block.num_rows for block in found):
+            tables += [as_table(block) for block in ray.get(bundle.block_refs)]
+            if sum(block.nbytes for block in tables) > _MEASURED_BYTES and any(block.num_rows for block in tables):
                 break
-    return found
+    return tables
 
 
 def _gib(size: float) -> str:
@@ -149,7 +149,7 @@ def _gib(size: float) -> str:
 
 
 def describe(name: str, found: StoredDataset | streamed.StreamedDataset, shuffle: str) -> str:
-    """A line that says where a dataset is kept, and how it is shuffled."""
-    where = "streamed in every epoch" if isinstance(found, streamed.StreamedDataset) else "kept in the object store"
+    """Returns a line for the log: where a dataset is kept, and how it is shuffled."""
+    location = "streamed in every epoch" if isinstance(found, streamed.StreamedDataset) else "kept in the object store"
     shuffled = {"full": "shuffled", "window": "shuffled by windows", "none": "in its own order"}[shuffle]
-    return f"{name}: {sum(found.rows):,} rows, {where}, {shuffled}"
+    return f"{name}: {sum(found.rows):,} rows, {location}, {shuffled}"

@@ -1,8 +1,8 @@
-"""A Ray Dataset cut into pieces that can be executed alone and in any order: blocks, row groups of Parquet files, or
-read tasks of any other source.
+"""Divides a Ray Dataset into pieces that are executed independently and in any order.
 
-Ray Data has no such view; this works on its logical plans, whose source is exchanged for a part of it. No task of it
-waits for a free CPU: workers, servers, trials and other drivers may hold all, for as long as the reading lasts.
+Pieces are blocks, row groups of Parquet files, or read tasks of any other source. Ray Data has no such view: this works
+on its logical plans, and replaces the source by a part of it. No task waits for a free CPU, as workers, servers, trials
+and other drivers may hold all CPUs during the reading.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from raytf.compat.ray_data import (
 )
 from raytf.errors import ConfigError
 
-# Rows of a file, or files, are read together up to this size, uncompressed: a task each.
+# Upper bound of a piece's uncompressed bytes, which one task reads.
 _PIECE_BYTES = 16 << 20
-# Pieces of one execution: Ray Data looks at all inputs of one before it starts, 0.2 s for these and 10 s for 65,536.
+# Pieces of one execution: Ray Data first inspects all inputs, in 0.2 s for these and in 10 s for 65,536.
 AT_ONCE = 1024
 _FOOTERS_AT_ONCE = 16
 _COUNTED_AT_ONCE = 4
-# Read tasks that travel as one object: an object for each takes a millisecond, and one for all is loaded by each task.
+# Read tasks of one object: an object for each would take 1 ms, and each task would load a single object for all.
 _TASKS_TOGETHER = 64
-# Where nothing says how large a source is.
+# Number of read tasks for a source of unknown size.
 _UNKNOWN_TASKS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Parts that are rows of one table in the object store: what is to be read, for each piece.
+    """Parts that are rows of one table in the object store, which lists the data to read for each piece.
 
     Args:
-        entry: the table.
-        schema: of it.
-        edges: part i is rows edges[i] to edges[i + 1].
+        entry: The table.
+        schema: Schema of the table.
+        edges: Edges of the parts; part i is rows edges[i] to edges[i + 1].
     """
 
     entry: BlockEntry
@@ -73,9 +73,9 @@ class Table:
 
     @staticmethod
     def of(table: pa.Table, edges: Sequence[int] | None = None) -> Table:
-        """Puts a table there, of which each row is a part unless `edges` are given.
+        """Puts a table into the object store, with each row as a part unless `edges` are given.
 
-        `ray.data.from_arrow` would ask for a CPU to look at it.
+        `ray.data.from_arrow` would request a CPU to inspect it.
         """
         metadata = BlockAccessor.for_block(table).get_metadata()
         described = BlockMetadataWithSchema.from_metadata(metadata, schema=table.schema)
@@ -83,7 +83,7 @@ class Table:
         return Table(BlockEntry(ray.put(table), described), table.schema, edges)
 
     def bundle(self, first: int, stop: int) -> RefBundle:
-        """What one task reads: neighbouring parts."""
+        """Returns the neighbouring parts that one task reads."""
         rows = BlockSlice(self.edges[first], self.edges[stop])
         return RefBundle((self.entry,), self.schema, owns_blocks=False, slices=(rows,))
 
@@ -103,12 +103,12 @@ class Partitions:
     """Parts of a dataset.
 
     Args:
-        rows: rows of each piece; None before they are counted.
-        bytes: of all rows as far as the source tells: decoded they may be more.
-        numbers: of each piece among the source's parts.
-        parts: what pieces are made from.
-        dag: the dataset's last operator; its source is exchanged for parts.
-        context: its options.
+        rows: Number of rows of each piece; None before they are counted.
+        bytes: Bytes of all rows as reported by the source; decoded rows may be larger.
+        numbers: Index of each piece among the source's parts.
+        parts: Parts of the source.
+        dag: The dataset's last operator, whose source is replaced by parts.
+        context: Options of the dataset.
     """
 
     rows: tuple[int | None, ...]
@@ -119,9 +119,9 @@ class Partitions:
     context: DataContext = dataclasses.field(repr=False)
 
     def dataset(self, indices: Sequence[int]) -> Dataset:
-        """The dataset of some pieces, in this order. Each is read and mapped by itself, whatever its neighbours.
+        """Returns the dataset of some pieces, in this order. Each is read and mapped independently of the others.
 
-        No task asks for a CPU; no more run at once than the cluster has CPUs, whoever holds them.
+        Tasks request no CPU. At most as many run at once as the cluster has CPUs, free or not.
         """
         return _dataset(_exchanged(self.dag, InputData(self._bundles(indices)), _tasks(len(indices))), self.context)
 
@@ -131,25 +131,25 @@ class Partitions:
 
 
 def cut(dataset: Dataset) -> Partitions:
-    """The pieces of a dataset, with their rows; see `divide` and `counted`."""
+    """Returns the pieces of a dataset with their numbers of rows, see `divide` and `counted`."""
     return counted(divide(dataset))
 
 
 def divide(dataset: Dataset) -> Partitions:
-    """The pieces of a dataset.
+    """Returns the pieces of a dataset.
 
-    Their rows are unknown where the source does not tell them (CSV, JSON, text, ...), or an operator may change their
-    number (filter, flat_map, and map_batches unless it is told `udf_modifying_row_count=False`).
+    Their numbers of rows are unknown if the source does not report them (CSV, JSON, text, ...). They are also unknown
+    if an operator may change them (filter, flat_map, and map_batches unless `udf_modifying_row_count=False`).
 
     Args:
-        dataset: any whose operators take rows or batches; the source may be whatever Ray Data reads. A file of another
-            format than Parquet is never cut.
+        dataset: A `ray.data.Dataset` whose operators process rows or batches, from any source that Ray Data reads. Only
+            Parquet files are split.
 
     Raises:
-        ConfigError: an operator that needs all rows at once (sort, shuffle, join, limit, ...).
+        ConfigError: An operator needs all rows at once (sort, shuffle, join, limit, ...).
     """
     dag, context = last_operator(dataset), dataset.context
-    if isinstance(_chain(dag)[-1], Read):  # filters and columns that the source takes itself become part of it
+    if isinstance(_chain(dag)[-1], Read):  # pushes supported filters and projections down into the source
         dag = LogicalOptimizer().optimize(LogicalPlan(dag, context)).dag
     operators = _chain(dag)
     for operator in operators[:-1]:
@@ -161,7 +161,7 @@ def divide(dataset: Dataset) -> Partitions:
         if not all(ray_data.rows_are_exact(op.scanner) for op in operators if isinstance(op, ReadFiles)):
             rows = [None] * len(rows)
     elif isinstance(source, InputData | AbstractFrom):
-        parts = Bundles([one for bundle in source.output_data() for one in _single(bundle)])
+        parts = Bundles([single for bundle in source.output_data() for single in _single(bundle)])
         rows = [bundle.num_rows() for bundle in parts.bundles]
         size = sum(bundle.size_bytes() for bundle in parts.bundles)
     elif isinstance(source, Read):
@@ -175,24 +175,24 @@ def divide(dataset: Dataset) -> Partitions:
 
 
 def counted(pieces: Partitions, say: Callable[[str], None] = lambda text: None) -> Partitions:
-    """The same pieces without those that hold no row; where rows are unknown, all is executed once, to count.
+    """Returns the pieces without empty ones. If rows are unknown, it executes the dataset once to count them.
 
     Args:
-        pieces: of a dataset.
-        say: is called with a clause that says so.
+        pieces: Pieces of a dataset.
+        say: Function that receives a clause about the count.
     """
     rows = pieces.rows
     if None in rows:
         say(f"are counted once, as {_uncounted(_chain(pieces.dag))} does not tell how many there are")
         rows = _counted(pieces)
-    kept = np.flatnonzero(rows)
-    return dataclasses.replace(pieces, rows=tuple(rows[i] for i in kept), numbers=pieces.numbers[kept])
+    filled = np.flatnonzero(rows)
+    return dataclasses.replace(pieces, rows=tuple(rows[i] for i in filled), numbers=pieces.numbers[filled])
 
 
 def unbound(dataset: Dataset) -> Dataset:
-    """The same dataset, whose reading and mapping tasks ask for no CPU, for an execution that must not wait for one.
+    """Returns the dataset with read and map tasks that request no CPU, and so do not wait for a free one.
 
-    Operators that need all rows at once (sort, join, ...) ask as before.
+    Operators that need all rows at once (sort, join, ...) request CPUs as before.
     """
     tasks = _tasks()
 
@@ -207,7 +207,7 @@ def unbound(dataset: Dataset) -> Dataset:
 
 
 def source_bytes(dataset: Dataset) -> int | None:
-    """About how many bytes a dataset's sources hold, files as they lie there; None where one does not tell."""
+    """Returns the approximate bytes of a dataset's sources, of files as stored; None if one is unknown."""
     operators = last_operator(dataset).post_order_iter()
     sizes = [_source_bytes(operator) for operator in operators if isinstance(operator, SourceOperator)]
     return None if None in sizes else sum(sizes)
@@ -223,7 +223,7 @@ def _source_bytes(source) -> int | None:
 
 
 def _estimate(source: Read) -> int | None:
-    """In memory, as the datasource itself guesses."""
+    """Returns the datasource's own estimate of its bytes in memory, or None."""
     size = source.datasource_or_legacy_reader.estimate_inmemory_data_size()
     if size is None and not source.datasource.should_create_reader:
         size = source.infer_metadata().size_bytes
@@ -239,47 +239,47 @@ def _not_cut(received: str) -> ConfigError:
 
 
 def _tasks(parts: float = math.inf) -> float:
-    """How many tasks may read so many parts at once: as many as the cluster has CPUs, whoever holds them."""
+    """Returns how many tasks may read `parts` parts at once: at most the cluster's CPUs, free or not."""
     return min(ray.cluster_resources().get("CPU", 1), parts)
 
 
 def _edges(count: int) -> list[int]:
-    """Of up to `AT_ONCE` parts of about equal size."""
+    """Returns the edges of up to `AT_ONCE` parts of about equal size."""
     parts = min(count, AT_ONCE)
     return [count * i // parts for i in range(parts + 1)] if count else []
 
 
 def _chain(operator) -> list:
-    """The operators from the last to the source."""
-    found = [operator]
-    while not isinstance(found[-1], SourceOperator):
-        inputs = found[-1].input_dependencies
+    """Returns the operators from the last one to the source."""
+    operators = [operator]
+    while not isinstance(operators[-1], SourceOperator):
+        inputs = operators[-1].input_dependencies
         if len(inputs) != 1:
-            raise _not_cut(f"the operator {found[-1].name}")
-        found.append(inputs[0])
-    return found
+            raise _not_cut(f"the operator {operators[-1].name}")
+        operators.append(inputs[0])
+    return operators
 
 
 def _exchanged(operator, source, tasks: float | None = None):
-    """The same operators on another source; without CPUs where the number of tasks is given."""
+    """Returns the operators with another source; if `tasks` is given, they request no CPUs."""
     if isinstance(operator, SourceOperator):
         return source
-    before = _exchanged(operator.input_dependencies[0], source, tasks)
-    changed = dataclasses.replace(operator, input_dependencies=[before])
+    upstream = _exchanged(operator.input_dependencies[0], source, tasks)
+    changed = dataclasses.replace(operator, input_dependencies=[upstream])
     return changed if tasks is None else _without_cpus(_alone(changed), tasks)
 
 
 def _without_cpus(operator, tasks: float):
-    """An operator whose tasks ask for no CPU; `tasks` of them run at once, fewer if each asked for several."""
-    each = operator.ray_remote_args.get("num_cpus") or 1
+    """Returns the operator with tasks that request no CPU; `tasks` run at once, or fewer if each used several CPUs."""
+    cpus = operator.ray_remote_args.get("num_cpus") or 1
     changes: dict[str, Any] = {"ray_remote_args": {**operator.ray_remote_args, "num_cpus": 0}}
     if isinstance(operator.compute, TaskPoolStrategy) and operator.compute.size is None:
-        changes["compute"] = TaskPoolStrategy(max(1, int(tasks // each)))
+        changes["compute"] = TaskPoolStrategy(max(1, int(tasks // cpus)))
     return dataclasses.replace(operator, **changes)
 
 
 def _alone(operator):
-    """An operator whose batches end with each block, so that a row does not depend on the order of the pieces."""
+    """Returns the operator with batches that end with each block, so that the order of pieces changes no row."""
     settable = {field.name for field in dataclasses.fields(operator) if field.init}
     if "min_rows_per_bundled_input" not in settable:
         return operator
@@ -294,12 +294,12 @@ def _dataset(dag, context: DataContext) -> Dataset:
 
 
 def _single(bundle) -> list:
-    """A bundle of each block."""
+    """Returns a bundle for each block."""
     return [type(bundle)([block], owns_blocks=False, schema=bundle.schema) for block in bundle.blocks]
 
 
 def _row_groups(source: ListFiles) -> tuple[Table, list[int], int]:
-    """(parts of neighbouring row groups, the rows of each, the bytes of all)."""
+    """Returns (parts of neighbouring row groups, the rows of each, the bytes of all)."""
     files = ray_data.files_of(source)
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         footers = list(pool.map(lambda file: pq.read_metadata(file[0], filesystem=source.filesystem), files))
@@ -317,7 +317,7 @@ def _groups(footer) -> Iterator[tuple[int, Any]]:
 
 
 def _runs(units: list) -> list[list]:
-    """Neighbouring units put together up to `_PIECE_BYTES`, at least one each."""
+    """Groups neighbouring units up to `_PIECE_BYTES`, with at least one in each group."""
     runs, size = [], 0
     for unit in units:
         if not runs or size + unit[2] > _PIECE_BYTES:
@@ -329,14 +329,14 @@ def _runs(units: list) -> list[list]:
 
 
 def _read_tasks(source: Read, context: DataContext):
-    """(parts, rows of each where they are known, bytes of all, the operator that reads them) of a datasource."""
+    """Returns a datasource's (parts, rows of each or None, bytes of all, the operator that reads them)."""
     size = _estimate(source)
     wanted = _UNKNOWN_TASKS if size is None else math.ceil(size / _PIECE_BYTES)
     tasks = source.datasource_or_legacy_reader.get_read_tasks(
         max(1, wanted, source.parallelism), per_task_row_limit=source.per_block_limit, data_context=context
     )
-    together = range(0, len(tasks), _TASKS_TOGETHER)
-    scanner = _Tasks([ray.put(tasks[i : i + _TASKS_TOGETHER]) for i in together], source.infer_schema())
+    starts = range(0, len(tasks), _TASKS_TOGETHER)
+    scanner = _Tasks([ray.put(tasks[i : i + _TASKS_TOGETHER]) for i in starts], source.infer_schema())
     read = ReadFiles(
         datasource_name=source.datasource.get_name(),
         scanner=scanner,
@@ -350,12 +350,11 @@ def _read_tasks(source: Read, context: DataContext):
 
 
 class _Tasks(Scanner):
-    """Read tasks of a datasource of Ray Data's first kind, read as its second kind does; a file's "size" is a task's
-    number.
+    """Adapter of a `Read` source's tasks to Ray Data's `ReadFiles`; a file's "size" is the index of a task.
 
     Args:
-        together: lists of `_TASKS_TOGETHER` tasks, in the object store.
-        schema: of the rows where it is known.
+        together: Lists of `_TASKS_TOGETHER` tasks, in the object store.
+        schema: Schema of the rows, if it is known.
     """
 
     def __init__(self, together: list, schema):
@@ -374,20 +373,20 @@ class _Tasks(Scanner):
 
 
 def _uncounted(operators: list) -> str:
-    """The operator that keeps rows from being known: one that may change their number, or what reads."""
+    """Returns the name of the operator that hides the number of rows: one that may change it, or the reader."""
     changing = [op for op in operators[:-1] if op.can_modify_num_rows]
     return changing[-2 if len(changing) > 1 and isinstance(changing[-1], ReadFiles) else -1].name
 
 
 def _counted(pieces: Partitions) -> list[int]:
-    """The rows of each piece, by one execution for many: each piece is one task, that says what it counted."""
+    """Counts the rows of each piece, with one execution for many pieces and one task for each piece."""
     dag = _countable(pieces.dag)
     rows = [0] * len(pieces.rows)
     for first in range(0, len(rows), AT_ONCE):
         indices = range(first, min(len(rows), first + AT_ONCE))
         source = InputData(pieces._bundles(indices))
         dataset = _dataset(_exchanged(dag, source, _tasks(len(indices))), pieces.context)
-        if _map_operators(dataset) != 1:  # a task is no piece
+        if _map_operators(dataset) != 1:  # several tasks for each piece
             with ThreadPoolExecutor(_COUNTED_AT_ONCE) as pool:
                 rows[first : indices.stop] = pool.map(lambda i: _count(pieces.dataset([i])), indices)
             continue
@@ -409,7 +408,7 @@ def _map_operators(dataset: Dataset) -> int:
 
 
 def _countable(operator):
-    """The operators up to the last that may change the number of rows, and one that counts: all in one task."""
+    """Returns the operators up to the last one that may change the number of rows, and a count, all in one task."""
     while operator.input_dependencies and not operator.can_modify_num_rows:
         operator = operator.input_dependencies[0]
     gpus = max((op.ray_remote_args.get("num_gpus") or 0 for op in _chain(operator)[:-1]), default=0)
@@ -442,7 +441,7 @@ def _rows_of(batch: pa.Table) -> pa.Table:
 
 
 class _Lazily:
-    """A callable class as a function: its object is made at the first call in a process."""
+    """Callable class as a function, whose object is made at the first call in a process."""
 
     def __init__(self, kind: type, args, kwargs):
         self._kind, self._args, self._kwargs = kind, args or (), kwargs or {}

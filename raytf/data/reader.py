@@ -1,4 +1,4 @@
-"""The rows of an epoch, chunk by chunk: out of the object store, wherever they are."""
+"""Reads the rows of an epoch, chunk by chunk, from the object stores of all nodes."""
 
 from __future__ import annotations
 
@@ -20,81 +20,82 @@ from raytf.data.sampling import Epoch, Ranges, Sampler
 from raytf.data.stored import StoredDataset, as_table
 from raytf.data.streamed import Part, StreamedDataset, without_rows
 
-# How often blocks may be lost, one time after the other, before a chunk is given up.
+# Number of attempts for a chunk, each after another loss of blocks.
 _TRIES = 10
 
-_PART_ROWS = 1024  # at least, on average, of what is taken for a table of its own
+_PART_ROWS = 1024  # lower bound of the mean rows of record batches that become tables
 
 
 class Reader:
-    """Gives the rows of a dataset.
+    """Reader of a dataset's rows.
 
     Attributes:
-        sources: of the columns, for their shapes and dtypes.
+        sources: Sources of the columns, for their shapes and dtypes.
     """
 
     sources: list[ColumnSource]
 
     def chunks(self, epoch: Epoch, number: int, first: int) -> Iterator[tuple[int, Rows]]:
-        """Each chunk of an epoch from `first` on, with its rows.
+        """Yields each chunk of an epoch with its rows.
 
         Args:
-            epoch, number: the epoch, and which it is.
-            first: the chunk to start with.
+            epoch: The epoch.
+            number: Number of the epoch, from 0.
+            first: The first chunk.
         """
         raise NotImplementedError
 
     def rows(self, epoch: Epoch, number: int, chunk: int) -> Rows:
-        """The rows of one chunk."""
+        """Returns the rows of one chunk."""
         raise NotImplementedError
 
 
 class Rows:
-    """Rows that can be gathered by stream position.
+    """Rows that are gathered by stream position.
 
     Args:
-        sources: of the columns, over some tables.
-        starts: stream position of the first row of each table, ascending.
-        tables: index of each table in the sources, in the stream's order.
+        sources: Sources of the columns, over some tables.
+        starts: Stream position of the first row of each table, ascending.
+        tables: Index of each table in the sources, in the stream's order.
     """
 
     def __init__(self, sources: Sequence[ColumnSource], starts: np.ndarray, tables: np.ndarray):
-        # few tables: of so small a type that NumPy sorts by counting
+        # int16 for few tables, as NumPy then uses a counting sort
         tables = tables.astype(np.int16) if len(tables) < 2**15 else tables
         self._sources, self._starts, self._tables = sources, starts, tables
         self._ranges = Ranges(starts) if len(starts) else None  # there may be no rows
         self.row_bytes = sum(source.row_bytes for source in sources)
 
     def _places(self, positions: np.ndarray) -> Places:
-        place = self._ranges.of(positions)
-        return Places(self._tables[place], positions - self._starts[place])
+        index = self._ranges.of(positions)
+        return Places(self._tables[index], positions - self._starts[index])
 
     def gather(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The arrays of all columns, in memory of their own."""
+        """Copies the rows of all columns into new arrays."""
         places = self._places(positions)
         return tuple(array for source in self._sources for array in source.gather(places))
 
     def lengths(self, positions: np.ndarray, column: int) -> np.ndarray:
-        """Returns the lengths of a column's lists, without reading what is in them.
+        """Returns the lengths of a column's lists, without a read of their values.
 
         Args:
-            positions: of the rows in the stream: int64, (rows,).
-            column: index of a column of lists.
+            positions: Positions of the rows in the stream: int64, (rows,).
+            column: Index of a column of lists.
         """
         return self._sources[column].lengths(self._places(positions))
 
 
 class StoredReader(Reader):
-    """Rows of blocks that all lie in the object store."""
+    """Reader of blocks that are all in the object store."""
 
     def __init__(self, blocks: StoredDataset, columns: Sequence[Columns]):
         tables = [as_table(block) for block in blocks.get()]
         parts = [_in_one_piece(table) for table in tables]
         if sum(table.nbytes for table in tables) <= COPIED_BYTES:
             parts = [[table] for table in tables]
-        self._rows = np.array([len(part) for its in parts for part in its], np.int64)
+        self._rows = np.array([len(part) for tables_of_block in parts for part in tables_of_block], np.int64)
         self._first = np.cumsum([0, *map(len, parts)])  # part of each block
-        self.sources = sources([part for its in parts for part in its], columns, COPIED_BYTES)
+        self.sources = sources([part for tables_of_block in parts for part in tables_of_block], columns, COPIED_BYTES)
 
     def chunks(self, epoch, number, first):
         rows = self.rows(epoch, number, first)
@@ -109,7 +110,7 @@ class StoredReader(Reader):
 
 
 def _in_one_piece(table: pa.Table) -> list[pa.Table]:
-    """Parts of a table whose columns lie in one piece each, and need no copy; itself where they would be too small."""
+    """Splits a table without a copy into parts of contiguous columns, unless these would be too small."""
     if all(column.num_chunks <= 1 for column in table.columns):
         return [table]
     parts = table.to_batches()
@@ -117,10 +118,10 @@ def _in_one_piece(table: pa.Table) -> list[pa.Table]:
 
 
 class StreamReader(Reader):
-    """Rows of a `streamed.StreamedDataset`: the next chunk is fetched while one is used.
+    """Reader of a `streamed.StreamedDataset`, which prefetches the next chunk.
 
     Attributes:
-        prepare: prepare(epoch, number, chunk, rows), called for each chunk before it is given, to fetch what is needed.
+        prepare: prepare(epoch, number, chunk, rows), which is called for each chunk in advance, to fetch its rows.
     """
 
     def __init__(self, stream: StreamedDataset, columns: Sequence[Columns], order: Sampler, worker: int, workers: int):
@@ -152,15 +153,16 @@ class StreamReader(Reader):
 
 
 class StreamRows:
-    """Rows of a chunk of a stream, wherever in the cluster they lie: `Rows` that are fetched.
+    """Rows of a stream's chunk on any nodes of the cluster, which are fetched, with the interface of `Rows`.
 
-    Of a block on another node only the rows that are needed travel: a task on that node takes them out of it.
+    From another node only the needed rows of a block are sent: a task on that node extracts them.
 
     Args:
-        ask: ask() -> where the rows lie, in order; called again when they were lost.
-        start, count: stream position of the first row, and how many.
-        columns: of the tensors.
-        known: their sources over other rows.
+        ask: ask() -> the locations of the rows, in order; called again after a loss.
+        start: Stream position of the first row.
+        count: Number of rows.
+        columns: Columns of the tensors.
+        known: Sources of the columns over other rows.
     """
 
     def __init__(self, ask: Callable[[], list[Part]], start: int, count: int, columns: Sequence[Columns], known: list):
@@ -169,18 +171,18 @@ class StreamRows:
         self._here = ray.get_runtime_context().get_node_id()
         self._parts = ask()
         self._tables: list[pa.Table] = []
-        self._table = np.full(count, -1, np.int32)  # of each row: index of its table, and its number there
+        self._table = np.full(count, -1, np.int32)  # for each row the index of its table, and its row in that
         self._row = np.zeros(count, np.int64)
-        self._known_lengths: dict[int, np.ndarray] = {}  # of all rows, by index of the column
+        self._known_lengths: dict[int, np.ndarray] = {}  # all rows' lengths, by index of the column
         self.fetched_bytes = 0  # from other nodes
 
     @property
     def row_bytes(self) -> float:
-        """About how many bytes a row takes."""
+        """Returns the approximate bytes of a row."""
         return sum(source.row_bytes for source in self._sources)
 
     def fetch(self, positions: np.ndarray) -> None:
-        """Makes the rows at these stream positions ready to be gathered; those that are need nothing."""
+        """Fetches the rows at these stream positions that are not fetched yet."""
         missing = np.zeros(len(self._table), bool)
         missing[positions - self._start] = True
         missing &= self._table < 0
@@ -194,7 +196,7 @@ class StreamRows:
         self._sources = sources(self._tables, self._columns)
 
     def _taken(self, wanted: np.ndarray) -> list[tuple[int | None, np.ndarray, pa.Table]]:
-        """(where the table begins if it holds all rows from there on, the wanted rows in it, a table)."""
+        """Returns tables as (offset of the table if it has all rows from there, or None; the rows; the table)."""
         near, far, offset = [], [], 0
         for part in self._parts:
             low, high = np.searchsorted(wanted, [offset, offset + part.rows])
@@ -202,87 +204,86 @@ class StreamRows:
                 (near if part.node == self._here else far).append((part, offset, wanted[low:high]))
             offset += part.rows
         coming = self._sent(_take, [(part, part.first + rows - offset) for part, offset, rows in far], self._names)
-        found = []
-        for part, offset, _ in near:  # all rows of it, as this costs nothing
+        taken = []
+        for part, offset, _ in near:  # all rows of a local block, which needs no copy
             table = as_table(ray.get(part.block)).slice(part.first, part.rows).select(self._names)
-            found.append((offset, np.arange(offset, offset + part.rows), table))
+            taken.append((offset, np.arange(offset, offset + part.rows), table))
         for indices, tables in coming():
             rows = [far[i][2] for i in indices]
             rows = rows if len(tables) == len(rows) else [np.concatenate(rows)]
-            found += [(None, some, table) for some, table in zip(rows, tables, strict=True)]
+            taken += [(None, some, table) for some, table in zip(rows, tables, strict=True)]
             self.fetched_bytes += sum(table.nbytes for table in tables)
-        return found
+        return taken
 
     def _sent(self, function, wanted: list, *arguments) -> Callable[[], list[tuple[list[int], Any]]]:
-        """Runs function(what is wanted of each block, *arguments, *blocks) on each node that has some of the blocks.
+        """Starts function(requests of the blocks, *arguments, *blocks) on each node that has some of the blocks.
 
         Args:
-            function: one of this module.
-            wanted: (part, what to tell the function about its block).
-            arguments: for all.
+            function: A function of this module.
+            wanted: (part, request for its block), for each block.
+            arguments: Arguments for all nodes.
 
         Returns:
-            A call that waits: (indices in `wanted`, what the function gave for these) for each node.
+            A call that waits, and returns (indices in `wanted`, result of the function) for each node.
         """
         by_node: dict[str, list[int]] = {}
         for i, (part, _) in enumerate(wanted):
             by_node.setdefault(part.node, []).append(i)
         calls = []
         for node, indices in by_node.items():
-            place = NodeAffinitySchedulingStrategy(node, soft=True)
-            near = _near.options(scheduling_strategy=place)
+            strategy = NodeAffinitySchedulingStrategy(node, soft=True)
+            near = _near.options(scheduling_strategy=strategy)
             blocks = [wanted[i][0].block for i in indices]
             calls.append((indices, near.remote(function, [wanted[i][1] for i in indices], arguments, *blocks)))
         return lambda: [(indices, ray.get(call)) for indices, call in calls]
 
     def _retried(self, fetch: Callable):
-        """What `fetch` gives; blocks that were lost with the process that read them are asked for again."""
-        for left in reversed(range(_TRIES)):
+        """Returns the result of `fetch`, and requests blocks again that were lost with their process."""
+        for tries_left in reversed(range(_TRIES)):
             try:
                 return fetch()
             except (ray.exceptions.ObjectLostError, ray.exceptions.RayTaskError, ray.exceptions.NodeDiedError) as error:
                 cause = getattr(error, "cause", error)
                 lost = isinstance(cause, ray.exceptions.ObjectLostError | ray.exceptions.NodeDiedError)
-                if not lost or not left:
+                if not lost or not tries_left:
                     raise
                 self._parts = self._ask()
 
     def _places(self, positions: np.ndarray) -> Places:
         index = positions - self._start
         table = self._table[index]
-        # few tables: of so small a type that NumPy sorts by counting
+        # int16 for few tables, as NumPy then uses a counting sort
         return Places(table.astype(np.int16) if len(self._tables) < 2**15 else table, self._row[index])
 
     def gather(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The arrays of all columns, in memory of their own."""
+        """Copies the rows of all columns into new arrays."""
         self.fetch(positions)
         places = self._places(positions)
         return tuple(array for source in self._sources for array in source.gather(places))
 
     def lengths(self, positions: np.ndarray, column: int) -> np.ndarray:
-        """Returns the lengths of a column's lists; of other nodes' rows only the lengths travel. See `Rows.lengths`."""
+        """Returns the lengths of a column's lists, as `Rows.lengths`; other nodes send only lengths."""
         if column not in self._known_lengths:
-            found = self._retried(functools.partial(self._all_lengths, self._columns[column]))
-            self._known_lengths[column] = np.concatenate(found)
+            parts = self._retried(functools.partial(self._all_lengths, self._columns[column]))
+            self._known_lengths[column] = np.concatenate(parts)
         return self._known_lengths[column][positions - self._start]
 
     def _all_lengths(self, column: Columns) -> list[np.ndarray]:
         wanted = [(part, (part.first, part.rows)) for part in self._parts]
         far = [i for i, part in enumerate(self._parts) if part.node != self._here]
         coming = self._sent(_measure, [wanted[i] for i in far], column)
-        found: list = [
+        all_lengths: list = [
             None if i in far else _measure([rows], column, ray.get(part.block))[0]
             for i, (part, rows) in enumerate(wanted)
         ]
         for indices, lengths in coming():
-            for i, each in zip(indices, lengths, strict=True):
-                found[far[i]] = each
-        return found
+            for i, part_lengths in zip(indices, lengths, strict=True):
+                all_lengths[far[i]] = part_lengths
+        return all_lengths
 
 
 def _take(wanted: list[np.ndarray], names: list[str], *blocks) -> list[pa.Table]:
-    """Some rows of each block, in memory of their own, so that no more than these travel; one table for all where
-    their types are the same."""
+    """Copies some rows of each block, so that only these are sent; into one table if the types are equal."""
     taken = [
         BlockAccessor.for_block(as_table(block).select(names)).take(rows)
         for rows, block in zip(wanted, blocks, strict=True)
@@ -292,30 +293,30 @@ def _take(wanted: list[np.ndarray], names: list[str], *blocks) -> list[pa.Table]
 
 
 def _measure(wanted: list[tuple[int, int]], column: Columns, *blocks) -> list[np.ndarray]:
-    """The lengths of the lists in some neighbouring rows of each block."""
-    found = []
+    """Returns the lengths of the lists in some neighbouring rows of each block."""
+    lengths = []
     for (first, rows), block in zip(wanted, blocks, strict=True):
         lists = source([as_table(block).slice(first, rows)], column)
-        found.append(lists.lengths(Places(np.zeros(rows, np.int64), np.arange(rows))))
-    return found
+        lengths.append(lists.lengths(Places(np.zeros(rows, np.int64), np.arange(rows))))
+    return lengths
 
 
 @ray.remote(num_cpus=0, max_retries=-1)
 def _near(function, wanted: list, arguments: tuple, *blocks):
-    """Runs where blocks lie."""
+    """Calls a function on the node of the blocks."""
     return function(wanted, *arguments, *blocks)
 
 
 def sources(
     tables: Sequence[pa.Table], columns: Sequence[Columns], copied_bytes: float = math.inf
 ) -> list[ColumnSource]:
-    """One for each of `columns`; a column that is named twice is read once. See `gather.source`."""
+    """Returns a source for each of `columns`, see `gather.source`; a duplicate is read once."""
     known = {c: source(tables, c, copied_bytes) for c in dict.fromkeys(columns)}
     return [known[c] for c in columns]
 
 
 def open_reader(blocks, columns: Sequence[Columns], order: Sampler, worker: int, workers: int) -> Reader:
-    """The reader of what `stored.read` gave."""
+    """Returns the reader of a stored or streamed dataset."""
     if isinstance(blocks, StreamedDataset):
         return StreamReader(blocks, columns, order, worker, workers)
     return StoredReader(blocks, columns)

@@ -1,7 +1,7 @@
-"""Which rows make up step s of epoch e: a pure function of (seed, epoch, global batch).
+"""Computes the rows of step s of epoch e, a pure function of (seed, epoch, global batch).
 
-The number of workers does not occur: a run with 1, 2 or 3 workers trains on the same sequence of global
-batches, and a run that is resumed at any (epoch, step) goes on with the very rows that were due.
+It is independent of the number of workers: runs with 1, 2 or 3 workers train on the same sequence of global batches.
+A run that resumes at any (epoch, step) continues with exactly the next rows.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from raytf.runtime.topology import share
 from raytf.validation import check_word
 
 SHUFFLES = ("full", "window", "none")
-# What a random stream is for; part of its counter, so that no two purposes share numbers.
+# Purposes of random streams; a part of the counter, so that two purposes share no numbers.
 _ROWS, _PIECES, _WINDOW, _BUCKETS, _ROUNDS = range(5)
-# Up to so many rows an order is drawn as a whole, from all orders alike; it takes 8 bytes a row.
+# Up to this number of rows an order is drawn uniformly from all permutations, in 8 bytes a row.
 EXACT_ROWS = 1 << 16
 _BINS_A_RANGE, _LOOKS = 4, 4
 _FEISTEL_ROUNDS = 8
-_FEISTEL_BLOCK = 1 << 14  # numbers that are worked on at once, so that they stay in the cache
+_FEISTEL_BLOCK = 1 << 14  # numbers that are processed at once, so that they stay in the cache
 
 
 def generator(seed: int, epoch: int, purpose: int = _ROWS, index: int = 0) -> np.random.Generator:
-    """The random numbers of one purpose in one epoch.
+    """Returns the random generator of one purpose in one epoch.
 
-    NumPy's Philox keyed with (seed, epoch): counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-    3", 2011), so that near keys give independent numbers and any can be had without those before it.
+    It is NumPy's Philox with the key (seed, epoch): counter-based (Salmon et al., "Parallel random numbers: as easy as
+    1, 2, 3", 2011). Close keys yield independent numbers, and each number is computed without the earlier ones.
 
     Args:
-        seed: the run's seed, 0 to 2**63 - 1.
-        epoch: the epoch, from 0.
-        purpose, index: which stream of it; far apart in the counter.
+        seed: Seed of the run, 0 to 2**63 - 1.
+        epoch: Epoch, from 0.
+        purpose: Purpose of the stream.
+        index: Index of the stream, far apart from others in the counter.
     """
     key = [np.uint64(seed), np.uint64(epoch)]
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, np.uint64(index), np.uint64(purpose)]))
 
 
 class Exact:
-    """A uniformly random order of 0 ... rows - 1, as an array; see `Feistel` for arguments and methods."""
+    """Uniformly random permutation of 0 ... rows - 1, as an array; with the interface of `Feistel`."""
 
     def __init__(self, rows: int, random: np.random.Generator):
         self._all = random.permutation(rows).astype(np.int64, copy=False)
@@ -50,65 +51,65 @@ class Exact:
 
 
 class Feistel:
-    """A pseudorandom order of 0 ... rows - 1 that is worked out where it is looked at, and takes no memory.
+    """Pseudorandom permutation of 0 ... rows - 1 that is computed on access, and takes no memory.
 
     A generalized Feistel cipher with cycle walking (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains",
-    CT-RSA 2002): a number is a pair of a high and a low half, and each round adds to one half, modulo its size, a hash
-    of the other, which can be undone whatever the hash is. The pairs are a few more than `rows` (by less than
-    2 sqrt(rows)); what comes out too large is put in again. The hash is of two multiplications by random odd numbers.
+    CT-RSA 2002). A number is a pair of a high and a low half. Each round adds to one half, modulo its size, a hash of
+    the other, which is invertible for any hash. There are a few more pairs than `rows`, by less than 2 sqrt(rows), and
+    a result that is too large is encrypted again. The hash has two multiplications by random odd numbers.
 
     Args:
-        rows: 1 to 2**62.
-        random: gives the rounds their keys.
+        rows: Number of rows, 1 to 2**62.
+        random: Generator of the rounds' keys.
     """
 
     def __init__(self, rows: int, random: np.random.Generator):
         self._rows = rows
         self._low_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
         self._high_size = -(-rows // (1 << self._low_bits))
-        # of each round what is added, and two odd factors
+        # for each round a summand, and two odd factors
         self._keys = random.integers(0, 2**32, (_FEISTEL_ROUNDS, 3), dtype=np.uint32) | np.array([0, 1, 1], np.uint32)
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """What stands at these places of the order: int64, (n,), as `places` are."""
-        found = np.empty(len(places), np.int64)
+        """Returns the elements of the permutation at `places`; both are int64, (n,)."""
+        elements = np.empty(len(places), np.int64)
         for start in range(0, len(places), _FEISTEL_BLOCK):
-            found[start : start + _FEISTEL_BLOCK] = self._once(places[start : start + _FEISTEL_BLOCK])
-        outside = np.flatnonzero(found >= self._rows)
+            elements[start : start + _FEISTEL_BLOCK] = self._once(places[start : start + _FEISTEL_BLOCK])
+        outside = np.flatnonzero(elements >= self._rows)
         while len(outside):
-            found[outside] = self._once(found[outside])
-            outside = outside[found[outside] >= self._rows]
-        return found
+            elements[outside] = self._once(elements[outside])
+            outside = outside[elements[outside] >= self._rows]
+        return elements
 
     def _once(self, numbers: np.ndarray) -> np.ndarray:
         bits, size = self._low_bits, np.uint32(self._high_size)
         high = (numbers >> bits).astype(np.uint32)
         low = numbers.astype(np.uint32) & np.uint32((1 << bits) - 1)
-        hashed, other, wide = np.empty_like(high), np.empty_like(high), np.empty(len(high), np.uint64)
+        hashed, scratch, wide = np.empty_like(high), np.empty_like(high), np.empty(len(high), np.uint64)
         for i in range(0, _FEISTEL_ROUNDS, 2):
-            _hash(low, self._keys[i], hashed, other)
+            _hash(low, self._keys[i], hashed, scratch)
             wide[:] = hashed
             wide *= np.uint64(self._high_size)
             wide >>= np.uint64(32)  # evenly over 0 ... size - 1 (D. Lemire, "Fast random integer generation", 2019)
             hashed[:] = wide
             high += hashed
-            np.subtract(high, size, out=other)
-            np.minimum(high, other, out=high)  # the difference is huge where it would be negative
-            _hash(high, self._keys[i + 1], hashed, other)
+            np.subtract(high, size, out=scratch)
+            np.minimum(high, scratch, out=high)  # a negative difference wraps around and is huge
+            _hash(high, self._keys[i + 1], hashed, scratch)
             hashed >>= np.uint32(32 - bits)
             low ^= hashed
         return (high.astype(np.int64) << bits) | low
 
 
 def shuffled(rows: int, seed: int, epoch: int) -> Exact | Feistel:
-    """The order of all rows in an epoch, which any process works out for the places that it needs alone."""
+    """Returns the order of all rows in an epoch; each process computes only the elements that it needs."""
     if rows <= EXACT_ROWS:
         return Exact(rows, generator(seed, epoch))
     return Feistel(rows, generator(seed, epoch, _ROUNDS))
 
 
 def _hash(numbers: np.ndarray, keys: np.ndarray, out: np.ndarray, other: np.ndarray) -> None:
-    """Of uint32 numbers, into `out`, whose high bits are the best; `other` is overwritten."""
+    """Hashes uint32 numbers into `out`, whose high bits are the best, and overwrites `other`."""
     np.add(numbers, keys[0], out=out)
     out *= keys[1]
     np.right_shift(out, np.uint32(15), out=other)
@@ -117,28 +118,30 @@ def _hash(numbers: np.ndarray, keys: np.ndarray, out: np.ndarray, other: np.ndar
 
 
 def differences(was: Mapping, now: Mapping) -> str:
-    """What says that steps have other rows than before, for an error; "" where they have the same.
+    """Returns the changed settings of the rows' order, for an error message, or "".
 
     Args:
-        was, now: `Feed.order`.
+        was: The earlier `Feed.order`.
+        now: The current `Feed.order`.
     """
     names = [name for name in dict.fromkeys([*now, *was]) if now.get(name) != was.get(name)]
     return ", ".join(f"{name} {now.get(name)}, was {was.get(name)}" for name in names)
 
 
 def regrouped(was: Mapping, now: Mapping, step: int) -> tuple[int, int] | None:
-    """Where an epoch goes on whose steps take another number of rows from here on.
+    """Returns the position at which an epoch resumes after a change of the global batch.
 
     Args:
-        was, now: `Feed.order`.
-        step: steps of the epoch that were made as `was` says.
+        was: The earlier `Feed.order`.
+        now: The current `Feed.order`.
+        step: Number of the epoch's steps that were made with `was`.
 
     Returns:
-        (the step that comes, by its new number; how many of its first rows were taken before), or None where the order
-        of rows is another one, too: of windows, and of buckets by length, it follows the batch.
+        (the next step, by its new number; the number of its first rows that were used before). None if the order of
+        rows changes too, as with windows and buckets, whose order depends on the batch.
     """
-    others = [name for name in {*was, *now} if name != "batch_size" and was.get(name) != now.get(name)]
-    if others or now["bucket"] or now["shuffle"] == "window":
+    changed = [name for name in {*was, *now} if name != "batch_size" and was.get(name) != now.get(name)]
+    if changed or now["bucket"] or now["shuffle"] == "window":
         return None
     rows, batch = now["rows"], now["batch_size"]
     made = min(step * was["batch_size"], rows)
@@ -146,22 +149,23 @@ def regrouped(was: Mapping, now: Mapping, step: int) -> tuple[int, int] | None:
 
 
 def steps_per_epoch(rows: int, global_batch: int, drop_remainder: bool = False) -> int:
-    """Number of steps of an epoch; the last batch is smaller where `global_batch` does not divide `rows`."""
+    """Returns the number of steps of an epoch; the last batch may be smaller."""
     return rows // global_batch if drop_remainder else -(-rows // global_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How steps take rows, whatever dataset they are of.
+    """Sampling settings, for any dataset.
 
     Args:
-        global_batch: rows of a step over all workers, at least 1.
-        seed: of the shuffle, 0 to 2**63 - 1.
-        shuffle, window: see `Sampler`.
-        drop_remainder: leave out the last step of an epoch where it is smaller.
+        global_batch: Rows of a step over all workers, at least 1.
+        seed: Seed of the shuffle, 0 to 2**63 - 1.
+        shuffle: "full", "window" or "none", see `Sampler`.
+        window: Rows of a window, see `Sampler`.
+        drop_remainder: Whether to omit a smaller last step of an epoch.
 
     Raises:
-        ConfigError: another word for `shuffle`.
+        ConfigError: `shuffle` is another word.
     """
 
     global_batch: int
@@ -174,29 +178,30 @@ class Sampling:
         check_word("shuffle", self.shuffle, SHUFFLES)
 
     def of(self, rows: Iterable[int]) -> Sampler:
-        """The order of a dataset whose pieces have so many rows."""
+        """Returns the `Sampler` of a dataset whose pieces have these numbers of rows."""
         return Sampler(
             rows=tuple(rows), global_batch=self.global_batch, seed=self.seed, shuffle=self.shuffle, window=self.window
         )
 
     def steps(self, rows: int) -> int:
-        """Steps of an epoch of so many rows."""
+        """Returns the number of steps of an epoch of `rows` rows."""
         return steps_per_epoch(rows, self.global_batch, self.drop_remainder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """The order of a dataset's rows in every epoch.
+    """Order of a dataset's rows in all epochs.
 
-    Rows are numbered as the dataset has them; they come in pieces (blocks, or parts of files) that can be read alone.
+    Rows are numbered in the dataset's order. They are grouped into pieces (blocks, or parts of files) that can be read
+    independently.
 
     Args:
-        rows: rows of each piece.
-        global_batch: rows of a step.
-        seed: 0 to 2**63 - 1.
-        shuffle: "full", uniformly random over all rows; "window", pieces in random order, and rows in random order
-            within windows of consecutive rows of that; or "none".
-        window: rows of a window; rounded down to whole steps, at least one.
+        rows: Number of rows of each piece.
+        global_batch: Rows of a step.
+        seed: Seed, 0 to 2**63 - 1.
+        shuffle: "full" for a uniformly random order of all rows; "window" for a random order of pieces, and of rows
+            within windows of that order; or "none".
+        window: Rows of a window, which is rounded down to whole steps, at least one.
     """
 
     rows: tuple[int, ...]
@@ -207,30 +212,30 @@ class Sampler:
 
     @property
     def total(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         return sum(self.rows)
 
     @property
     def chunk_steps(self) -> int:
-        """Steps of a chunk: of a window, or of about as many rows."""
+        """Returns the steps of a chunk, which is a window, or has about as many rows."""
         return max(1, self.window // self.global_batch)
 
     def pieces(self, epoch: int) -> np.ndarray:
-        """The order in which an epoch reads the pieces: int64, (pieces,)."""
+        """Returns the order in which an epoch reads the pieces: int64, (pieces,)."""
         if self.shuffle != "window":
             return np.arange(len(self.rows))
         return generator(self.seed, epoch, _PIECES).permutation(len(self.rows))
 
     def epoch(self, epoch: int) -> Epoch:
-        """One epoch, counted from 0."""
+        """Returns one epoch, counted from 0."""
         return Epoch(self, epoch)
 
 
 class Ranges:
-    """Says in which of many ranges, one after the other, numbers lie: `numpy.searchsorted`, faster for many numbers.
+    """Lookup of numbers in many consecutive ranges: `numpy.searchsorted`, faster for many numbers.
 
     Args:
-        starts: first number of each range, ascending: int64, at least one; the last has no end.
+        starts: First number of each range, ascending: int64, at least one. The last range has no end.
     """
 
     def __init__(self, starts: np.ndarray):
@@ -239,25 +244,25 @@ class Ranges:
         whole = int(starts[-1] - starts[0]) + 1
         self._shift = max(0, (whole // (_BINS_A_RANGE * len(starts))).bit_length())
         edges = starts[0] + (np.arange((whole >> self._shift) + 2) << self._shift)
-        found = np.searchsorted(starts, edges, side="right") - 1
-        self._first = found[:-1].astype(np.int16 if len(starts) < 2**15 else np.int64)  # of each bin of numbers
-        self._most = int(np.diff(found).max())  # ranges that begin in a bin
+        first_ranges = np.searchsorted(starts, edges, side="right") - 1
+        self._first = first_ranges[:-1].astype(np.int16 if len(starts) < 2**15 else np.int64)  # of each bin of numbers
+        self._most = int(np.diff(first_ranges).max())  # ranges that begin in a bin
 
     def of(self, numbers: np.ndarray) -> np.ndarray:
-        """The index of each number's range."""
+        """Returns the index of each number's range."""
         if self._most > _LOOKS:  # very uneven
             return np.searchsorted(self._starts, numbers, side="right") - 1
-        found = self._first.take((numbers - self._starts[0]) >> self._shift, mode="clip")
+        indices = self._first.take((numbers - self._starts[0]) >> self._shift, mode="clip")
         for _ in range(self._most):
-            found += numbers >= self._next.take(found)
-        return found
+            indices += numbers >= self._next.take(indices)
+        return indices
 
 
 class Epoch:
-    """The rows of an epoch by chunk.
+    """Rows of an epoch by chunk.
 
-    The epoch's stream is the dataset's rows with the pieces in the epoch's order; a stream position is a row's place in
-    it. Where the order of the pieces is that of the dataset, it is the row's number.
+    The epoch's stream is the dataset's rows with the pieces in the epoch's order. A stream position is a row's index in
+    it. It is the row's number if the pieces are in the dataset's order.
     """
 
     def __init__(self, order: Sampler, epoch: int):
@@ -271,37 +276,40 @@ class Epoch:
         self.chunks = -(-order.total // self.chunk_rows)
 
     def row_numbers(self, positions: np.ndarray) -> np.ndarray:
-        """The rows' numbers in the dataset."""
-        place = np.searchsorted(self.starts, positions, side="right") - 1
-        return self._natural[place] + positions - self.starts[place]
+        """Returns the rows' numbers in the dataset."""
+        piece = np.searchsorted(self.starts, positions, side="right") - 1
+        return self._natural[piece] + positions - self.starts[piece]
 
     def bounds(self, chunk: int) -> tuple[int, int]:
-        """First and last (excluded) place in the epoch of a chunk."""
+        """Returns the first and the last (excluded) index of a chunk's rows in the epoch."""
         return chunk * self.chunk_rows, min(self._order.total, (chunk + 1) * self.chunk_rows)
 
     def positions(self, chunk: int, lengths: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
-        """Stream positions of the rows of a chunk, in the order of training: int64, (<= chunk_rows,).
+        """Returns the stream positions of a chunk's rows, in the order of training: int64, (<= chunk_rows,).
 
         Args:
-            chunk: from 0.
-            lengths: lengths(stream positions) -> int64, where rows of similar length shall share a batch.
+            chunk: Index of the chunk, from 0.
+            lengths: lengths(stream positions) -> int64, for batches of rows of similar length, or None.
         """
         start, stop = self.bounds(chunk)
         if self._order.shuffle == "window":
-            found = start + generator(self._order.seed, self._epoch, _WINDOW, chunk).permutation(stop - start)
+            positions = start + generator(self._order.seed, self._epoch, _WINDOW, chunk).permutation(stop - start)
         else:
-            found = self._at(np.arange(start, stop))
+            positions = self._at(np.arange(start, stop))
         if lengths is not None:
             random = generator(self._order.seed, self._epoch, _BUCKETS, chunk)
-            found = bucketed(found, lengths(found), self._order.global_batch, random)
-        return found
+            positions = bucketed(positions, lengths(positions), self._order.global_batch, random)
+        return positions
 
     def part(self, chunk: int, steps: slice, worker: int, workers: int, whole: np.ndarray | None = None) -> np.ndarray:
-        """One worker's part of some steps of a chunk; see `worker_part`.
+        """Returns one worker's part of some steps of a chunk, see `worker_part`.
 
         Args:
-            chunk, steps, worker, workers: which part.
-            whole: the chunk's positions where they have been worked out; else only those of the part are.
+            chunk: Index of the chunk.
+            steps: Steps of the chunk.
+            worker: Rank of the worker.
+            workers: Number of workers.
+            whole: All positions of the chunk, or None to compute only those of the part.
         """
         batch = self._order.global_batch
         if whole is not None:
@@ -310,7 +318,7 @@ class Epoch:
 
     @property
     def by_chunk(self) -> bool:
-        """Whether the rows of a chunk can be put in order together only."""
+        """Returns whether the order of a chunk's rows is only computed as a whole."""
         return self._order.shuffle == "window"
 
     def _at(self, places: np.ndarray) -> np.ndarray:
@@ -318,47 +326,48 @@ class Epoch:
 
 
 def bucketed(positions: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.Generator) -> np.ndarray:
-    """The same rows, so that each batch holds rows of similar length, and batches come in random order.
+    """Returns the rows in batches of similar length, and the batches in random order.
 
     Args:
-        positions: the rows, in any order.
-        lengths: of each, (len(positions),).
-        batch: rows of a batch; a smaller last one stays last.
-        random: for the order of the batches.
+        positions: Positions of the rows, in any order.
+        lengths: Length of each row, (len(positions),).
+        batch: Rows of a batch. A smaller last batch stays the last.
+        random: Generator for the order of the batches.
     """
     by_length = positions[np.argsort(lengths, kind="stable")]
     whole = len(positions) // batch
-    # what makes up no batch is taken from all lengths, not only from the longest
-    rest = np.sort(random.permutation(len(positions))[whole * batch :])
-    kept = np.delete(by_length, rest).reshape(whole, batch)
-    return np.concatenate([kept[random.permutation(whole)].ravel(), by_length[rest]])
+    # the rows of the smaller batch are drawn from all lengths, not only from the longest
+    remaining = np.sort(random.permutation(len(positions))[whole * batch :])
+    whole_batches = np.delete(by_length, remaining).reshape(whole, batch)
+    return np.concatenate([whole_batches[random.permutation(whole)].ravel(), by_length[remaining]])
 
 
 def worker_part(rows: np.ndarray, global_batch: int, worker: int, workers: int, steps: slice) -> np.ndarray:
-    """One worker's contiguous part of each step of a chunk, one after the other.
+    """Returns one worker's contiguous part of each step of a chunk, concatenated.
 
     Args:
-        rows: the rows of a chunk, which starts with a step; any dtype.
-        global_batch: rows of a step; the chunk's last may have fewer, of which a worker may have none.
-        worker, workers: rank and number of workers.
-        steps: which of the chunk's steps; a slice without a step.
+        rows: Rows of a chunk, which starts with a step; any dtype.
+        global_batch: Rows of a step. The chunk's last step may have fewer, and a worker none of them.
+        worker: Rank of the worker.
+        workers: Number of workers.
+        steps: Slice of the chunk's steps, without a stride.
     """
     rows = rows[steps.start * global_batch : steps.stop * global_batch]
     whole = len(rows) // global_batch
     start, stop = share(global_batch, workers, worker)
     parts = rows[: whole * global_batch].reshape(whole, global_batch)[:, start:stop].ravel()
-    rest = rows[whole * global_batch :]
-    if not len(rest):
+    remaining = rows[whole * global_batch :]
+    if not len(remaining):
         return parts
-    start, stop = share(len(rest), workers, worker)
-    return np.concatenate([parts, rest[start:stop]])
+    start, stop = share(len(remaining), workers, worker)
+    return np.concatenate([parts, remaining[start:stop]])
 
 
 def row_seeds(seed: int, epoch: int, rows: Sequence[int]) -> np.ndarray:
-    """Two int32 numbers for each row, by row number: for TensorFlow's stateless random operations.
+    """Computes two int32 seeds for each row number, for TensorFlow's stateless random operations.
 
     SplitMix64's finalizer (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) of the row's
-    number, started from a number of (seed, epoch).
+    number, with a start from (seed, epoch).
 
     Returns:
         int32 array of shape (len(rows), 2).

@@ -1,6 +1,6 @@
-"""The blocks of a dataset: read once, kept in Ray's object store, shared by every worker of the cluster.
+"""Blocks of a dataset: read once, kept in Ray's object store, and shared by all workers of the cluster.
 
-Driver side: nothing here imports TensorFlow.
+Driver side: imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _FIRST_ROWS = 1000
 
 @dataclass(frozen=True)
 class StoredDataset:
-    """Where the rows of a dataset lie.
+    """Dataset in the object store.
 
     Args:
-        refs: references to blocks in the object store, or blocks themselves.
-        rows: number of rows of each block, each at least 1.
-        columns: names of the columns.
+        refs: References to blocks in the object store, or the blocks.
+        rows: Number of rows of each block, at least 1.
+        columns: Names of the columns.
     """
 
     refs: list = field(repr=False)
@@ -42,36 +42,36 @@ class StoredDataset:
     columns: list[str]
 
     def get(self) -> list:
-        """The blocks, without a copy where they lie in this node's store."""
+        """Returns the blocks, without a copy if they are in this node's object store."""
         return [ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref for ref in self.refs]
 
     def first(self) -> StoredDataset:
-        """The first block alone."""
+        """Returns the dataset of only the first block."""
         return StoredDataset(self.refs[:1], self.rows[:1], self.columns)
 
     def here(self) -> StoredDataset:
-        """The same with the blocks themselves."""
+        """Returns the dataset with blocks instead of references."""
         return StoredDataset(self.get(), self.rows, self.columns)
 
 
 def as_table(block) -> pa.Table:
-    """A block as an Arrow table."""
+    """Returns a block as an Arrow table."""
     return block if isinstance(block, pa.Table) else pa.Table.from_pandas(block, preserve_index=False)
 
 
 def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None) -> StoredDataset:
     """Executes a `ray.data.Dataset` into the object store.
 
-    The order of its rows is the same in every execution, as the order of training is counted in rows.
+    The order of rows is the same in each execution, as the order of training refers to row numbers.
 
     Args:
-        dataset: of the columns that are needed, see `projected`.
-        specs: parsed columns by role. What becomes one vector is stored as such, once for all workers; None leaves all
-            columns as they are.
-        prepare: prepare(dataset) -> the one that is executed in its place, such as `partitions.unbound`.
+        dataset: Dataset with the needed columns, see `projected`.
+        specs: Parsed columns by role. Columns of one vector are stored as vectors, once for all workers. None leaves
+            all columns unchanged.
+        prepare: prepare(dataset) -> the dataset to execute instead, such as `partitions.unbound`.
 
     Raises:
-        ConfigError: columns that cannot be stacked, see `gather.stack`.
+        ConfigError: Columns cannot be stacked, see `gather.stack`.
     """
     with quiet():
         known = dataset.columns(fetch_if_missing=False)
@@ -82,25 +82,25 @@ def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None)
         limit_footer_readers(dataset)
         with _refused_here(dataset.context):
             materialized = dataset.materialize()
-        found = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
-        found = [block for block in found if block.metadata.num_rows]
+        blocks = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
+        blocks = [block for block in blocks if block.metadata.num_rows]
         schema = materialized.schema()
         columns = known or _names(specs or {}) or ([] if schema is None else list(schema.names))
         return StoredDataset(
-            [block.ref for block in found], [block.metadata.num_rows for block in found], list(columns)
+            [block.ref for block in blocks], [block.metadata.num_rows for block in blocks], list(columns)
         )
 
 
 def first(dataset, specs: Mapping, prepare: Callable | None = None) -> StoredDataset:
-    """The first rows of a dataset, for shapes and dtypes; of files no more is read than holds these.
+    """Returns the first rows of a dataset, for shapes and dtypes; it reads no more of files than needed.
 
     Args:
-        dataset: a `ray.data.Dataset`.
-        specs: parsed columns by role.
-        prepare: see `read`.
+        dataset: A `ray.data.Dataset`.
+        specs: Parsed columns by role.
+        prepare: See `read`.
 
     Raises:
-        ConfigError: see `projected`.
+        ConfigError: See `projected`.
     """
     with quiet():
         limit_footer_readers(dataset)
@@ -109,16 +109,16 @@ def first(dataset, specs: Mapping, prepare: Callable | None = None) -> StoredDat
 
 
 def projected(dataset, specs: Mapping):
-    """The dataset with the columns that tensors are made of alone: of Parquet files no others are read.
+    """Returns the dataset with only the columns of tensors, so that no others of Parquet files are read.
 
-    What lies in memory is left as it is: it would take up more, not less.
+    Data in memory stays unchanged, as a projection would need more memory.
 
     Args:
-        dataset: a `ray.data.Dataset`.
-        specs: parsed columns (`columns.parse`) by role; none leaves all.
+        dataset: A `ray.data.Dataset`.
+        specs: Parsed columns (`columns.parse`) by role; an empty mapping keeps all columns.
 
     Raises:
-        ConfigError: a column that the dataset does not have; where only its execution shows what it has, then.
+        ConfigError: A column is missing in the dataset. The execution raises it if the columns are not known before.
     """
     if not specs:
         return dataset
@@ -142,9 +142,9 @@ def _in_memory(dataset) -> bool:
 
 
 def _stacked(dataset, specs: Mapping):
-    """With a column of vectors for those that are stacked, and each block's columns in one piece.
+    """Returns the dataset with a column of vectors for stacked columns, and with contiguous columns in each block.
 
-    Small data in memory stays as it is: workers then have their own copy, and no task has to start.
+    Small data in memory stays unchanged: workers have their own copy then, and no task needs to start.
     """
     if not specs:
         return dataset
@@ -180,20 +180,20 @@ def _prepared(specs: Mapping, table: pa.Table) -> pa.Table:
     for part in parts:
         if not part.stacked:
             single.setdefault(part.names[0], set()).add(part.parts[0])
-    # nulls are refused, or filled, here, where no worker has started; unless a column is used in two ways
-    found = {
+    # refuses or fills nulls before any worker starts, unless a column is used in two ways
+    single_columns = {
         name: gather.filled(table, *ways) if len(ways) == 1 else table.column(name) for name, ways in single.items()
     }
-    made = pa.table(found).combine_chunks() if found else table.select([])
+    prepared = pa.table(single_columns).combine_chunks() if single_columns else table.select([])
     for part in dict.fromkeys(part for part in parts if part.stacked):
-        made = made.append_column(part.stored, gather.stack(table, part))
-    return made
+        prepared = prepared.append_column(part.stored, gather.stack(table, part))
+    return prepared
 
 
 @contextlib.contextmanager
 def _refused_here(context):
-    """A ConfigError of a task as such."""
-    before, context.raise_original_map_exception = context.raise_original_map_exception, True
+    """Raises a task's ConfigError unwrapped."""
+    previous, context.raise_original_map_exception = context.raise_original_map_exception, True
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -201,12 +201,12 @@ def _refused_here(context):
             raise error.cause from None
         raise
     finally:
-        context.raise_original_map_exception = before
+        context.raise_original_map_exception = previous
 
 
 @contextlib.contextmanager
 def quiet():
-    """Ray Data tells of its plan and progress at length; the trainer has a line of its own."""
+    """Hides Ray Data's messages on its plan and progress until the context ends; the trainer logs its own line."""
     filtered = _NeedsNoCpu()
     logger = logging.getLogger("ray.data.dataset")
     logger.addFilter(filtered)
@@ -220,10 +220,10 @@ def quiet():
 
 
 class _Unwarned:
-    """Ray's advice about the number of tasks is left out: raytf says how many run at once, not the user.
+    """Context that hides Ray's advice about the number of tasks, which raytf sets and not the user.
 
-    It is for all threads at once, as Ray gives it in one of its own; `warnings.catch_warnings` of two that overlap
-    would leave the filter there.
+    It applies to all threads, as Ray warns in a thread of its own. Two overlapping `warnings.catch_warnings` would
+    leave the filter installed.
     """
 
     def __init__(self):
@@ -248,8 +248,11 @@ _unwarned = _Unwarned()
 
 
 class _NeedsNoCpu(logging.Filter):
-    """Drops Ray Data's "will hang" without a free CPU: raytf's reads ask for none, and `streamed.watched` says if they
-    wait. Ray counts the CPUs of a group that has just ended for a while."""
+    """Drops Ray Data's warning "will hang" without a free CPU.
+
+    Reads of raytf request no CPU, and `streamed.watched` logs it if they wait. Ray also still counts the CPUs of a
+    placement group that has just ended.
+    """
 
     def __init__(self):
         super().__init__()
@@ -263,10 +266,10 @@ class _NeedsNoCpu(logging.Filter):
 
 
 def limit_footer_readers(dataset) -> None:
-    """Lists Parquet files with no more actors than an eighth of the cluster's CPUs.
+    """Limits the actors that list Parquet files to an eighth of the cluster's CPUs.
 
-    Ray starts 32 for each listing since 2.60, unless an environment variable of its own says otherwise, and takes the
-    number when `read_parquet` is called. On two cores their processes alone took 6 to 70 s for one small file.
+    Ray starts 32 for each listing since 2.60, unless its environment variable sets another number, and reads the number
+    in `read_parquet`. On two cores their processes alone took 6 to 70 s for one small file.
     """
     most = max(1, int(ray.cluster_resources().get("CPU", 1)) // 8)
     for operator in last_operator(dataset).post_order_iter():

@@ -1,4 +1,4 @@
-"""Datasets that no object store holds: read anew in every epoch, by one Ray Data execution that all workers share."""
+"""Datasets that fit in no object store: one Ray Data execution, shared by all workers, reads them in each epoch."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from raytf.runtime import resources
 logger = logs.get_logger(__name__)
 
 _WAIT_INTERVAL = 1.0
-# A request is answered within this, if only with "not yet": so that who asks knows that the server lives.
+# Seconds within which a request is answered, at least with "not yet", as a heartbeat of the server.
 _ANSWER_INTERVAL = 10.0
-# Between two sentences about rows that do not come.
+# Seconds between two warnings about missing rows.
 _REPORT_INTERVAL = 30.0
 
 
 @dataclass(frozen=True)
 class StreamedDataset:
-    """A dataset that is streamed; stands where `stored.StoredDataset` stand for one in the object store.
+    """Streamed dataset, the counterpart of `stored.StoredDataset`.
 
     Args:
-        rows: rows of each piece.
-        columns: names of the columns.
-        sample: the first rows, for shapes and dtypes.
-        name: of the dataset, for messages.
-        workers: how many will ask at once.
-        pieces: of the dataset, in the object store.
-        server: the `ServerActor` actor.
+        rows: Number of rows of each piece.
+        columns: Names of the columns.
+        sample: The first rows, for shapes and dtypes.
+        name: Name of the dataset, for messages.
+        workers: Number of workers that request rows at once.
+        pieces: Reference to the dataset's pieces in the object store.
+        server: The actor of a `StreamServer`.
     """
 
     rows: tuple[int, ...]
@@ -58,45 +58,49 @@ class StreamedDataset:
     server: Any = field(repr=False)
 
     def first(self) -> StoredDataset:
-        """The first rows alone."""
+        """Returns a dataset of only the first rows."""
         return StoredDataset([self.sample], [self.sample.num_rows], self.columns)
 
     def another(self) -> StreamedDataset:
-        """The same dataset from a server of its own, for workers that train apart; ends with this process."""
+        """Returns the dataset with a new server, for workers of another training; it ends with this process."""
         return replace(self, server=_server(self.name, self.workers))
 
     def rest(self) -> None:
-        """Lets go of what was read for workers that have stopped."""
+        """Releases the blocks that were read for workers that have stopped."""
         ray.wait([self.server.rest.remote()], timeout=_ANSWER_INTERVAL)
 
     def request(self, worker: int, workers: int, order: Sampler, epoch: int, start: int, stop: int) -> list[Part]:
-        """Where the rows from stream position `start` to `stop` lie, in order, when they are read.
+        """Returns the locations of the rows from stream position `start` to `stop`, in order, after they are read.
 
-        A server that dies meanwhile comes back by itself, and is asked again: it holds nothing but what it reads.
+        A server that dies restarts by itself, and the request is sent again: its only state is the blocks that it
+        reads.
 
         Args:
-            worker, workers: who asks, and how many will.
-            order: of the epoch; its rows need not be given, as the server knows them.
-            epoch, start, stop: what is asked for.
+            worker: Rank of the requesting worker.
+            workers: Number of workers that request rows.
+            order: Order of the rows, without the numbers of rows of pieces, which the server has.
+            epoch: Number of the epoch, from 0.
+            start: First stream position.
+            stop: Stream position after the last row.
 
         Raises:
-            StreamError: the server cannot come back.
+            StreamError: The server cannot restart.
         """
         while True:
             try:
                 call = self.server.rows.remote(worker, workers, order, epoch, start, stop)
-                found = ray.get(call, timeout=timeouts.get().stream_answer)
-                if found == []:  # it is new
+                locations = ray.get(call, timeout=timeouts.get().stream_answer)
+                if locations == []:  # a new server, which has no pieces yet
                     ray.get(self.server.take.remote([self.pieces]), timeout=timeouts.get().stream_answer)
-                    found = None
+                    locations = None
             except ray.exceptions.GetTimeoutError:
                 why = f"has not answered for {timeouts.get().stream_answer:g} s"
                 raise StreamError(f"What reads {self.name!r} {why}: see why its process cannot start") from None
             except ray.exceptions.RayActorError as error:
                 why = str(error).strip().splitlines()[0]
                 raise StreamError(f"What reads {self.name!r} has ended and cannot come back: {why}") from None
-            if found is not None:
-                return found
+            if locations is not None:
+                return locations
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +108,10 @@ class Part:
     """Rows in a block.
 
     Args:
-        block: reference to the block.
-        first: number of the first row in the block.
-        rows: how many.
-        node: where the block lies, or lay when it was read.
+        block: Reference to the block.
+        first: Number of the first row in the block.
+        rows: Number of rows.
+        node: Ray's id of the node that held the block when it was read.
     """
 
     block: Any
@@ -117,16 +121,16 @@ class Part:
 
 
 class StreamServer:
-    """Executes pieces of a dataset in the order of an epoch, as far ahead as workers need, and tells where rows lie.
+    """Server that reads pieces of a dataset in the order of an epoch, with read-ahead, and returns rows' locations.
 
-    Rows are addressed by stream position, so that a worker may start anywhere; reading starts with the piece in which
-    that lies. Blocks are let go when every worker has asked for later ones. A server keeps no state that the next
-    request does not bring: one that died is simply started again.
+    Rows are addressed by stream position: a worker may start at any, and reading starts with its piece. Blocks are
+    released when all workers have requested later ones. Each request contains all state that a server needs, so that a
+    restart loses nothing.
 
     Args:
-        pieces: of the dataset; None waits for `take`, as Ray warns of an actor that comes back and whose arguments lie
-            in the object store.
-        name: of the dataset, for messages.
+        pieces: Pieces of the dataset, or None until `take`. Ray warns of an actor that may restart and has arguments in
+            the object store.
+        name: Name of the dataset, for messages.
     """
 
     def __init__(self, pieces: Partitions | None = None, name: str = "dataset"):
@@ -137,15 +141,15 @@ class StreamServer:
         self._asked: dict[int, tuple[int, int]] = {}
         self._standing: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
-        self._quiet = contextlib.ExitStack()  # for as long as this lives
+        self._quiet = contextlib.ExitStack()  # for the server's lifetime
         self._quiet.enter_context(stored_module.quiet())
 
     def take(self, pieces: list) -> None:
-        """Takes the pieces; `pieces` is a list of a reference to them, which Ray does not fetch by itself."""
+        """Receives the pieces as a list of one reference, which Ray does not resolve by itself."""
         self._pieces = ray.get(pieces[0])
 
     def rest(self) -> None:
-        """Ends all reading, and lets go of every block."""
+        """Ends all reading, and releases all blocks."""
         with self._lock:
             runs, self._runs = self._runs, {}
             self._asked.clear()
@@ -154,27 +158,31 @@ class StreamServer:
             run.end()
 
     def rows(self, worker: int, workers: int, order: Sampler, epoch: int, start: int, stop: int) -> list[Part] | None:
-        """Where the rows from stream position `start` to `stop` lie, in order; None if they are not read yet.
-
-        [] where it has no pieces, as it has just started.
+        """Waits up to 10 s for the rows from stream position `start` to `stop`, and returns their locations in order.
 
         Args:
-            worker, workers: who asks, and how many will.
-            order: the order of the pieces, without their rows.
-            epoch, start, stop: what is asked for; waits a while until it is read.
+            worker: Rank of the requesting worker.
+            workers: Number of workers that request rows.
+            order: Order of the pieces, without their numbers of rows.
+            epoch: Number of the epoch, from 0.
+            start: First stream position.
+            stop: Stream position after the last row.
+
+        Returns:
+            The locations; None if the rows are not read yet; [] from a new server without pieces.
         """
         if self._pieces is None:
             return []
         deadline = time.monotonic() + _ANSWER_INTERVAL
-        while True:  # another worker may have gone back, behind what this run still has
+        while True:  # another worker may have restarted at a position that this run has released
             run = self._run(worker, workers, order, epoch, start)
-            found = run.wait(start, stop, deadline)
-            if found is not None or time.monotonic() > deadline:
-                return found
+            locations = run.wait(start, stop, deadline)
+            if locations is not None or time.monotonic() > deadline:
+                return locations
 
     def _run(self, worker: int, workers: int, order: Sampler, epoch: int, start: int) -> EpochRead:
         with self._lock:
-            if len(self._asked) > workers:  # fewer workers than before a restart
+            if len(self._asked) > workers:  # fewer workers after a restart
                 self._asked.clear()
                 self._standing.clear()
             self._stands(worker, (epoch, start))
@@ -193,12 +201,12 @@ class StreamServer:
         return self._orders[order]
 
     def _stands(self, worker: int, place: tuple[int, int]) -> None:
-        """Notes where a worker is; places are counted, as many workers stand at few."""
-        before = self._asked.get(worker)
-        if before is not None:
-            self._standing[before] -= 1
-            if not self._standing[before]:
-                del self._standing[before]
+        """Records the position of a worker; positions are counted, as many workers share few."""
+        previous = self._asked.get(worker)
+        if previous is not None:
+            self._standing[previous] -= 1
+            if not self._standing[previous]:
+                del self._standing[previous]
         self._asked[worker] = place
         self._standing[place] += 1
 
@@ -211,7 +219,7 @@ class StreamServer:
 
 
 class EpochRead:
-    """One epoch from some position on, read in a thread."""
+    """Epoch that a thread reads from a stream position on."""
 
     def __init__(self, pieces: Partitions, order: Sampler, epoch: int, start: int, name: str):
         sequence = np.asarray(order.pieces(epoch))
@@ -219,7 +227,7 @@ class EpochRead:
         skipped = int(np.searchsorted(ends, start, side="right"))
         self._pieces, self._sequence, self._name = pieces, sequence[skipped:], name
         self._total = int(ends[-1])
-        # of each block that is held: stream position, and (rows, block, node)
+        # for each block that is kept: stream position, and (rows, block, node)
         self._starts: list[int] = []
         self._blocks: list[tuple[int, Any, str]] = []
         self._first = self._read = int(ends[skipped - 1]) if skipped else 0
@@ -233,12 +241,12 @@ class EpochRead:
         self._thread.start()
 
     def reaches(self, start: int) -> bool:
-        """Whether the position is still there or will come."""
+        """Returns whether the position is not released yet."""
         with self._changed:
             return self._error is None and not self._ended and self._first <= start
 
     def wait(self, start: int, stop: int, deadline: float) -> list[Part] | None:
-        """Where the rows lie, when they are read; None if the run was ended, or the time is over."""
+        """Waits for the rows, and returns their locations; None after the end of the run, or the deadline."""
         with self._changed:
             if self._read < stop:
                 self._want(stop)
@@ -251,21 +259,21 @@ class EpochRead:
                 raise self._error
             if self._ended or start < self._first or self._read < stop:
                 return None
-            found = []
+            parts = []
             for i in range(bisect_right(self._starts, start) - 1, len(self._starts)):
                 position, (rows, block, node) = self._starts[i], self._blocks[i]
                 if position >= stop:
                     break
                 first, last = max(start, position), min(stop, position + rows)
-                found.append(Part(block, first - position, last - first, node))
-            return found
+                parts.append(Part(block, first - position, last - first, node))
+            return parts
 
     def _want(self, stop: int) -> None:
         self._wanted = max(self._wanted, stop)
         self._changed.notify_all()
 
     def _report(self) -> None:
-        """Says that no rows come, and what may be waited for."""
+        """Logs that no rows have come for 30 s, and which processes hold the CPUs."""
         quiet = time.monotonic() - self._came
         if quiet > _REPORT_INTERVAL:
             self._came = time.monotonic()
@@ -274,11 +282,11 @@ class EpochRead:
 
     def let_go(self, start: int) -> None:
         with self._changed:
-            gone = bisect_right(self._starts, start) - 1
-            if gone >= 0 and self._starts[gone] + self._blocks[gone][0] <= start:
-                gone += 1
-            if gone > 0:
-                del self._starts[:gone], self._blocks[:gone]
+            released = bisect_right(self._starts, start) - 1
+            if released >= 0 and self._starts[released] + self._blocks[released][0] <= start:
+                released += 1
+            if released > 0:
+                del self._starts[:released], self._blocks[:released]
                 self._first = self._starts[0] if self._starts else self._read
 
     def end(self) -> None:
@@ -304,20 +312,20 @@ class EpochRead:
                 self._changed.notify_all()
 
     def _execute(self, indices: np.ndarray) -> bool:
-        """Reads some pieces; whether to go on."""
-        here = ray.get_runtime_context().get_node_id()
+        """Reads some pieces, and returns whether to continue."""
+        this_node = ray.get_runtime_context().get_node_id()
         with ray_data.executed(self._pieces.dataset(indices)) as bundles:
             for bundle in bundles:
                 known = ray.experimental.get_local_object_locations(bundle.block_refs)
                 for block in bundle.blocks:
-                    # small ones lie in this process
-                    nodes = known.get(block.ref, {}).get("node_ids") or [here]
+                    # small blocks are in this process
+                    nodes = known.get(block.ref, {}).get("node_ids") or [this_node]
                     if block.metadata.num_rows and not self._add(block.ref, block.metadata.num_rows, nodes[0]):
                         return False
         return True
 
     def _add(self, ref, rows: int, node: str) -> bool:
-        """Whether to go on; waits while enough is read."""
+        """Adds a block, waits while the read-ahead is sufficient, and returns whether to continue."""
         with self._changed:
             if self._ended:
                 return False
@@ -334,7 +342,7 @@ class EpochRead:
 
 @contextlib.contextmanager
 def watched(name: str):
-    """Says now and then that a dataset is not read yet, and who holds the CPUs that its reading may wait for."""
+    """Logs repeatedly, until the context ends, that a dataset is not read yet, and which processes hold the CPUs."""
     ended = threading.Event()
 
     def watch():
@@ -354,11 +362,11 @@ def watched(name: str):
 
 
 def stored(name: str, dataset):
-    """Executes a `ray.data.Dataset` into the object store; what reads and maps it waits for no CPU.
+    """Executes a `ray.data.Dataset` into the object store, with read and map tasks that wait for no CPU.
 
     Args:
-        name: of the dataset, for messages.
-        dataset: to be read.
+        name: Name of the dataset, for messages.
+        dataset: The `ray.data.Dataset`.
 
     Returns:
         A `ray.data.MaterializedDataset`.
@@ -368,13 +376,13 @@ def stored(name: str, dataset):
 
 
 def materialized(name: str, dataset, specs: Mapping | None = None) -> StoredDataset:
-    """`stored.read` for which what reads and maps waits for no CPU, and that says so where it takes long."""
+    """Calls `stored.read` with tasks that wait for no CPU, and logs a warning if the read is slow."""
     with watched(name):
         return stored_module.read(dataset, specs, partitions.unbound)
 
 
 def without_rows(order: Sampler) -> Sampler:
-    """What a request carries of an order: not the rows of its pieces, which the server knows."""
+    """Returns the order without the numbers of rows of pieces, for a request: the server has them."""
     return dataclasses.replace(order, rows=())
 
 
@@ -382,22 +390,24 @@ def open_stream(found: Partitions, columns: list[str], sample: pa.Table, workers
     """Starts the server of a stream, on any node; it ends with this process.
 
     Args:
-        found, columns, sample: of the dataset.
-        workers: how many will ask at once.
-        name: of the dataset, for messages.
+        found: Pieces of the dataset.
+        columns: Names of the columns.
+        sample: The first rows.
+        workers: Number of workers that request rows at once.
+        name: Name of the dataset, for messages.
     """
     stored = ray.put(found)
     return StreamedDataset(found.rows, columns, sample, name, workers, stored, _server(name, workers))
 
 
 def close(datasets: Mapping[str, Any]) -> None:
-    """Ends the servers of those of a run's datasets that are streams."""
+    """Ends the servers of a run's streamed datasets."""
     for dataset in datasets.values():
         if isinstance(dataset, StreamedDataset):
             ray.kill(dataset.server)
 
 
 def _server(name: str, workers: int):
-    """A server that comes back wherever there is room when its process or its node dies."""
+    """Starts a server that restarts on any node when its process or its node dies."""
     options = {"num_cpus": 0, "max_concurrency": 2 * workers + 2, "max_restarts": -1, "max_task_retries": -1}
     return ray.remote(StreamServer).options(**options).remote(None, name)

@@ -1,4 +1,4 @@
-"""Datasets that are this worker's part already: a mark that keeps whoever distributes datasets from sharding them."""
+"""Marks datasets that are already this worker's shard, so that Keras does not shard them again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tensorflow as tf
 from raytf.collectives.communicator import local_replicas
 from raytf.errors import ConfigError
 
-# Says in a tf.data option, which survives `map` and `prefetch`, that a dataset is this worker's part already.
+# Value of a tf.data option that marks a dataset as this worker's shard; options survive `map` and `prefetch`.
 # Only TensorFlow's MultiDeviceIterator sets this field, on datasets of its own.
 _WORKER_PART = 1
 
 
 def mark_worker_part(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Says that `dataset` holds this worker's rows in batches of this worker's size: Keras must not shard it again."""
+    """Returns `dataset` with the mark that its batches are this worker's shard: Keras must not shard it again."""
     options = tf.data.Options()
     options.experimental_distribute.num_devices = _WORKER_PART
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -23,17 +23,17 @@ def mark_worker_part(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def is_worker_part(dataset: tf.data.Dataset) -> bool:
-    """Whether `mark_worker_part` was called on this dataset or one that it was made from."""
+    """Returns whether `mark_worker_part` was called on this dataset, or one from which it was made."""
     distribute = dataset.options().experimental_distribute
     off = distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
     return off and distribute.num_devices == _WORKER_PART
 
 
 def distributed(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
-    """A worker's part for the devices of the worker, as `strategy.experimental_distribute_dataset` gives others.
+    """Distributes a worker's shard over its devices, as `strategy.experimental_distribute_dataset` does for others.
 
     Raises:
-        ConfigError: there are several, which do not divide its batches.
+        ConfigError: The worker has several devices, which do not divide its batches.
     """
     if local_replicas(strategy) == 1:
         return strategy.distribute_datasets_from_function(lambda _: dataset)
@@ -48,19 +48,19 @@ def distributed(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
 
 
 def has_sparse(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset holds sparse tensors, of which TensorFlow cannot cut parts without rows."""
+    """Returns whether a dataset has sparse tensors, of which TensorFlow cannot slice parts without rows."""
     return any(isinstance(spec, tf.SparseTensorSpec) for spec in tf.nest.flatten(dataset.element_spec))
 
 
 def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int):
-    """Returns this worker's part of a dataset of global batches, for each of its devices.
+    """Returns this worker's shard of a dataset of global batches, for each of its devices.
 
-    Every device gets a part of each batch, in which there may be no row: it knows all other dimensions all the same.
+    Each device gets a part of each batch. A part without rows still has all other dimensions.
 
     Args:
-        dataset: the same on all workers.
-        strategy: of the workers.
-        worker: rank of this one.
+        dataset: A `tf.data.Dataset` of global batches, the same on all workers.
+        strategy: The strategy of the workers.
+        worker: Rank of this worker.
     """
     devices, replicas = local_replicas(strategy), strategy.num_replicas_in_sync
 
@@ -79,7 +79,7 @@ def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int)
         made = [tf.data.Dataset.from_tensors(part(whole(batch), index)) for index in indices]
         return functools.reduce(tf.data.Dataset.concatenate, made)
 
-    mixed = dataset.flat_map(parts)  # which reads a generator once
+    mixed = dataset.flat_map(parts)  # reads a generator only once
     steps = int(dataset.cardinality())
     mixed = mixed if steps < 0 else mixed.apply(tf.data.experimental.assert_cardinality(steps * devices))
     return strategy.distribute_datasets_from_function(lambda _: mixed)
@@ -96,9 +96,10 @@ def _rows_between(leaf, start: tf.Tensor, stop: tf.Tensor):
         return leaf
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start:stop]
-    others = leaf.dense_shape[1:]
+    dimensions = leaf.dense_shape[1:]
     begin, size = (
-        tf.concat([[first], rest], 0) for first, rest in ((start, tf.zeros_like(others)), (stop - start, others))
+        tf.concat([[first], remaining], 0)
+        for first, remaining in ((start, tf.zeros_like(dimensions)), (stop - start, dimensions))
     )
     part = tf.sparse.slice(leaf, begin, size)
     part = tf.SparseTensor(part.indices, part.values, size)
