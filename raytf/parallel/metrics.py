@@ -262,6 +262,9 @@ def direct_assign(original, self, value):
     if tf.distribute.in_cross_replica_context():
         original(self, value)
         return
+    if step_module.is_shared(self) and not step_module.in_replica_of_many():
+        original(self, value)  # Keras resets metrics out of any scope: what is NaN would stay that by a difference
+        return
     if not step_module.is_shared(self):
         if not joined_state.assigned(self, value):
             original(self, value)
