@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from raytf import timeouts
 from raytf.launch.bootstrap import STACK, TOLD, BootOptions
-from raytf.liveness import LOOK_INTERVAL, StopWatch, look
+from raytf.liveness import LOOK_INTERVAL, StopWatch
+from raytf.procfs import look
 from raytf.runtime import cores, guard, ports
 from raytf.runtime.roles import Exit
 from raytf.storage import shared_folders

@@ -16,7 +16,7 @@ import ray.util
 from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytf import liveness, timeouts
+from raytf import liveness, procfs, timeouts
 from raytf.errors import RaytfError
 from raytf.liveness import StopWatch
 
@@ -53,7 +53,7 @@ class ProcessLocation:
         node: Ray's id of its node.
         host: address of that.
         pid: its number there.
-        started: `liveness.Look.started`, or None where that is not known.
+        started: `procfs.Look.started`, or None where that is not known.
     """
 
     node: str
@@ -64,7 +64,7 @@ class ProcessLocation:
 
 def here() -> ProcessLocation:
     """The place of this process."""
-    seen = liveness.look(os.getpid())
+    seen = procfs.look(os.getpid())
     node = ray.get_runtime_context().get_node_id()
     return ProcessLocation(node, ray.util.get_node_ip_address(), os.getpid(), seen and seen.started)
 
@@ -99,7 +99,7 @@ class Guard:
         due = now >= self._due
         if due:
             self._due = now + liveness.LOOK_INTERVAL
-            self._judge(self._mine, liveness.looks(self._pids(self._mine)))
+            self._judge(self._mine, procfs.looks(self._pids(self._mine)))
         for node, host in self._hosts.items():
             if host.answer(passed):
                 self._judge(node, host.looks)
@@ -121,7 +121,7 @@ class Guard:
     def _pids(self, node: str) -> list[int]:
         return [place.pid for place in self._places.values() if place.node == node]
 
-    def _judge(self, node: str, seen: Mapping[int, liveness.Look | None]) -> None:
+    def _judge(self, node: str, seen: Mapping[int, procfs.Look | None]) -> None:
         for name, place in self._places.items():
             if place.node != node:
                 continue
@@ -140,8 +140,8 @@ class Guard:
 class _Watcher:
     """On a host: looks at processes."""
 
-    def looks(self, pids: list[int]) -> dict[int, liveness.Look | None]:
-        return liveness.looks(pids)
+    def looks(self, pids: list[int]) -> dict[int, procfs.Look | None]:
+        return procfs.looks(pids)
 
 
 class _Host:
@@ -151,7 +151,7 @@ class _Host:
         self._place = place
         self._actor = self._asked = None
         self._answered, self._silent = False, 0.0
-        self.looks: dict[int, liveness.Look | None] = {}
+        self.looks: dict[int, procfs.Look | None] = {}
 
     def ask(self, pids: list[int]) -> None:
         if self._asked is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from raytf import activity, events, liveness, timeouts
+from raytf import activity, events, liveness, procfs, timeouts
 from raytf.events import Kind, RunEvent
 from raytf.runtime import stacks, watchdog
 from raytf.runtime.failures import WorkerFrozenError
@@ -202,7 +202,7 @@ class HangWatch:
         """(seconds of no answer, and no processor used, by rank; how the kernel holds some of these)."""
         found, stopped = {}, {}
         asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
-        looks = self._there({rank: self._places[rank] for rank in asked}, liveness.look, timeouts.get().stack)
+        looks = self._there({rank: self._places[rank] for rank in asked}, procfs.look, timeouts.get().stack)
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_INTERVAL:
                 continue

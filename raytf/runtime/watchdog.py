@@ -15,7 +15,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import timeouts
-from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL, Look, StopWatch, look, looks
+from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL, StopWatch
+from raytf.procfs import Look, look, looks
 from raytf.runtime.guard import ProcessLocation
 
 # Who was heard within so many seconds stands not still.

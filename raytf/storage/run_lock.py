@@ -18,9 +18,10 @@ import time
 import uuid
 from collections.abc import Callable
 
+import psutil
 import pyarrow.fs
 
-from raytf import timeouts
+from raytf import procfs, timeouts
 from raytf.errors import ConfigError, TrainingError, in_a_line
 from raytf.storage.lock_file import MountedFile, StoredFile, look
 
@@ -256,26 +257,17 @@ def _is_dead(owner: dict, age: float | None) -> bool:
 
 def _machine() -> str:
     """What tells machines and their reboots apart, and containers, which count their processes each for itself."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
+    boot, container = procfs.boot_id(), procfs.pid_namespace()
+    if boot is None or container is None:  # not Linux
         return f"{socket.gethostname()} {uuid.getnode()}"
+    return f"{boot} pid:[{container}]"
 
 
 def _started(pid: int) -> str | None:
     """When a process of this machine started, in words of its kernel; None where there is none, or it has ended."""
     if not isinstance(pid, int) or pid <= 0:
         return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass  # another user's
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state, *rest = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "unknown" if not os.path.exists("/proc/self/stat") else None
-    return None if state in "ZX" else rest[18]
+    seen = procfs.look(pid)
+    if seen is None:  # outside Linux it is not told
+        return "unknown" if procfs.look(os.getpid()) is None and psutil.pid_exists(pid) else None
+    return None if seen.state in "ZX" else str(seen.started)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from raytf import liveness
+from raytf import procfs
 from raytf.errors import ConfigError, first_line
 
 _PREFIX = "raytf_"
@@ -151,7 +151,7 @@ def remove(path: str) -> None:
 def clean() -> int:
     """Removes what processes of this user and host that have gone have left; how many folders."""
     removed = 0
-    if liveness.look(os.getpid()) is None:  # not Linux: nothing tells who lives
+    if procfs.look(os.getpid()) is None:  # not Linux: nothing tells who lives
         return 0
     for where in places():
         with contextlib.suppress(OSError):  # it is not there so far
@@ -179,14 +179,12 @@ def _left(name: str) -> bool:
 
 def _owner(pid: int) -> str:
     """What tells a process from all others: host and container, number, and when it started."""
-    seen = liveness.look(pid)
+    seen = procfs.look(pid)
     return f"{_host()}_{pid}_{seen.started if seen else 0}"
 
 
 @functools.cache
 def _host() -> str:
     """The boot of this kernel and the container: numbers of processes mean others elsewhere, in a shared folder too."""
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read(8)}{os.stat('/proc/self/ns/pid').st_ino:x}"
-    return "unknown"
+    boot, container = procfs.boot_id(), procfs.pid_namespace()
+    return "unknown" if boot is None or container is None else f"{boot[:8]}{container:x}"

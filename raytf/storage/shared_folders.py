@@ -6,6 +6,8 @@ import contextlib
 import os
 from dataclasses import dataclass
 
+from raytf import procfs
+
 # File systems of which several hosts see the same files, under the same numbers. Others are of one host, and those of
 # two hosts that were copied from one image have folders of the same path, device and inode.
 _SHARED = frozenset(
@@ -45,8 +47,8 @@ def folder(path: str) -> Folder:
         path=os.path.abspath(path),
         device=found.st_dev,
         inode=found.st_ino,
-        boot=_boot(),
-        shared=shared(_text("/proc/self/mountinfo"), found.st_dev),
+        boot=procfs.boot_id() or os.uname().nodename,
+        shared=shared(procfs.mounts(), found.st_dev),
     )
 
 
@@ -66,14 +68,3 @@ def shared(mounts: str, device: int) -> tuple[str, str] | None:
         if place.split()[2:3] == [number] and kind in _SHARED:
             return kind, source
     return None
-
-
-def _boot() -> str:
-    return _text("/proc/sys/kernel/random/boot_id").strip() or os.uname().nodename
-
-
-def _text(path: str) -> str:
-    with contextlib.suppress(OSError):  # not Linux
-        with open(path) as file:
-            return file.read()
-    return ""

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from raytf import liveness, timeouts
+from raytf import procfs, timeouts
 from raytf.storage import finishing, priority, scattered
 from raytf.storage.snapshot_store import SnapshotStore, Written
 
@@ -276,7 +276,7 @@ def _stay(left: Callable[[], int]) -> None:
 def _queued() -> float:
     """For how many seconds the thread that works was ready to run, and others had its processor; 0.0 if unknown."""
     try:
-        return liveness.queued(os.getpid())
+        return procfs.queued(os.getpid())
     except OSError:
         return 0.0
 

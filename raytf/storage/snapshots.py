@@ -32,7 +32,7 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 
-from raytf import liveness, timeouts
+from raytf import liveness, procfs, timeouts
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import finishing, planted, priority, snapshot_store
 from raytf.storage.snapshot_buffers import Buffer, Part, SnapshotLayout, needs_of
@@ -83,11 +83,11 @@ class _Other:
 
     def __init__(self, pid: int, niceness: int):
         self._pid, self._niceness, self._last = pid, niceness, True
-        self._seen = liveness.look(pid)
+        self._seen = procfs.look(pid)
 
     def goes_last(self, last: bool) -> None:
         """Says whether it is to; nothing if it is gone, and another one may have its number."""
-        seen = liveness.look(self._pid) if last != self._last else None
+        seen = procfs.look(self._pid) if last != self._last else None
         if seen is None or self._seen is None or seen.started != self._seen.started:
             return
         self._last = last
@@ -318,7 +318,7 @@ class SnapshotWriter:
         """For how many seconds the other process was ready to run, and others had the processor; from any thread."""
         pid = self.pid or self._process.pid
         with contextlib.suppress(OSError):  # it has ended
-            self._queued[pid] = liveness.queued_in_all(pid)
+            self._queued[pid] = procfs.queued_in_all(pid)
         return sum(self._queued.values())
 
     def _wait_one(self, more: int) -> None:
@@ -535,7 +535,7 @@ def wait_for_writers(folder: str, seconds: float | None = None) -> bool:
     """
     seconds = _ends_alone() if seconds is None else seconds
     until = time.monotonic() + seconds
-    for name in _signs(folder):
+    for name in procfs.abstract_sockets(_prefix(folder)):
         with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(name)  # nobody takes it: it ends with the other side
             if not liveness.is_own_peer(connection):  # it writes nothing of this run
@@ -581,16 +581,6 @@ def _sign(folder: str) -> socket.socket:
     made.bind(f"\0{_prefix(folder)}{secrets.token_hex(8)}")
     made.listen()
     return made
-
-
-def _signs(folder: str) -> list[str]:
-    """The names of the sockets of a run's writers."""
-    try:
-        with open("/proc/net/unix") as file:
-            words = [line.split()[-1] for line in file if "@" in line]
-    except FileNotFoundError:  # not Linux
-        return []
-    return [f"\0{word[1:]}" for word in dict.fromkeys(words) if word.startswith(f"@{_prefix(folder)}")]
 
 
 def _prefix(folder: str) -> str:

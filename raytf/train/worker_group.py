@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import activity, events, liveness, timeouts
+from raytf import activity, events, procfs, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_names, ray_core
@@ -209,10 +209,8 @@ class WorkerGroup:
         limit = self._config.renew_worker_mb
         if limit is None:
             return None
-        resident = self._all("execute", liveness.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
+        resident = self._all("execute", procfs.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
         for rank, now in enumerate(resident):
-            if now is None:
-                continue
             grown = (now - self._settled.setdefault(rank, now)) / 1e6
             if grown > limit:
                 return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"

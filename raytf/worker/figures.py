@@ -15,7 +15,7 @@ import keras
 import pyarrow.fs
 import tensorflow as tf
 
-from raytf import activity, liveness
+from raytf import activity, procfs
 from raytf.errors import first_line
 
 # In a run's folder, with a file of JSON lines for each rank.
@@ -77,7 +77,7 @@ class FiguresCallback(keras.callbacks.Callback):
         figures = self._worker | {"epoch": epoch + 1, "step": self._position.step, "time": time.time()}
         figures |= of_epoch(self._began, self._trained or now, self._batch)
         figures["checkpoint_seconds"] = now["checkpoint"] - self._last["checkpoint"]
-        figures |= {"learning_rate": _rate(self.model), "memory_bytes": liveness.memory_bytes()}
+        figures |= {"learning_rate": _rate(self.model), "memory_bytes": procfs.memory_bytes()}
         self._last = now
         for write in self._write:
             write(figures)

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import liveness
+from raytf import liveness, procfs
 from raytf.errors import ResourceError
 from raytf.runtime import guard, reservation, watchdog
 from raytf.runtime.reservation import Reservation
@@ -87,7 +87,7 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
         watching.close()
         assert list(watching.ended) == ["stopped"]
         assert f"its process {stopped.pid} on 10.0.0.2 is stopped by a signal" in watching.ended["stopped"]
-        assert liveness.look(busy.pid).state in "RS"
+        assert procfs.look(busy.pid).state in "RS"
     finally:
         for process in (busy, stopped):
             process.kill()

@@ -12,6 +12,7 @@ ORDER = (
         "timeouts",
         "errors",
         "validation",
+        "procfs",
         "liveness",
         "activity",
         "compat",

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.fs
 import pytest
 
-from raytf import liveness, timeouts
+from raytf import procfs, timeouts
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, finishing, priority, scattered, snapshot_writer
 from raytf.storage.checkpoint_files import CheckpointState
@@ -79,7 +79,7 @@ def writer(tmp_path):
 
 
 def is_gone(pid: int) -> bool:
-    seen = liveness.look(pid)
+    seen = procfs.look(pid)
     if seen is None or seen.state != "Z":
         return seen is None
     # whoever is the first process of a container may reap nothing; and what is open stays so until the last thread goes
@@ -252,7 +252,7 @@ def test_a_file_system_that_cannot_travel_is_refused_at_once(tmp_path):
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: liveness.look(pid).state == "T")
+    wait_for(lambda: procfs.look(pid).state == "T")
 
 
 def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tmp_path):
