@@ -20,10 +20,10 @@ import ray
 
 from raytf import activity, events, liveness, procfs, timeouts
 from raytf.events import Kind, RunEvent
-from raytf.runtime import stacks, watchdog
+from raytf.runtime import process_monitor, stacks
 from raytf.runtime.failures import WorkerFrozenError
-from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hangs import Hang, Judge, Turns
+from raytf.runtime.process_monitor import ProcessLocation
 from raytf.runtime.stragglers import Stragglers
 
 _LOOK_INTERVAL = 0.5
@@ -240,7 +240,7 @@ class HangWatch:
         node, found, refs = ray.get_runtime_context().get_node_id(), {}, {}
         for rank, place in places.items():
             if place.node != node:
-                refs[watchdog.on(place.node, function, place.pid)] = rank
+                refs[process_monitor.on(place.node, function, place.pid)] = rank
         for rank, place in places.items():
             if place.node == node:
                 found[rank] = function(place.pid)

@@ -60,13 +60,12 @@ from raytf.events import Kind, RunEvent
 from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, processes, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
-from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.process_monitor import ProcessLocation, Watchdog
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.spares import Spares
-from raytf.runtime.watchdog import Watchdog
 from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, ends, entry, local, staying
 from raytf.train.decisions import Decisions, Disconnected, Do, Drained, Lost, Phase, WorkerState

@@ -28,10 +28,10 @@ from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
 from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.events import Kind, RunEvent
-from raytf.runtime import cores, guard
+from raytf.runtime import cores, process_monitor
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
-from raytf.runtime.guard import FrozenError, Guard, ProcessLocation
 from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.process_monitor import Frozen, ProcessLocation, ProcessMonitor
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
@@ -169,7 +169,8 @@ class WorkerGroup:
         self.nodes: frozenset[str] = frozenset()
         self.asked: str | None = None
         self.ended: int | None = None
-        self._guard: Guard | None = None
+        self._places: dict[int, ProcessLocation] = {}
+        self._monitor = ProcessMonitor()
         try:
             self._open(setup, cpus)
         except BaseException:
@@ -274,7 +275,7 @@ class WorkerGroup:
         said: dict[int, tuple] = {}
         waits: set[int] = set()  # for another ring
         failed = None  # when the first did
-        self._begin_wait()
+        self._monitor.begin()
         pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
         while pending:
             done, _ = ray.wait(list(pending), timeout=_LOOK_INTERVAL)
@@ -287,6 +288,7 @@ class WorkerGroup:
                     lost[rank] = error
                     continue
                 if event is None or event == _WAITS:
+                    self._monitor.heard(rank)
                     (waits.discard if event is None else waits.add)(rank)
                     pending[self.workers[rank].next_event.remote()] = rank
                     continue
@@ -327,15 +329,9 @@ class WorkerGroup:
 
     def _standing_still(self) -> dict[int, WorkerGroupLostError]:
         """Workers that are stopped, whose host has gone, or that hang, by rank, with what is to be said of each."""
-        try:
-            if self._guard is not None:
-                self._guard.look()
-        except FrozenError as error:
-            its = {rank: (f"worker {rank}", f"the host {place.host}") for rank, place in self._places.items()}
-            found = {rank: WorkerGroupLostError(str(error)) for rank in its if error.name in its[rank]}
-            if not found:
-                raise WorkerGroupLostError(str(error)) from None
-            return found
+        frozen = {rank: _frozen(found) for found in self._monitor.look() for rank in found.keys}
+        if frozen:
+            return frozen
         ended = self._watch.ended if self._watch is not None else {}
         return {rank: WorkerGroupLostError(f"worker {rank} hangs: {its}\n{its.stack}") for rank, its in ended.items()}
 
@@ -390,7 +386,9 @@ class WorkerGroup:
         def place(rank: int) -> _Worker:
             worker = self._process(rank)
             try:
-                made[rank] = ray.get(worker.execute.remote(guard.here), timeout=timeouts.get().replacement_report)
+                made[rank] = ray.get(
+                    worker.execute.remote(process_monitor.here), timeout=timeouts.get().replacement_report
+                )
             except BaseException:
                 ray.kill(worker)
                 raise
@@ -419,16 +417,16 @@ class WorkerGroup:
         for rank, worker in workers.items():
             self.workers[rank] = worker
             self._settled.pop(rank, None)
-        self._guard.close()
-        self._see(self._places | places)
-        self._begin_wait()
+        self._see(places)
+        self._monitor.begin()
         self._open_watch()
 
     def _see(self, places: dict[int, ProcessLocation]) -> None:
-        """Looks after the processes of the workers."""
-        self._places = places
-        self.nodes = frozenset(place.node for place in places.values())
-        self._guard = Guard({f"worker {rank}": place for rank, place in places.items()})
+        """Looks after the processes of workers."""
+        self._places |= places
+        self.nodes = frozenset(place.node for place in self._places.values())
+        for rank, place in places.items():
+            self._monitor.watch(rank, place)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
         """Has all workers end after the same step, once there is a reason."""
@@ -467,9 +465,9 @@ class WorkerGroup:
 
     def _alone(self, said: dict[int, tuple]) -> WorkerGroupLostError:
         """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
-        standing = self._guard.standing()
+        standing = self._monitor.standing()
         if standing is not None:
-            return WorkerGroupLostError(str(standing))
+            return _frozen(standing)
         rank, error = next((r, e[1]) for r, e in said.items() if e[0] == "error")
         return WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
@@ -499,8 +497,7 @@ class WorkerGroup:
                     pass
         for worker in self.workers:
             ray.kill(worker)
-        if self._guard is not None:
-            self._guard.close()
+        self._monitor.close()
 
     def _all(self, method: str, *arguments, **how) -> list:
         return self._each(method, [arguments] * len(self.workers), **how)
@@ -511,15 +508,11 @@ class WorkerGroup:
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
         """Raises WorkerGroupLostError as soon as a worker dies, is stopped, or is late."""
-        self._begin_wait()
+        self._monitor.begin()
         try:
             return collect(calls, seconds, what, look=self._look, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
-
-    def _begin_wait(self) -> None:
-        if self._guard is not None:
-            self._guard.begin()
 
     def _get(self, name: str, ref):
         try:
@@ -528,11 +521,15 @@ class WorkerGroup:
             raise _lost(name, error) from error
 
     def _look(self) -> None:
-        try:
-            if self._guard is not None:
-                self._guard.look()
-        except FrozenError as error:
-            raise WorkerGroupLostError(str(error)) from None
+        for found in self._monitor.look():
+            raise _frozen(found)
+
+
+def _frozen(found: Frozen) -> WorkerGroupLostError:
+    if found.seen is None:
+        return WorkerGroupLostError(f"the host {found.place.host} {found.how}")
+    who = f"worker {found.keys[0]} on {found.place.host}"
+    return WorkerGroupLostError(f"{who} is frozen: its process {found.place.pid} is {found.how}")
 
 
 def _lost(name: str, error: Exception) -> Exception:
@@ -572,7 +569,7 @@ class GroupWorker(Process):
     def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
         timeouts.put_in_force(its)
-        return *backend.reserve(allowed, count), guard.here()
+        return *backend.reserve(allowed, count), process_monitor.here()
 
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, when the group's actor has ended."""

@@ -11,9 +11,9 @@ import pytest
 import ray
 
 from raytf import activity
-from raytf.runtime import watchdog
-from raytf.runtime.guard import ProcessLocation
+from raytf.runtime import process_monitor
 from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.process_monitor import ProcessLocation
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 WORKERS = 8
@@ -48,7 +48,7 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
         asked.append(pid)
         return silent.answer.remote()
 
-    monkeypatch.setattr(watchdog, "on", on)
+    monkeypatch.setattr(process_monitor, "on", on)
     set_timeouts(stack=3600.0)
     places = {rank: ProcessLocation("far", "far", rank, None) for rank in range(WORKERS)}
     clock = functools.partial(next, itertools.count())  # a second passes between two looks
