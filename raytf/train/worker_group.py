@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,20 +38,16 @@ from raytf.storage import scratch
 from raytf.timeouts import Timeouts
 from raytf.train import backend, ends
 from raytf.train.decisions import (
-    Action,
     Decisions,
-    Disconnected,
     Do,
     Drained,
     Lost,
-    NotRecovered,
     Phase,
-    Recovered,
     RunState,
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Member, Recovery
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
@@ -163,7 +159,7 @@ class WorkerGroup:
         self._run: Any = None  # the ref of the trial's TrialRun
         self._anew: Callable[[], TrialRun] | None = None
         self._decisions: Decisions  # of the trial
-        self._generation = 0  # of the workers' ring
+        self._recovery = Recovery(lambda event: self._decisions.take(event), self._asked)
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
         self._watch: HangWatch | None = None
         self.nodes: frozenset[str] = frozenset()
@@ -313,16 +309,9 @@ class WorkerGroup:
         return said
 
     def _connect(self) -> frozenset[int]:
-        """Has workers form another ring in the step that all are in: they lost each other, and the processes live.
-
-        Returns:
-            The ranks of workers that were lost meanwhile, and replaced.
-        """
-        action = self._decisions.take(Disconnected())
-        if action.do is not Do.RECOVER:
-            give_up(map(_Worker, self.workers), f"the workers lost each other, and {action.why}")
-            return frozenset()
-        ranks, why = self._recover(action)
+        """Has workers that lost each other form another ring; the ranks of those that were lost then, and replaced."""
+        self._recovery.connect(map(_Worker, self.workers))
+        ranks, why = self._recover()
         if why is not None:
             events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, why=why))
         return ranks
@@ -353,51 +342,46 @@ class WorkerGroup:
         self._close_watch()
         for rank in lost:
             ray.kill(self.workers[rank])  # one that stands still is still there
-        ranks, why = self._recover(action)
+        ranks, why = frozenset(), action.why
+        if action.do is Do.RECOVER:
+            self._recovery.begin(action.ranks)
+            ranks, why = self._recover()
         if why is None:
             return ranks
         first.unhealed = why or None
         raise first
 
-    def _recover(self, action: Action) -> tuple[frozenset[int], str | None]:
-        """(ranks of new processes, None), or why there are none, as a clause."""
-        tried = None
-        while action.do is Do.RECOVER:
-            self._generation += 1
-            made: dict[int, ProcessLocation] = {}
-            tried = Healing(self._healing(made), action.ranks, self._generation)
-            tried.wait()
+    def _recover(self) -> tuple[frozenset[int], str | None]:
+        """Waits for a recovery: (ranks of new processes, None), or why there are none, as a clause."""
+        while self._recovery.healing is not None:
+            self._recovery.healing.wait()
+            tried, action = self._recovery.end()
             if tried.healed:
-                self._decisions.take(Recovered())
                 if tried.new:
-                    self._take_in({rank: worker.actor for rank, worker in tried.new.items()}, made)
-                return action.ranks, None
-            action = self._decisions.take(NotRecovered(tried.why, tried.another, frozenset(tried.also), tried.new_lost))
-            if action.do is Do.RECOVER:
-                ranks = tuple(sorted(tried.lost))
-                events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=tried.why))
-        if tried is not None:
-            tried.give_up()
-        return frozenset(), action.why
+                    self._take_in(tried.new)
+                return tried.lost, None
+            if self._recovery.healing is None:
+                tried.give_up()
+                return frozenset(), action.why
+        return frozenset(), None
 
-    def _healing(self, made: dict[int, ProcessLocation]) -> Asked:
-        """What a `Healing` needs of this group; where new processes are, is noted in `made`."""
+    def _asked(self) -> Asked:
+        """What a `Healing` needs of this group."""
 
         def place(rank: int) -> _Worker:
             worker = self._process(rank)
             try:
-                made[rank] = ray.get(
-                    worker.execute.remote(process_monitor.here), timeout=timeouts.get().replacement_report
-                )
+                found = ray.get(worker.execute.remote(process_monitor.here), timeout=timeouts.get().replacement_report)
             except BaseException:
                 ray.kill(worker)
                 raise
+            self._see({rank: found})
             return _Worker(worker)
 
         def settle(worker: _Worker, addresses: list[str], rank: int, token: bytes, pinned: bool):
             if self._anew is not None:
                 self._run, self._anew = ray.put(self._anew()), None
-            nodes = tuple(place.node for place in (self._places | made).values())
+            nodes = tuple(place.node for place in self._places.values())
             return worker.actor.settle.remote(self._setup, addresses, rank, self._threads, token, pinned, nodes)
 
         return Asked(
@@ -412,12 +396,11 @@ class WorkerGroup:
             reported={},
         )
 
-    def _take_in(self, workers: dict[int, Any], places: dict[int, ProcessLocation]) -> None:
+    def _take_in(self, workers: Mapping[int, Member]) -> None:
         """Goes on with these in the places of others."""
         for rank, worker in workers.items():
-            self.workers[rank] = worker
+            self.workers[rank] = worker.actor
             self._settled.pop(rank, None)
-        self._see(places)
         self._monitor.begin()
         self._open_watch()
 
