@@ -47,6 +47,7 @@ from raytf.worker.job import TrainJob, ended
 DEFAULTS = {"batch_size": 32, "epochs": 1}
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class KerasTrainer:
     """Trains a Keras 3 model on Ray workers, as `model.fit` would in one process on the same global batches.
 
@@ -136,53 +137,45 @@ class KerasTrainer:
         ConfigError: an argument that can be seen to be wrong before anything runs.
     """
 
-    def __init__(
-        self,
-        build_model: Callable,
-        *,
-        config: Mapping[str, Any] | None = None,
-        datasets: Mapping[str, Any],
-        features: ColumnSpecs,
-        labels: ColumnSpecs | None = None,
-        sample_weights: ColumnSpecs | None = None,
-        map: Callable | None = None,
-        callbacks: Callable | Sequence | None = None,
-        strategy: str = "auto",
-        evaluator: bool = False,
-        num_ps: int = 0,
-        variable_partitioner: Callable | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
-        dataset_config: DataConfig | None = None,
-        validation_config: ValidationConfig | None = None,
-        tensorflow_config: TensorflowConfig | None = None,
-        seed: int = 0,
-        materialize: bool | str | Mapping[str, bool | str] = "auto",
-        shuffle: str = "auto",
-        window: int = 65_536,
-        steps_per_execution: int | str = "auto",
-        progress: bool = True,
-        checkpoint_every: str = "auto",
-        memory_every: str | None = None,
-        elastic_batch: Literal["keep", "scale"] = "keep",
-        resume: str | bool = "auto",
-        verify: Literal["warn", "error", False] = "warn",
-        nan: Literal["warn", "stop", "ignore"] = "warn",
-    ):
-        self.build_model, self.callbacks = build_model, arguments.callbacks_function(callbacks)
-        self.config = DEFAULTS | dict(config or {})
-        self.datasets = dict(datasets)
-        self.scaling_config = scaling_config or ScalingConfig()
-        self.run_config = run_folder.located(run_config or RunConfig())
-        self.tensorflow_config = tensorflow_config or TensorflowConfig()
-        self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
-        self.batch = BatchSpec.parsed(features, labels, sample_weights, map)
-        self.window, self.materialize = window, materialize
-        self.steps_per_execution = steps_per_execution
-        self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
-        self.dataset_config, self.validation_config = dataset_config, validation_config
-        self.resume, self.checkpoint_every, self.memory_every = resume, checkpoint_every, memory_every
-        self.elastic_batch, self.verify, self.nan = elastic_batch, verify, nan
+    build_model: Callable
+    _: dataclasses.KW_ONLY
+    config: Mapping[str, Any] | None = None
+    datasets: Mapping[str, Any]
+    features: ColumnSpecs
+    labels: ColumnSpecs | None = None
+    sample_weights: ColumnSpecs | None = None
+    map: Callable | None = None
+    callbacks: Callable | Sequence | None = None
+    strategy: str = "auto"
+    evaluator: bool = False
+    num_ps: int = 0
+    variable_partitioner: Callable | None = None
+    scaling_config: ScalingConfig | None = None
+    run_config: RunConfig | None = None
+    dataset_config: DataConfig | None = None
+    validation_config: ValidationConfig | None = None
+    tensorflow_config: TensorflowConfig | None = None
+    seed: int = 0
+    materialize: bool | str | Mapping[str, bool | str] = "auto"
+    shuffle: str = "auto"
+    window: int = 65_536
+    steps_per_execution: int | str = "auto"
+    progress: bool = True
+    checkpoint_every: str = "auto"
+    memory_every: str | None = None
+    elastic_batch: Literal["keep", "scale"] = "keep"
+    resume: str | bool = "auto"
+    verify: Literal["warn", "error", False] = "warn"
+    nan: Literal["warn", "stop", "ignore"] = "warn"
+
+    def __post_init__(self):
+        self.callbacks = arguments.callbacks_function(self.callbacks)
+        self.config = DEFAULTS | dict(self.config or {})
+        self.datasets = dict(self.datasets)
+        self.scaling_config = self.scaling_config or ScalingConfig()
+        self.run_config = run_folder.located(self.run_config or RunConfig())
+        self.tensorflow_config = self.tensorflow_config or TensorflowConfig()
+        self.batch = BatchSpec.parsed(self.features, self.labels, self.sample_weights, self.map)
         self._check_arguments()
 
     def _check_arguments(self) -> None:
