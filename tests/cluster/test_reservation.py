@@ -15,6 +15,7 @@ from raytf import liveness, procfs
 from raytf.errors import ResourceError
 from raytf.runtime import process_monitor, reservation
 from raytf.runtime.reservation import Reservation
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -29,14 +30,6 @@ def three_of_four_cpus():
         yield other
     finally:
         other.release()
-
-
-def until(condition, seconds=30.0):
-    """Waits for what Ray counts a moment later."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def groups():
