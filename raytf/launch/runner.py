@@ -22,10 +22,9 @@ from raytf import timeouts
 from raytf.launch.bootstrap import STACK, TOLD, BootOptions
 from raytf.liveness import LOOK_INTERVAL, StopWatch
 from raytf.procfs import look
-from raytf.runtime import cores, ports, process_monitor
+from raytf.runtime import cores, ports, process_monitor, shared_folders
 from raytf.runtime.roles import Exit
-from raytf.storage import shared_folders
-from raytf.storage.shared_folders import Folder
+from raytf.runtime.shared_folders import Folder
 from raytf.timeouts import Timeouts
 
 # `TaskRunner.follow` answers after this at the latest: so the driver knows that the host is there.

@@ -11,7 +11,7 @@ import warnings
 from raytf.errors import ConfigError
 
 
-def check_own(folder: str, what: str) -> None:
+def check_own(folder: str) -> None:
     """Refuses a folder of pickles that somebody else can write to: whoever does so runs code in this process.
 
     Its files and folders, and those above it, must belong to this user or to root and be writable for nobody else. A
@@ -20,14 +20,13 @@ def check_own(folder: str, what: str) -> None:
 
     Args:
         folder: a path from the root, or a URI.
-        what: is unpickled, for messages: "a sweep's state".
 
     Raises:
         ConfigError: somebody else can write there.
     """
     if "://" in folder:
         warnings.warn(
-            f"{what} is read as pickles from {folder!r}: whoever can write there can run code in this process",
+            f"A sweep's state is read as pickles from {folder!r}: whoever can write there can run code in this process",
             stacklevel=3,
         )
         return
@@ -35,22 +34,22 @@ def check_own(folder: str, what: str) -> None:
     above = folder
     while (parent := os.path.dirname(above)) != above:
         above = parent
-        _check(above, what, os.lstat(above), stat.S_ISVTX)
+        _check(above, os.lstat(above), stat.S_ISVTX)
     for place, _, files in os.walk(folder):
-        _check(place, what, os.lstat(place))
+        _check(place, os.lstat(place))
         for name in files:
             path = os.path.join(place, name)
-            _check(path, what, os.stat(path))
+            _check(path, os.stat(path))
 
 
-def _check(path: str, what: str, seen: os.stat_result, allowed: int = 0) -> None:
+def _check(path: str, seen: os.stat_result, allowed: int = 0) -> None:
     shared = stat.S_IWOTH if _is_of_one(seen) else stat.S_IWOTH | stat.S_IWGRP
     writable = seen.st_mode & shared and not seen.st_mode & allowed
     if seen.st_uid in (os.geteuid(), 0) and not writable:
         return
     who = "others than its owner" if writable else f"the user of number {seen.st_uid}"
     raise ConfigError(
-        f"{what} is kept as pickles, and read only where nobody else can write",
+        "A sweep's state is kept as pickles, and read only where nobody else can write",
         f"{path!r}, to which {who} can write",
         "Take their access away (chmod -R go-w, chown -R), if you trust what is there; or start anew",
     )

@@ -37,7 +37,6 @@ from raytf.runtime.answers import NoAnswerError, collect
 
 logger = logging.getLogger(__name__)
 
-WORDS = ("warn", "error", False)
 # Rows of both steps together, and of the first one: neither divides evenly between two workers.
 _ROWS = (12, 7)
 _LARGE_ROWS = (6, 3)

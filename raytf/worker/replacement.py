@@ -152,7 +152,7 @@ def survivable(
             return None
         try:
             check_chief()
-            return _Moment(model, parts_of(nothing, {}), standing(), healer.step, made, healer.tag, epoch_ends)
+            return _Moment(model, parts_of(nothing, {}), standing(), healer.step, healer.tag, epoch_ends)
         except RaytfError as error:
             why = str(error)
         except Exception as error:  # of a callback's `get_state`, which only the chief's checkpoint needs otherwise
@@ -197,7 +197,6 @@ class _Moment:
         parts: of a checkpoint of this moment, see `checkpoint.parts`.
         agreed: see `ReplacementState`.
         step: that are made in all.
-        epoch_step: of these, those of the epoch.
         tag: see `ReplacementState`.
         epoch_ends: whether callbacks have been told of the step, which was the last one of the epoch.
     """
@@ -208,13 +207,12 @@ class _Moment:
         parts: dict[str, Any],
         agreed: dict[str, Any],
         step: int,
-        epoch_step: int,
         tag: int,
         epoch_ends: bool,
     ):
         arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}  # callbacks go on
         self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
-        self._step, self._epoch_step, self._tag, self._epoch_ends = step, epoch_step, tag, epoch_ends
+        self._step, self._tag, self._epoch_ends = step, tag, epoch_ends
         self._last = model.__dict__["_raytf_last"]
         self._watch = assigned.AssignmentWatch(model)
         unseen = own_state.alike(model) if epoch_ends else assigned.in_graphs(model)
