@@ -222,18 +222,15 @@ class KerasTrainer:
             raise ConfigError(
                 "What is streamed cannot be shuffled over all rows", "shuffle='full'", "Use shuffle='window'"
             )
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ConfigError("window must be a number of rows, at least 1", repr(self.window), "Choose such a number")
-        number = self.steps_per_execution
-        if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
+        validation.check_whole("window", self.window, 1)
+        if self.steps_per_execution != "auto":
+            validation.check_whole('steps_per_execution, where it is not "auto",', self.steps_per_execution, 1)
         validation.check_seed(self.seed)
         arguments.every(self.checkpoint_every, self.tensorflow_config)
         arguments.memory_steps(self.memory_every, self.strategy)
-        if not isinstance(self.resume, bool) and self.resume != "auto":
-            raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
+        validation.check_word("resume", self.resume, ("auto", True, False))
         validation.check_run_name(self.run_config.name)
-        arguments.check_verify(self.verify)
+        validation.check_word("verify", self.verify, arguments.VERIFY_WORDS)
         validation.check_word("nan", self.nan, arguments.NAN_WORDS)
 
     def fit(self) -> ray.train.Result:
