@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from raytf import liveness
+from raytf import procfs
 
 # Phases of a worker. BEGIN: it has not made a step, or its loop is the user's own; END: its loop has returned.
 BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, CONTROLLER, VALIDATION, END = (
@@ -231,21 +231,16 @@ class Activity:
         training_thread = None if self._thread is None else self._thread.native_id
 
         def counts(thread: int) -> bool:
-            return thread == training_thread or _read(f"/proc/self/task/{thread}/comm").startswith(_TENSORFLOWS)
+            return thread == training_thread or procfs.thread_name(thread).startswith(_TENSORFLOWS)
 
         writers = self.queued_writer() if phase == CHECKPOINT and self.queued_writer is not None else 0.0
         try:
-            return writers + liveness.queued_in_all(counts=counts)
+            return writers + procfs.queued_in_all(counts=counts)
         except OSError:
             return None
 
     def _switches(self) -> int | None:
-        number = None if self._thread is None else self._thread.native_id
-        try:
-            status = _read(f"/proc/self/task/{number}/status")
-            return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
-        except OSError:
-            return None
+        return None if self._thread is None else procfs.switches(self._thread.native_id)
 
 
 def clipped(own: float, usual: float) -> tuple[float, float]:
@@ -258,11 +253,6 @@ def clipped(own: float, usual: float) -> tuple[float, float]:
     if not usual:
         return own, own
     return min(own, _MOST * usual), usual * (_FOLLOWS if own > usual else 1 / _FOLLOWS)
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()
 
 
 def _named(frame: FrameType) -> str | None:

@@ -40,6 +40,13 @@ _CPUS = click.option("--cpus-per-worker", default=1.0, type=POSITIVE, show_defau
 _GPUS = click.option("--gpus-per-worker", default=0, type=NUMBER, show_default=True, help="GPUs of each worker.")
 
 
+def _running(command):
+    """Adds the options of what runs a model that was kept."""
+    for option in (_MODEL, _GPUS, _CPUS, _WORKERS, _BATCH, _MODE, _METRIC, _WHICH):
+        command = option(command)
+    return command
+
+
 @click.command(short_help="List the runs of a folder.")
 @click.argument("folder", metavar="DIR")
 @_METRIC
@@ -87,14 +94,7 @@ def runs(folder, metric, mode):
     metavar="PATH",
     help="Folder or URI for Parquet files of predictions.",
 )
-@_WHICH
-@_METRIC
-@_MODE
-@_BATCH
-@_WORKERS
-@_CPUS
-@_GPUS
-@_MODEL
+@_running
 def predict(run, data, features, output, batch_size, **options):
     """Predict with the model of a run's folder, or of a checkpoint's, on Parquet files: a row for each row.
 
@@ -119,14 +119,7 @@ def predict(run, data, features, output, batch_size, **options):
 @click.option("--labels", callback=columns, metavar="COLUMN", help="The column of labels.")
 @click.option("--sample-weights", callback=columns, metavar="COLUMN", help="A column of weights for each row.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-@_WHICH
-@_METRIC
-@_MODE
-@_BATCH
-@_WORKERS
-@_CPUS
-@_GPUS
-@_MODEL
+@_running
 def evaluate(run, data, features, labels, sample_weights, as_json, batch_size, **options):
     """Evaluate the model of a run's folder, or of a checkpoint's, on Parquet files: its loss and metrics, of all rows.
 

@@ -1,20 +1,18 @@
 """Whether a process lives, seen from another one of its host: a process that computes for long is not a stopped one.
 
-Linux tells it (`/proc/PID/stat`) without asking the process, so that neither a long step nor Python's lock is in the
-way. Pure, but for the reading of that file.
+Linux tells it (`procfs.look`) without asking the process, so that neither a long step nor Python's lock is in the way.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from raytf import timeouts
+from raytf.procfs import Look
 
 # A process that is stopped for so long, by SIGSTOP or a debugger, is given up; one that goes on before is not.
 # TensorFlow's coordination service gives up the others after 22 s, and blames the wrong one: this must come before.
@@ -31,78 +29,9 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Look:
-    """A process at a moment.
-
-    Args:
-        state: Linux' letter: "R" runs, "S" waits, "D" waits uninterruptibly, "T" stopped, "t" traced, "Z" zombie.
-        started: when it started, in clock ticks since the host's boot; tells it from a later one of the same number.
-        ticks: processor time that it has used, all threads, in clock ticks.
-    """
-
-    state: str
-    started: int
-    ticks: int
-
-
-def look(pid: int, proc: str = "/proc") -> Look | None:
-    """A process of this host as it is now; None where there is none, or where `proc` tells nothing of processes."""
-    try:
-        with open(f"{proc}/{pid}/stat") as file:
-            text = file.read()
-    except OSError:  # ProcessLookupError comes for one that ends meanwhile
-        return None
-    return parse(text)
-
-
-def queued(thread: int, pid: int | str = "self", proc: str = "/proc") -> float:
-    """For how many seconds a thread was ready to run, and others had the processor.
-
-    It is the second number of `schedstat`, nanoseconds; see proc(5).
-
-    Args:
-        thread: its number of Linux; that of the first one is the process'.
-        pid: its process' of this host, or "self".
-        proc: where the kernel tells it.
-
-    Raises:
-        OSError: there is no such thread, or the kernel does not tell.
-    """
-    with open(f"{proc}/{pid}/task/{thread}/schedstat") as file:
-        numbers = file.read().split()
-    if len(numbers) < 2:
-        raise OSError(f"{file.name} has {len(numbers)} numbers")
-    return int(numbers[1]) / 1e9
-
-
-def queued_in_all(pid: int | str = "self", counts: Callable[[int], bool] = lambda thread: True) -> float:
-    """The seconds of `queued` of all threads of a process of this host.
-
-    Args:
-        pid: its, or "self".
-        counts: counts(thread): whether that one does.
-
-    Raises:
-        OSError: there is no such process, or the kernel does not tell.
-    """
-    total = 0.0
-    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if counts(thread):
-                total += queued(thread, pid)
-    return total
-
-
 def held(state: str) -> str | None:
     """How the kernel holds a process of a state in which it runs no more, as a clause that follows "it is"; or None."""
     return _WORDS.get(state) if state in "Tt" else None
-
-
-def parse(text: str) -> Look:
-    """A `Look` from the text of `/proc/PID/stat`; the command in it may hold blanks and brackets."""
-    fields = text.rpartition(")")[2].split()
-    return Look(state=fields[0], started=int(fields[19]), ticks=int(fields[11]) + int(fields[12]))
 
 
 class StopWatch:
@@ -148,11 +77,6 @@ def _letter(last: Look | None, seen: Look | None) -> str:
     return seen.state if seen.state in _WORDS else "R"
 
 
-def looks(pids: list[int]) -> dict[int, Look | None]:
-    """A look at each of several processes of this host."""
-    return {pid: look(pid) for pid in pids}
-
-
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -170,12 +94,3 @@ def is_own_peer(connection: socket.socket) -> bool:
     noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(noted)
     return user in (os.getuid(), 0)
-
-
-def memory_bytes() -> int | None:
-    """Returns the memory that this process holds, resident; None where the kernel does not tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        return None

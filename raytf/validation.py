@@ -30,10 +30,10 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Change it")
 
 
-def check_word(name: str, value: Any, known: Sequence[str]) -> None:
-    """Raises ConfigError unless `value` is one of the known words."""
-    if value not in known:
-        raise ConfigError(f"{name} must be one of {', '.join(known)}", repr(value), "Choose one of these")
+def check_word(name: str, value: Any, known: Sequence[str | bool]) -> None:
+    """Raises ConfigError unless `value` is one of the known words; 1 is not True."""
+    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}", repr(value), "Choose one of these")
 
 
 def doubt_of_mode(metric: str, mode: str) -> str | None:

@@ -67,8 +67,8 @@ def looks(count: int, times: int) -> list[float]:
     import ray
 
     from raytf import activity
-    from raytf.runtime.guard import ProcessLocation
     from raytf.runtime.hang_watch import HangWatch
+    from raytf.runtime.process_monitor import ProcessLocation
 
     began, first = time.monotonic(), activity.Activity().told()
 

@@ -22,10 +22,9 @@ from raytf.doctor.findings import Finding, Measurements, examine, hinders_traini
 from raytf.errors import ConfigError, first_line, in_a_line
 from raytf.launch.runner import TaskRunner
 from raytf.launch.spec import LaunchSpec
-from raytf.runtime import roles
+from raytf.runtime import roles, shared_folders
 from raytf.runtime.connection import connect, located
 from raytf.runtime.settings import PORTS, check_ports
-from raytf.storage import shared_folders
 
 # Links of a node that are measured at a time.
 _THREADS = 8

@@ -168,7 +168,7 @@ def fit(
     )
     _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, validation_steps)
     _check_kinds(class_weight, validation_freq)
-    checks.check_verify(verify)
+    validation.check_word("verify", verify, checks.VERIFY_WORDS)
     validation.check_word("nan", nan, checks.NAN_WORDS)
     users = _callbacks(callbacks)
     if validation_split and validation_data is None:

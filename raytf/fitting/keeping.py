@@ -59,8 +59,7 @@ class Keeping:
             ConfigError: An argument is wrong, or has no effect without a name.
         """
         every = checkpoint_every_module.parse(checkpoint_every)
-        if not isinstance(resume, bool) and resume != "auto":
-            raise ConfigError('resume must be "auto", True or False', repr(resume), "Choose one")
+        validation.check_word("resume", resume, ("auto", True, False))
         if name is None:
             given = {"storage": storage is not None, "checkpoint_every": not every.auto, "resume": resume != "auto"}
             if any(given.values()):

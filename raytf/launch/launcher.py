@@ -21,12 +21,11 @@ from raytf.collectives import ring
 from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.launch.runner import BEAT_INTERVAL, TaskLocation, TaskRunner
 from raytf.launch.spec import LaunchSpec
-from raytf.runtime import cores, resources, roles, settings
+from raytf.runtime import cores, resources, roles, settings, shared_folders
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.connection import connect, located
 from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.roles import Exit, Task
-from raytf.storage import shared_folders
 
 # Between two looks at who is silent. A driver that was itself stopped meanwhile counts no more than that.
 _TICK_INTERVAL = 1.0

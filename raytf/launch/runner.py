@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from raytf import timeouts
 from raytf.launch.bootstrap import STACK, TOLD, BootOptions
-from raytf.liveness import LOOK_INTERVAL, StopWatch, look
-from raytf.runtime import cores, guard, ports
+from raytf.liveness import LOOK_INTERVAL, StopWatch
+from raytf.procfs import look
+from raytf.runtime import cores, ports, process_monitor, shared_folders
 from raytf.runtime.roles import Exit
-from raytf.storage import shared_folders
-from raytf.storage.shared_folders import Folder
+from raytf.runtime.shared_folders import Folder
 from raytf.timeouts import Timeouts
 
 # `TaskRunner.follow` answers after this at the latest: so the driver knows that the host is there.
@@ -128,11 +128,11 @@ class TaskRunner:
         """How the script ends if what keeps it from going on lasts; None where nothing does, or it has ended."""
         return self._script.stands()
 
-    def process(self) -> guard.ProcessLocation:
+    def process(self) -> process_monitor.ProcessLocation:
         """Where the script's process is."""
-        here = guard.here()
+        here = process_monitor.here()
         seen = look(self._script.pid)
-        return guard.ProcessLocation(here.node, here.host, self._script.pid, seen and seen.started)
+        return process_monitor.ProcessLocation(here.node, here.host, self._script.pid, seen and seen.started)
 
     def told(self) -> dict | None:
         """`activity.told` of the script's process; None where it gives no answer."""

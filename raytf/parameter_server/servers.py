@@ -18,12 +18,12 @@ from ray.util.placement_group import PlacementGroup
 from raytf import timeouts
 from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
-from raytf.runtime import guard, ports, roles, settings
+from raytf.runtime import ports, process_monitor, roles, settings
 from raytf.runtime.answers import NoAnswerError, collect
+from raytf.runtime.process_monitor import Watchdog
 from raytf.runtime.resources import placed_actor
 from raytf.runtime.roles import Task
 from raytf.runtime.topology import tf_config
-from raytf.runtime.watchdog import Watchdog
 from raytf.timeouts import Timeouts
 
 _ASK_INTERVAL = 0.1
@@ -75,10 +75,10 @@ class ServerSpec:
 class ServerActor:
     """Ray actor with one worker or parameter server."""
 
-    def reserve(self, its: Timeouts, allowed: tuple[int, int]) -> tuple[str, guard.ProcessLocation]:
+    def reserve(self, its: Timeouts, allowed: tuple[int, int]) -> tuple[str, process_monitor.ProcessLocation]:
         """Returns ("host:port", location of this process); `allowed` are the first and the last port."""
         timeouts.put_in_force(its)
-        return ports.reserve_address(allowed), guard.here()
+        return ports.reserve_address(allowed), process_monitor.here()
 
     def serve(
         self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from raytf import liveness, timeouts
+from raytf import liveness, procfs, timeouts
 
 # Between two looks at which cores others have claimed.
 _LOOK_INTERVAL = 1.0
@@ -210,7 +210,7 @@ def _listed(text: str) -> frozenset[int]:
 def _move_threads(was: frozenset[int], to: frozenset[int]) -> None:
     """Has those threads of this process that may use certain cores use others."""
     # again: one that is started meanwhile has what its starter has
-    while sum(_moved(int(name), was, to) for name in os.listdir("/proc/self/task")):
+    while sum(_moved(thread, was, to) for thread in procfs.threads()):
         pass
 
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import ray
 
-from raytf import activity, events, liveness, logs, timeouts
+from raytf import activity, events, liveness, logs, procfs, timeouts
 from raytf.events import Kind, RunEvent
-from raytf.runtime import stacks, watchdog
+from raytf.runtime import process_monitor, stacks
 from raytf.runtime.failures import WorkerFrozenError
-from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hangs import Hang, Judge, Turns
+from raytf.runtime.process_monitor import ProcessLocation
 from raytf.runtime.stragglers import Stragglers
 
 logger = logs.get_logger(__name__)
@@ -203,7 +203,7 @@ class HangWatch:
         """(seconds of no answer, and no processor used, by rank; how the kernel holds some of these)."""
         found, stopped = {}, {}
         asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
-        looks = self._there({rank: self._places[rank] for rank in asked}, liveness.look, timeouts.get().stack)
+        looks = self._there({rank: self._places[rank] for rank in asked}, procfs.look, timeouts.get().stack)
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_INTERVAL:
                 continue
@@ -241,7 +241,7 @@ class HangWatch:
         node, found, refs = ray.get_runtime_context().get_node_id(), {}, {}
         for rank, place in places.items():
             if place.node != node:
-                refs[watchdog.on(place.node, function, place.pid)] = rank
+                refs[process_monitor.on(place.node, function, place.pid)] = rank
         for rank, place in places.items():
             if place.node == node:
                 found[rank] = function(place.pid)

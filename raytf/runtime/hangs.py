@@ -12,7 +12,7 @@ on. Until all have made a step there is another limit, as graphs are compiled.
 It is said when the limit has passed; the run ends by it later, after `_ENDS` times the limit, or `_ENDS_LATE` times
 where it may just be slow: in a callback that sends a file, an input or a checkpoint, where the training's thread still
 moves now and then, or where no worker waits for it in an exchange. What is stopped (SIGSTOP) is ended by a
-`watchdog.Watchdog`, sooner.
+`process_monitor.Watchdog`, sooner.
 """
 
 from __future__ import annotations

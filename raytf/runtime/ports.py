@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import ray.util
 
-from raytf import liveness
+from raytf import liveness, procfs
 from raytf.errors import ConfigError
 from raytf.runtime import packet_filter
 from raytf.runtime.settings import PORTS
@@ -123,7 +123,7 @@ def answers(address: str, seconds: float = 1.0) -> bool:
 
 def hang_up(address: str) -> None:
     """Ends this process' connections to "host:port", as their other end would have, had it not vanished. On Linux."""
-    for number in _sockets():
+    for number in procfs.sockets():
         with contextlib.suppress(OSError), _copied(number) as one:  # not connected, or closed meanwhile
             peer = one.getpeername()
             # gRPC's sockets are of IPv6, and write IPv4 so
@@ -145,7 +145,7 @@ def listen_only_at(address: str) -> None:
     if sys.platform != "linux" or not _has(host):
         return
     program = packet_filter.to_address_only(host)
-    for number in _sockets():
+    for number in procfs.sockets():
         with contextlib.suppress(OSError), _copied(number) as one:  # closed meanwhile
             if one.family == socket.AF_UNIX or one.getsockname()[1] != port:
                 continue
@@ -162,16 +162,6 @@ def _has(host: str) -> bool:
     except (ValueError, OSError):
         return False
     return True
-
-
-def _sockets() -> list[int]:
-    """Descriptors of this process' sockets."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder's own, closed by now
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.append(int(name))
-    return found
 
 
 @contextlib.contextmanager

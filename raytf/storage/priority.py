@@ -10,6 +10,8 @@ import contextlib
 import os
 import threading
 
+from raytf import procfs
+
 # Training has priority on a contended processor.
 _NICE = 10
 _NICEST = 19
@@ -69,7 +71,7 @@ def _may_be_taken_back() -> bool:
 
 def _set(pid: int, policy: int, niceness: int, group: int) -> None:
     try:
-        threads = list(map(int, os.listdir(f"/proc/{pid}/task")))
+        threads = procfs.threads(pid)
     except OSError:
         return
     for thread in threads:
@@ -78,5 +80,5 @@ def _set(pid: int, policy: int, niceness: int, group: int) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
     # if Linux first divides the processors among sessions, niceness counts only within a session
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as weight:
-        weight.write(str(group))
+    with contextlib.suppress(OSError):
+        procfs.set_session_niceness(pid, group)

@@ -18,9 +18,10 @@ import time
 import uuid
 from collections.abc import Callable
 
+import psutil
 import pyarrow.fs
 
-from raytf import logs, timeouts
+from raytf import logs, procfs, timeouts
 from raytf.errors import ConfigError, TrainingError, in_a_line
 from raytf.storage.lock_file import MountedFile, StoredFile, look
 
@@ -260,26 +261,17 @@ def _is_dead(owner: dict, age: float | None) -> bool:
 
 def _machine() -> str:
     """Returns an id of the machine, its boot and the container, as containers number their processes separately."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
+    boot, container = procfs.boot_id(), procfs.pid_namespace()
+    if boot is None or container is None:  # not Linux
         return f"{socket.gethostname()} {uuid.getnode()}"
+    return f"{boot} pid:[{container}]"
 
 
 def _started(pid: int) -> str | None:
     """Returns the kernel's start time of a process on this machine; None if it does not exist or has ended."""
     if not isinstance(pid, int) or pid <= 0:
         return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass  # another user's
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state, *fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "unknown" if not os.path.exists("/proc/self/stat") else None
-    return None if state in "ZX" else fields[18]
+    seen = procfs.look(pid)
+    if seen is None:  # outside Linux it is not told
+        return "unknown" if procfs.look(os.getpid()) is None and psutil.pid_exists(pid) else None
+    return None if seen.state in "ZX" else str(seen.started)

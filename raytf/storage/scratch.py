@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from raytf import liveness
+from raytf import procfs
 from raytf.errors import ConfigError, first_line
 
 _PREFIX = "raytf_"
@@ -151,7 +151,7 @@ def remove(path: str) -> None:
 def clean() -> int:
     """Removes folders that dead processes of this user and host left. Returns their number."""
     removed = 0
-    if liveness.look(os.getpid()) is None:  # not Linux: no process can be checked
+    if procfs.look(os.getpid()) is None:  # not Linux: no process can be checked
         return 0
     for location in places():
         with contextlib.suppress(OSError):  # it does not exist yet
@@ -179,14 +179,12 @@ def _left(name: str) -> bool:
 
 def _owner(pid: int) -> str:
     """Returns a unique id of a process: host and container, pid and start time."""
-    process = liveness.look(pid)
+    process = procfs.look(pid)
     return f"{_host()}_{pid}_{process.started if process else 0}"
 
 
 @functools.cache
 def _host() -> str:
     """Returns an id of this boot and container, as pids differ in meaning between them, even in a shared folder."""
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read(8)}{os.stat('/proc/self/ns/pid').st_ino:x}"
-    return "unknown"
+    boot, container = procfs.boot_id(), procfs.pid_namespace()
+    return "unknown" if boot is None or container is None else f"{boot[:8]}{container:x}"

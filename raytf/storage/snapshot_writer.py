@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from raytf import liveness, timeouts
+from raytf import procfs, timeouts
 from raytf.storage import finishing, priority, scattered
 from raytf.storage.snapshot_store import SnapshotStore, Written
 
@@ -280,7 +280,7 @@ def _stay(left: Callable[[], int]) -> None:
 def _queued() -> float:
     """Returns the seconds in which the working thread was runnable without a processor; 0.0 if unknown."""
     try:
-        return liveness.queued(os.getpid())
+        return procfs.queued(os.getpid())
     except OSError:
         return 0.0
 

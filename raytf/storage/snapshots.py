@@ -30,7 +30,7 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 
-from raytf import liveness, timeouts
+from raytf import liveness, procfs, timeouts
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import finishing, planted, priority, snapshot_store
 from raytf.storage.snapshot_buffers import Buffer, Part, SnapshotLayout, needs_of
@@ -81,11 +81,11 @@ class _Other:
 
     def __init__(self, pid: int, niceness: int):
         self._pid, self._niceness, self._last = pid, niceness, True
-        self._seen = liveness.look(pid)
+        self._seen = procfs.look(pid)
 
     def goes_last(self, last: bool) -> None:
         """Sets or ends its low priority; does nothing if it has ended, as its pid may be reused."""
-        process = liveness.look(self._pid) if last != self._last else None
+        process = procfs.look(self._pid) if last != self._last else None
         if process is None or self._seen is None or process.started != self._seen.started:
             return
         self._last = last
@@ -318,7 +318,7 @@ class SnapshotWriter:
         """Returns the seconds in which the other process was runnable without a processor; from any thread."""
         pid = self.pid or self._process.pid
         with contextlib.suppress(OSError):  # it has ended
-            self._queued[pid] = liveness.queued_in_all(pid)
+            self._queued[pid] = procfs.queued_in_all(pid)
         return sum(self._queued.values())
 
     def _wait_one(self, more: int) -> None:
@@ -541,7 +541,7 @@ def wait_for_writers(folder: str, seconds: float | None = None) -> bool:
     """
     seconds = _ends_alone() if seconds is None else seconds
     deadline = time.monotonic() + seconds
-    for name in _signs(folder):
+    for name in procfs.abstract_sockets(_prefix(folder)):
         with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(name)  # no one accepts it: it ends with the other side
             if not liveness.is_own_peer(connection):  # not a writer of this run
@@ -587,16 +587,6 @@ def _sign(folder: str) -> socket.socket:
     made.bind(f"\0{_prefix(folder)}{secrets.token_hex(8)}")
     made.listen()
     return made
-
-
-def _signs(folder: str) -> list[str]:
-    """Returns the names of the sockets of a run's writers."""
-    try:
-        with open("/proc/net/unix") as file:
-            words = [line.split()[-1] for line in file if "@" in line]
-    except FileNotFoundError:  # not Linux
-        return []
-    return [f"\0{word[1:]}" for word in dict.fromkeys(words) if word.startswith(f"@{_prefix(folder)}")]
 
 
 def _prefix(folder: str) -> str:

@@ -11,7 +11,7 @@ import warnings
 from raytf.errors import ConfigError
 
 
-def check_own(folder: str, what: str) -> None:
+def check_own(folder: str) -> None:
     """Refuses a folder of pickles that another user can write to, as its writers run code in this process.
 
     The folder, its content and the folders above it must belong to this user or to root. No other user may write to
@@ -20,14 +20,14 @@ def check_own(folder: str, what: str) -> None:
 
     Args:
         folder: An absolute path, or a URI.
-        what: The unpickled content, for messages: "a sweep's state".
 
     Raises:
         ConfigError: Another user can write there.
     """
     if "://" in folder:
         warnings.warn(
-            f"{what} is read as pickles from {folder!r}: anyone who can write there can run code in this process",
+            f"A sweep's state is read as pickles from {folder!r}: anyone who can write there can run code in this "
+            "process",
             stacklevel=3,
         )
         return
@@ -35,22 +35,22 @@ def check_own(folder: str, what: str) -> None:
     ancestor = folder
     while (parent := os.path.dirname(ancestor)) != ancestor:
         ancestor = parent
-        _check(ancestor, what, os.lstat(ancestor), stat.S_ISVTX)
+        _check(ancestor, os.lstat(ancestor), stat.S_ISVTX)
     for directory, _, files in os.walk(folder):
-        _check(directory, what, os.lstat(directory))
+        _check(directory, os.lstat(directory))
         for name in files:
             path = os.path.join(directory, name)
-            _check(path, what, os.stat(path))
+            _check(path, os.stat(path))
 
 
-def _check(path: str, what: str, seen: os.stat_result, allowed: int = 0) -> None:
+def _check(path: str, seen: os.stat_result, allowed: int = 0) -> None:
     shared = stat.S_IWOTH if _is_of_one(seen) else stat.S_IWOTH | stat.S_IWGRP
     writable = seen.st_mode & shared and not seen.st_mode & allowed
     if seen.st_uid in (os.geteuid(), 0) and not writable:
         return
     writers = "others than its owner" if writable else f"the user of number {seen.st_uid}"
     raise ConfigError(
-        f"{what} is kept as pickles, and read only where nobody else can write",
+        "A sweep's state is kept as pickles, and read only where nobody else can write",
         f"{path!r}, to which {writers} can write",
         "Take their access away (chmod -R go-w, chown -R), if you trust what is there; or start from scratch",
     )

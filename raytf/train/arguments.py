@@ -27,6 +27,8 @@ from raytf.worker.checkpoint_every import Every
 ELASTIC_BATCHES = ("keep", "scale")
 # What to do about a loss that is no number.
 NAN_WORDS = ("warn", "stop", "ignore")
+# Whether a model on two workers is compared with one process.
+VERIFY_WORDS = ("warn", "error", False)
 
 
 def check_pickles(function, name: str, of: str = "config") -> None:
@@ -293,12 +295,6 @@ def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str
     worker = (run_config.worker_runtime_env if run_config else None) or {}
     job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
-
-
-def check_verify(word: object) -> None:
-    """Raises ConfigError unless `verify` is one of its words."""
-    if not any(word is one or (isinstance(word, str) and word == one) for one in ("warn", "error", False)):
-        raise ConfigError('verify must be "warn", "error" or False', repr(word), "Choose one")
 
 
 def devices(scaling_config: ScalingConfig) -> int:

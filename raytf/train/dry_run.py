@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 
+import psutil
 from ray import cloudpickle
 
 from raytf import timeouts
@@ -296,12 +297,11 @@ def _ended_by(number: int, most: int) -> ConfigError:
             f"its end by {name}, with {had}",
             "Call build_model(config) in a process of your own to see why",
         )
-    with open("/proc/meminfo") as file:
-        free = next((int(line.split()[1]) >> 10 for line in file if line.startswith("MemAvailable:")), None)
+    free = psutil.virtual_memory().available >> 20
     return ConfigError(
         "The model is built, and tried, in a process of its own before the run starts, and needs memory there",
         f"its end by {name}, with {had}: so the kernel ends what takes more memory than there is"
-        + ("" if free is None else f" ({free} MB are free now)"),
+        f" ({free} MB are free now)",
         "Start the driver where more memory is free, or give its container more; look into the kernel's log (dmesg)",
     )
 

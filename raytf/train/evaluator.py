@@ -23,10 +23,9 @@ from raytf.compat.ray_train import ValidationConfig
 from raytf.console import once, output
 from raytf.console.progress import Entries
 from raytf.errors import in_a_line
-from raytf.runtime import guard
-from raytf.runtime.guard import ProcessLocation
+from raytf.runtime import process_monitor
+from raytf.runtime.process_monitor import ProcessLocation, Watchdog
 from raytf.runtime.resources import placed_actor
-from raytf.runtime.watchdog import Watchdog
 from raytf.storage.checkpoint_files import read_state_of
 from raytf.timeouts import Timeouts
 from raytf.worker import checkpoint as checkpoints
@@ -53,7 +52,7 @@ class Evaluator:
         output.say_who("evaluator 0")
         task, record, self._warned = given
         self._task, self._record, self._model = ray.get(task), record, None
-        record.entries.put("place", vars(guard.here()))
+        record.entries.put("place", vars(process_monitor.here()))
 
     def evaluate(self, checkpoint: Checkpoint, asked: str) -> dict[str, float]:
         """Metrics of a checkpoint on the validation data, by name; `asked` tells one call from another."""

@@ -30,7 +30,8 @@ from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import cause_of, is_consequence
 from raytf.timeouts import Pace
-from raytf.train import backend
+from raytf.train import backend, decisions
+from raytf.train.decisions import Action, Do
 
 # For which a worker that does not wait so far holds an answer back; it answers nobody else meanwhile.
 _LOOK_INTERVAL = 0.1
@@ -368,6 +369,56 @@ class Healing:
             if time.monotonic() > until:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:.0f} s")
+
+
+class Recovery:
+    """Recovers a group of workers by one `Healing` after the other, as the run's decisions say.
+
+    Args:
+        decide: takes an event, and says what follows, see `Decisions.take`.
+        asked: gives what each healing asks of the group.
+
+    Attributes:
+        healing: the one that goes on, or None.
+    """
+
+    def __init__(self, decide: Callable[[decisions.Event], Action], asked: Callable[[], Asked]):
+        self._decide, self._asked = decide, asked
+        self._generation = 0  # of the workers' ring
+        self.healing: Healing | None = None
+
+    def begin(self, lost: frozenset[int]) -> None:
+        """Has processes take these places; none where all live, and have lost their connections."""
+        self._generation += 1
+        self.healing = Healing(self._asked(), lost, self._generation)
+
+    def connect(self, workers: Iterable[Member]) -> None:
+        """Has workers form another ring in the step that all are in: they lost each other, and the processes live."""
+        action = self._decide(decisions.Disconnected())
+        if action.do is Do.RECOVER:
+            self.begin(frozenset())
+        else:
+            give_up(workers, f"the workers have lost each other, and {action.why or 'all start anew'}")
+
+    def end(self, also: frozenset[int] = frozenset()) -> tuple[Healing, Action]:
+        """Takes in how the healing has ended, and begins another one where that is decided.
+
+        Args:
+            also: ranks of workers that were lost meanwhile.
+
+        Returns:
+            The healing, and what follows.
+        """
+        tried, self.healing = self.healing, None
+        if tried.healed:
+            return tried, self._decide(decisions.Recovered())
+        also |= tried.also
+        action = self._decide(decisions.NotRecovered(tried.why, tried.another, also, tried.new_lost))
+        if action.do is Do.RECOVER:
+            ranks = tuple(sorted(tried.lost))
+            events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=tried.why))
+            self.begin(action.ranks)
+        return tried, action
 
 
 def _said(error: BaseException) -> str:

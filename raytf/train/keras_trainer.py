@@ -49,6 +49,7 @@ logger = logs.get_logger(__name__)
 DEFAULTS = {"batch_size": 32, "epochs": 1}
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class KerasTrainer:
     """Trains a Keras 3 model on Ray workers, with the result of `model.fit` in one process on the same global batches.
 
@@ -151,53 +152,45 @@ class KerasTrainer:
         ['epoch', 'loss']
     """
 
-    def __init__(
-        self,
-        build_model: Callable,
-        *,
-        config: Mapping[str, Any] | None = None,
-        datasets: Mapping[str, Any],
-        features: ColumnSpecs,
-        labels: ColumnSpecs | None = None,
-        sample_weights: ColumnSpecs | None = None,
-        map: Callable | None = None,
-        callbacks: Callable | Sequence | None = None,
-        strategy: str = "auto",
-        evaluator: bool = False,
-        num_ps: int = 0,
-        variable_partitioner: Callable | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
-        dataset_config: DataConfig | None = None,
-        validation_config: ValidationConfig | None = None,
-        tensorflow_config: TensorflowConfig | None = None,
-        seed: int = 0,
-        materialize: bool | str | Mapping[str, bool | str] = "auto",
-        shuffle: str = "auto",
-        window: int = 65_536,
-        steps_per_execution: int | str = "auto",
-        progress: bool = True,
-        checkpoint_every: str = "auto",
-        memory_every: str | None = None,
-        elastic_batch: Literal["keep", "scale"] = "keep",
-        resume: str | bool = "auto",
-        verify: Literal["warn", "error", False] = "warn",
-        nan: Literal["warn", "stop", "ignore"] = "warn",
-    ):
-        self.build_model, self.callbacks = build_model, arguments.callbacks_function(callbacks)
-        self.config = DEFAULTS | dict(config or {})
-        self.datasets = dict(datasets)
-        self.scaling_config = scaling_config or ScalingConfig()
-        self.run_config = run_folder.located(run_config or RunConfig())
-        self.tensorflow_config = tensorflow_config or TensorflowConfig()
-        self.strategy, self.seed, self.shuffle, self.progress = strategy, seed, shuffle, progress
-        self.batch = BatchSpec.parsed(features, labels, sample_weights, map)
-        self.window, self.materialize = window, materialize
-        self.steps_per_execution = steps_per_execution
-        self.num_ps, self.variable_partitioner, self.evaluator = num_ps, variable_partitioner, evaluator
-        self.dataset_config, self.validation_config = dataset_config, validation_config
-        self.resume, self.checkpoint_every, self.memory_every = resume, checkpoint_every, memory_every
-        self.elastic_batch, self.verify, self.nan = elastic_batch, verify, nan
+    build_model: Callable
+    _: dataclasses.KW_ONLY
+    config: Mapping[str, Any] | None = None
+    datasets: Mapping[str, Any]
+    features: ColumnSpecs
+    labels: ColumnSpecs | None = None
+    sample_weights: ColumnSpecs | None = None
+    map: Callable | None = None
+    callbacks: Callable | Sequence | None = None
+    strategy: str = "auto"
+    evaluator: bool = False
+    num_ps: int = 0
+    variable_partitioner: Callable | None = None
+    scaling_config: ScalingConfig | None = None
+    run_config: RunConfig | None = None
+    dataset_config: DataConfig | None = None
+    validation_config: ValidationConfig | None = None
+    tensorflow_config: TensorflowConfig | None = None
+    seed: int = 0
+    materialize: bool | str | Mapping[str, bool | str] = "auto"
+    shuffle: str = "auto"
+    window: int = 65_536
+    steps_per_execution: int | str = "auto"
+    progress: bool = True
+    checkpoint_every: str = "auto"
+    memory_every: str | None = None
+    elastic_batch: Literal["keep", "scale"] = "keep"
+    resume: str | bool = "auto"
+    verify: Literal["warn", "error", False] = "warn"
+    nan: Literal["warn", "stop", "ignore"] = "warn"
+
+    def __post_init__(self):
+        self.callbacks = arguments.callbacks_function(self.callbacks)
+        self.config = DEFAULTS | dict(self.config or {})
+        self.datasets = dict(self.datasets)
+        self.scaling_config = self.scaling_config or ScalingConfig()
+        self.run_config = run_folder.located(self.run_config or RunConfig())
+        self.tensorflow_config = self.tensorflow_config or TensorflowConfig()
+        self.batch = BatchSpec.parsed(self.features, self.labels, self.sample_weights, self.map)
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -244,18 +237,15 @@ class KerasTrainer:
             raise ConfigError(
                 "What is streamed cannot be shuffled over all rows", "shuffle='full'", "Use shuffle='window'"
             )
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ConfigError("window must be a number of rows, at least 1", repr(self.window), "Choose such a number")
-        number = self.steps_per_execution
-        if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ConfigError('steps_per_execution must be "auto" or at least 1', repr(number), "Choose such a number")
+        validation.check_whole("window", self.window, 1)
+        if self.steps_per_execution != "auto":
+            validation.check_whole('steps_per_execution, where it is not "auto",', self.steps_per_execution, 1)
         validation.check_seed(self.seed)
         arguments.every(self.checkpoint_every, self.tensorflow_config)
         arguments.memory_steps(self.memory_every, self.strategy)
-        if not isinstance(self.resume, bool) and self.resume != "auto":
-            raise ConfigError('resume must be "auto", True or False', repr(self.resume), "Choose one")
+        validation.check_word("resume", self.resume, ("auto", True, False))
         validation.check_run_name(self.run_config.name)
-        arguments.check_verify(self.verify)
+        validation.check_word("verify", self.verify, arguments.VERIFY_WORDS)
         validation.check_word("nan", self.nan, arguments.NAN_WORDS)
 
     def fit(self) -> ray.train.Result:

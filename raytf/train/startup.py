@@ -60,18 +60,17 @@ from raytf.events import Kind, RunEvent
 from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, processes, reservation, resources
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
-from raytf.runtime.guard import ProcessLocation
 from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.process_monitor import ProcessLocation, Watchdog
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.spares import Spares
-from raytf.runtime.watchdog import Watchdog
 from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, ends, entry, local, staying
-from raytf.train.decisions import Decisions, Disconnected, Do, Drained, Lost, Phase, WorkerState
+from raytf.train.decisions import Decisions, Do, Drained, Lost, Phase, WorkerState
 from raytf.train.entry import import_raytf
-from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up, standing
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, Recovery, standing
 from raytf.worker.ending import DRAIN, MovedError
 
 # Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
@@ -515,12 +514,14 @@ class _WorkerGroup(WorkerGroup):
     _watchdog: Watchdog | None = None
     _hangs: HangWatch | None = None
     _hold_until: float | None = None
-    _healing: Healing | None = None
     _spares: Spares | None = None
-    _generation = 0  # of the workers' ring
     _cut_until: float | None = None
     _standing: tuple = ()  # refs of where each worker stands
     _gone: dict[int, Exception]
+
+    @functools.cached_property
+    def _recovery(self) -> Recovery:
+        return Recovery(self._decide, self._asked)
 
     @functools.cached_property
     def _stays(self) -> bool:
@@ -601,16 +602,14 @@ class _WorkerGroup(WorkerGroup):
         super()._clear_state()
 
     def _stop_watching(self) -> None:
-        self._healing = self._cut_until = None
+        self._recovery.healing = self._cut_until = None
         if self._spares is not None:
             self._spares.close()
             self._spares = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
-        if self._hangs is not None:
-            self._hangs.close()
-            self._hangs = None
+        self._stop_watching_for_hangs()
 
     @overrides(WorkerGroup)
     def _create_placement_group(self, scaling_config, worker_group_context):
@@ -688,6 +687,11 @@ class _WorkerGroup(WorkerGroup):
         places = {rank: _place(worker) for rank, worker in workers.items()}
         self._hangs = HangWatch(execute, places, self.config.hang_timeout_s, self.config.first_step_timeout_s)
 
+    def _stop_watching_for_hangs(self) -> None:
+        if self._hangs is not None:
+            self._hangs.close()
+            self._hangs = None
+
     @overrides(WorkerGroup)
     def _poll_workers_and_collect_errors(self, timeout):
         found = super()._poll_workers_and_collect_errors(timeout)
@@ -695,7 +699,7 @@ class _WorkerGroup(WorkerGroup):
         for rank in reported:
             self._reported[rank] = self._reported.get(rank, 0) + 1
         self.took_report = bool(reported)
-        if self._hangs is None and self._healing is None and self.config.hang_timeout_s is not None:
+        if self._hangs is None and not self.heals and self.config.hang_timeout_s is not None:
             self._watch_for_hangs()
         state = self.decisions.state
         if self.config.spares and state.recovers and state.is_whole:
@@ -705,7 +709,7 @@ class _WorkerGroup(WorkerGroup):
                 self._watchdog.heard(rank)
             if isinstance(cause_of(status.error), MovedError):  # by itself it counts as the loss of a node
                 status.error = cause_of(status.error)
-        gone = self._gone if self._healing is None else {}  # one that is asked again may not answer
+        gone = {} if self.heals else self._gone  # one that is asked again may not answer
         for rank, error in gone.items():
             found[rank] = WorkerStatus(running=False, error=error)
         for rank, how in self._watchdog.ended.items():
@@ -718,16 +722,16 @@ class _WorkerGroup(WorkerGroup):
 
     def _healed(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
         """Has processes take the places of workers that were lost; until they have, these seem to run."""
-        if self._healing is not None and self._healing.done:
+        if self.heals and self._recovery.healing.done:
             self._end_healing(found)
         event = self._happened(found)
         if event is not None:
             self._follow(event, found)
-        elif self._healing is None:
+        elif not self.heals:
             self._look_at_cuts(found)
-        if self._healing is None:
+        if not self.heals:
             return found
-        lost = self._healing.lost | (event.ranks if isinstance(event, Lost) else frozenset())
+        lost = self._recovery.healing.lost | (event.ranks if isinstance(event, Lost) else frozenset())
         return [
             WorkerStatus(running=True, training_report=status.training_report)
             if rank in lost or (status.error is not None and is_consequence(status.error))
@@ -757,14 +761,13 @@ class _WorkerGroup(WorkerGroup):
             self.elastic.suspects |= {self.get_workers()[rank].metadata.node_id for rank in event.ranks}
         self._gone |= {rank: found[rank].error for rank in action.ranks}
         if action.do is Do.INTERRUPT:
-            self._healing.another_is_lost(set(action.ranks))
+            self._recovery.healing.another_is_lost(set(action.ranks))
         elif action.do is Do.RECOVER:
             if self._hangs is not None:
                 for rank in self._hangs.ended:
                     ray.kill(self.get_workers()[rank].actor)
-                self._hangs.close()
-                self._hangs = None
-            self._heal(action.ranks)
+                self._stop_watching_for_hangs()
+            self._recovery.begin(action.ranks)
 
     def _decide(self, event: decisions.Event) -> decisions.Action:
         """What follows from an event; failures that count are counted where Ray Train does so, too."""
@@ -798,16 +801,12 @@ class _WorkerGroup(WorkerGroup):
         if not all(isinstance(where, Waiting) and error is None for where, error in told):
             return
         self._cut_until = None
-        action = self._decide(Disconnected())
-        if action.do is Do.RECOVER:
-            self._heal(frozenset())
-        else:
-            give_up(workers, f"the workers have lost each other, and {action.why or 'all workers restart'}")
+        self._recovery.connect(workers)
 
     @property
     def heals(self) -> bool:
         """Whether processes are to take the places of lost ones now."""
-        return self._healing is not None
+        return self._recovery.healing is not None
 
     def _keep_spares(self) -> None:
         if self._spares is None:
@@ -821,8 +820,7 @@ class _WorkerGroup(WorkerGroup):
         variables = processes.threads(processes.cpus_of(self.get_resources_per_worker()))
         return processes.start(RayTrainWorker, node, environment | {"env_vars": variables | environment["env_vars"]})
 
-    def _heal(self, lost: frozenset[int]) -> None:
-        self._generation += 1
+    def _asked(self) -> Asked:
         resources = self.get_resources_per_worker()
         cpus = processes.cpus_of(resources)
 
@@ -831,7 +829,7 @@ class _WorkerGroup(WorkerGroup):
                 backend.set_environment, self.config, addresses, rank, cpus, token, pinned
             )
 
-        asked = Asked(
+        return Asked(
             workers=dict(enumerate(self.get_workers())),
             place=self._take_place,
             started=lambda made: ray_train.give_context(self, list(made.values())),
@@ -843,7 +841,6 @@ class _WorkerGroup(WorkerGroup):
             reported=self._reported,
             has_room=None if self.elastic is None else self._has_room,
         )
-        self._healing = Healing(asked, lost, self._generation)
 
     def _has_room(self, ranks: Iterable[int]) -> bool:
         """Whether processes can start in the places of workers: their bundles are on a node, or could be on one."""
@@ -874,11 +871,12 @@ class _WorkerGroup(WorkerGroup):
         return made
 
     def _end_healing(self, found: list[WorkerStatus]) -> None:
-        healing, self._healing = self._healing, None
+        event = self._happened(found)
+        healing, action = self._recovery.end(event.ranks if isinstance(event, Lost) else frozenset())
         if not healing.healed:
-            self._begin_again(healing, found)
+            if not self.heals:
+                self._give_up(healing, action)
             return
-        self._decide(decisions.Recovered())
         ray_train.exchange(self, healing.new)
         for rank, worker in healing.new.items():
             self._gone.pop(rank, None)
@@ -890,21 +888,13 @@ class _WorkerGroup(WorkerGroup):
             if isinstance(callback, _Preemption):
                 callback.after_worker_group_start(self)
 
-    def _begin_again(self, healing: Healing, found: list[WorkerStatus]) -> None:
-        """Behind a recovery that has failed: another one, where more workers were lost, or else none."""
-        event = self._happened(found)
-        also = frozenset(healing.also) | (event.ranks if isinstance(event, Lost) else frozenset())
-        action = self._decide(decisions.NotRecovered(healing.why, healing.another, also, healing.new_lost))
-        ranks = tuple(sorted(healing.lost))
-        if action.do is Do.RECOVER:
-            events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=healing.why))
-            self._heal(action.ranks)
-            return
+    def _give_up(self, healing: Healing, action: decisions.Action) -> None:
+        """Behind a recovery that has failed, and is followed by no other."""
         for rank in self._gone:  # until its node is known to have gone, who asks it would wait
             ray.kill(self.get_workers()[rank].actor)
         healing.give_up()
         more = f". All workers restart from {healing.place}" if action.do is Do.RESTART else ""
-        why = action.why or healing.why
+        why, ranks = action.why or healing.why, tuple(sorted(healing.lost))
         events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=healing.kept, why=why, more=more))
 
     def _without_consequences(self, found: list[WorkerStatus]) -> list[WorkerStatus]:

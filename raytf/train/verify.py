@@ -25,7 +25,7 @@ import pyarrow as pa
 import ray
 from ray import cloudpickle
 
-from raytf import logs, timeouts
+from raytf import logs, procfs, timeouts
 from raytf.collectives import ring
 from raytf.compat import autograph
 from raytf.data import stored
@@ -35,7 +35,6 @@ from raytf.runtime.answers import NoAnswerError, collect
 
 logger = logs.get_logger(__name__)
 
-WORDS = ("warn", "error", False)
 # Rows of both steps together, and of the first one: neither divides evenly between two workers.
 _ROWS = (12, 7)
 _LARGE_ROWS = (6, 3)
@@ -203,13 +202,13 @@ def outcome(running: Running, seconds: float, cpu_seconds: float | None = None) 
         seconds: to wait, at least 0.
         cpu_seconds: wait no longer than its processes take to compute so long, or None.
     """
-    until, spent = time.monotonic() + seconds, _cpu_seconds(running.pid)
+    until, spent = time.monotonic() + seconds, procfs.cpu_seconds(running.pid)
     poll = select.poll()
     poll.register(running.reader, select.POLLIN)
     while not poll.poll(min(_LOOK_INTERVAL, max(0.0, until - time.monotonic())) * 1000):
         if time.monotonic() >= until:
             return None
-        if cpu_seconds is not None and _cpu_seconds(running.pid) - spent >= cpu_seconds:
+        if cpu_seconds is not None and procfs.cpu_seconds(running.pid) - spent >= cpu_seconds:
             return None
     with os.fdopen(running.reader, "rb") as file:
         said = file.read()
@@ -225,25 +224,6 @@ def cancel(running: Running) -> None:
         os.kill(running.pid, signal.SIGKILL)  # before it had a group of its own
     os.close(running.reader)
     os.waitpid(running.pid, 0)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """What a process and its children have computed; 0.0 where the system does not tell."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            pids = [pid, *map(int, file.read().split())]
-        return sum(_own_cpu_seconds(each) for each in pids)
-    except OSError:
-        return 0.0
-
-
-def _own_cpu_seconds(pid: int) -> float:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 # ------------------------------------------------------------------------------------------ at the driver

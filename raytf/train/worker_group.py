@@ -12,14 +12,14 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import activity, events, liveness, timeouts
+from raytf import activity, events, procfs, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_names, ray_core
@@ -28,30 +28,26 @@ from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
 from raytf.errors import RaytfError, first_line, in_a_line
 from raytf.events import Kind, RunEvent
-from raytf.runtime import cores, guard
+from raytf.runtime import cores, process_monitor
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
-from raytf.runtime.guard import FrozenError, Guard, ProcessLocation
 from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.process_monitor import Frozen, ProcessLocation, ProcessMonitor
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
 from raytf.timeouts import Timeouts
 from raytf.train import backend, ends
 from raytf.train.decisions import (
-    Action,
     Decisions,
-    Disconnected,
     Do,
     Drained,
     Lost,
-    NotRecovered,
     Phase,
-    Recovered,
     RunState,
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, give_up
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Member, Recovery
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
@@ -163,13 +159,14 @@ class WorkerGroup:
         self._run: Any = None  # the ref of the trial's TrialRun
         self._anew: Callable[[], TrialRun] | None = None
         self._decisions: Decisions  # of the trial
-        self._generation = 0  # of the workers' ring
+        self._recovery = Recovery(lambda event: self._decisions.take(event), self._asked)
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
         self._watch: HangWatch | None = None
         self.nodes: frozenset[str] = frozenset()
         self.asked: str | None = None
         self.ended: int | None = None
-        self._guard: Guard | None = None
+        self._places: dict[int, ProcessLocation] = {}
+        self._monitor = ProcessMonitor()
         try:
             self._open(setup, cpus)
         except BaseException:
@@ -209,10 +206,8 @@ class WorkerGroup:
         limit = self._config.renew_worker_mb
         if limit is None:
             return None
-        resident = self._all("execute", liveness.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
+        resident = self._all("execute", procfs.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
         for rank, now in enumerate(resident):
-            if now is None:
-                continue
             grown = (now - self._settled.setdefault(rank, now)) / 1e6
             if grown > limit:
                 return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"
@@ -276,7 +271,7 @@ class WorkerGroup:
         said: dict[int, tuple] = {}
         waits: set[int] = set()  # for another ring
         failed = None  # when the first did
-        self._begin_wait()
+        self._monitor.begin()
         pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
         while pending:
             done, _ = ray.wait(list(pending), timeout=_LOOK_INTERVAL)
@@ -289,6 +284,7 @@ class WorkerGroup:
                     lost[rank] = error
                     continue
                 if event is None or event == _WAITS:
+                    self._monitor.heard(rank)
                     (waits.discard if event is None else waits.add)(rank)
                     pending[self.workers[rank].next_event.remote()] = rank
                     continue
@@ -313,31 +309,18 @@ class WorkerGroup:
         return said
 
     def _connect(self) -> frozenset[int]:
-        """Has workers form another ring in the step that all are in: they lost each other, and the processes live.
-
-        Returns:
-            The ranks of workers that were lost meanwhile, and replaced.
-        """
-        action = self._decisions.take(Disconnected())
-        if action.do is not Do.RECOVER:
-            give_up(map(_Worker, self.workers), f"the workers lost each other, and {action.why}")
-            return frozenset()
-        ranks, why = self._recover(action)
+        """Has workers that lost each other form another ring; the ranks of those that were lost then, and replaced."""
+        self._recovery.connect(map(_Worker, self.workers))
+        ranks, why = self._recover()
         if why is not None:
             events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, why=why))
         return ranks
 
     def _standing_still(self) -> dict[int, WorkerGroupLostError]:
         """Workers that are stopped, whose host has gone, or that hang, by rank, with what is to be said of each."""
-        try:
-            if self._guard is not None:
-                self._guard.look()
-        except FrozenError as error:
-            its = {rank: (f"worker {rank}", f"the host {place.host}") for rank, place in self._places.items()}
-            found = {rank: WorkerGroupLostError(str(error)) for rank in its if error.name in its[rank]}
-            if not found:
-                raise WorkerGroupLostError(str(error)) from None
-            return found
+        frozen = {rank: _frozen(found) for found in self._monitor.look() for rank in found.keys}
+        if frozen:
+            return frozen
         ended = self._watch.ended if self._watch is not None else {}
         return {rank: WorkerGroupLostError(f"worker {rank} hangs: {its}\n{its.stack}") for rank, its in ended.items()}
 
@@ -359,49 +342,46 @@ class WorkerGroup:
         self._close_watch()
         for rank in lost:
             ray.kill(self.workers[rank])  # one that stands still is still there
-        ranks, why = self._recover(action)
+        ranks, why = frozenset(), action.why
+        if action.do is Do.RECOVER:
+            self._recovery.begin(action.ranks)
+            ranks, why = self._recover()
         if why is None:
             return ranks
         first.unhealed = why or None
         raise first
 
-    def _recover(self, action: Action) -> tuple[frozenset[int], str | None]:
-        """(ranks of new processes, None), or why there are none, as a clause."""
-        tried = None
-        while action.do is Do.RECOVER:
-            self._generation += 1
-            made: dict[int, ProcessLocation] = {}
-            tried = Healing(self._healing(made), action.ranks, self._generation)
-            tried.wait()
+    def _recover(self) -> tuple[frozenset[int], str | None]:
+        """Waits for a recovery: (ranks of new processes, None), or why there are none, as a clause."""
+        while self._recovery.healing is not None:
+            self._recovery.healing.wait()
+            tried, action = self._recovery.end()
             if tried.healed:
-                self._decisions.take(Recovered())
                 if tried.new:
-                    self._take_in({rank: worker.actor for rank, worker in tried.new.items()}, made)
-                return action.ranks, None
-            action = self._decisions.take(NotRecovered(tried.why, tried.another, frozenset(tried.also), tried.new_lost))
-            if action.do is Do.RECOVER:
-                ranks = tuple(sorted(tried.lost))
-                events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=tried.why))
-        if tried is not None:
-            tried.give_up()
-        return frozenset(), action.why
+                    self._take_in(tried.new)
+                return tried.lost, None
+            if self._recovery.healing is None:
+                tried.give_up()
+                return frozenset(), action.why
+        return frozenset(), None
 
-    def _healing(self, made: dict[int, ProcessLocation]) -> Asked:
-        """What a `Healing` needs of this group; where new processes are, is noted in `made`."""
+    def _asked(self) -> Asked:
+        """What a `Healing` needs of this group."""
 
         def place(rank: int) -> _Worker:
             worker = self._process(rank)
             try:
-                made[rank] = ray.get(worker.execute.remote(guard.here), timeout=timeouts.get().replacement_report)
+                found = ray.get(worker.execute.remote(process_monitor.here), timeout=timeouts.get().replacement_report)
             except BaseException:
                 ray.kill(worker)
                 raise
+            self._see({rank: found})
             return _Worker(worker)
 
         def settle(worker: _Worker, addresses: list[str], rank: int, token: bytes, pinned: bool):
             if self._anew is not None:
                 self._run, self._anew = ray.put(self._anew()), None
-            nodes = tuple(place.node for place in (self._places | made).values())
+            nodes = tuple(place.node for place in self._places.values())
             return worker.actor.settle.remote(self._setup, addresses, rank, self._threads, token, pinned, nodes)
 
         return Asked(
@@ -416,21 +396,20 @@ class WorkerGroup:
             reported={},
         )
 
-    def _take_in(self, workers: dict[int, Any], places: dict[int, ProcessLocation]) -> None:
+    def _take_in(self, workers: Mapping[int, Member]) -> None:
         """Goes on with these in the places of others."""
         for rank, worker in workers.items():
-            self.workers[rank] = worker
+            self.workers[rank] = worker.actor
             self._settled.pop(rank, None)
-        self._guard.close()
-        self._see(self._places | places)
-        self._begin_wait()
+        self._monitor.begin()
         self._open_watch()
 
     def _see(self, places: dict[int, ProcessLocation]) -> None:
-        """Looks after the processes of the workers."""
-        self._places = places
-        self.nodes = frozenset(place.node for place in places.values())
-        self._guard = Guard({f"worker {rank}": place for rank, place in places.items()})
+        """Looks after the processes of workers."""
+        self._places |= places
+        self.nodes = frozenset(place.node for place in self._places.values())
+        for rank, place in places.items():
+            self._monitor.watch(rank, place)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
         """Has all workers end after the same step, once there is a reason."""
@@ -469,9 +448,9 @@ class WorkerGroup:
 
     def _alone(self, said: dict[int, tuple]) -> WorkerGroupLostError:
         """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
-        standing = self._guard.standing()
+        standing = self._monitor.standing()
         if standing is not None:
-            return WorkerGroupLostError(str(standing))
+            return _frozen(standing)
         rank, error = next((r, e[1]) for r, e in said.items() if e[0] == "error")
         return WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
@@ -501,8 +480,7 @@ class WorkerGroup:
                     pass
         for worker in self.workers:
             ray.kill(worker)
-        if self._guard is not None:
-            self._guard.close()
+        self._monitor.close()
 
     def _all(self, method: str, *arguments, **how) -> list:
         return self._each(method, [arguments] * len(self.workers), **how)
@@ -513,15 +491,11 @@ class WorkerGroup:
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
         """Raises WorkerGroupLostError as soon as a worker dies, is stopped, or is late."""
-        self._begin_wait()
+        self._monitor.begin()
         try:
             return collect(calls, seconds, what, look=self._look, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
-
-    def _begin_wait(self) -> None:
-        if self._guard is not None:
-            self._guard.begin()
 
     def _get(self, name: str, ref):
         try:
@@ -530,11 +504,15 @@ class WorkerGroup:
             raise _lost(name, error) from error
 
     def _look(self) -> None:
-        try:
-            if self._guard is not None:
-                self._guard.look()
-        except FrozenError as error:
-            raise WorkerGroupLostError(str(error)) from None
+        for found in self._monitor.look():
+            raise _frozen(found)
+
+
+def _frozen(found: Frozen) -> WorkerGroupLostError:
+    if found.seen is None:
+        return WorkerGroupLostError(f"the host {found.place.host} {found.how}")
+    who = f"worker {found.keys[0]} on {found.place.host}"
+    return WorkerGroupLostError(f"{who} is frozen: its process {found.place.pid} is {found.how}")
 
 
 def _lost(name: str, error: Exception) -> Exception:
@@ -574,7 +552,7 @@ class GroupWorker(Process):
     def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
         """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
         timeouts.put_in_force(its)
-        return *backend.reserve(allowed, count), guard.here()
+        return *backend.reserve(allowed, count), process_monitor.here()
 
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, when the group's actor has ended."""

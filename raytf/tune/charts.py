@@ -198,8 +198,8 @@ class _Scale:
         return self._begin + (value - self._low) / (self._high - self._low) * (self._end - self._begin)
 
 
-def _linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    rough = (high - low) / most
+def _linear_ticks(low: float, high: float) -> list[float]:
+    rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
     first = math.ceil(low / step - 1e-9)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raytf import validation
 from raytf.errors import ConfigError
 from raytf.runtime.topology import per_replica_batch
 
@@ -43,9 +44,8 @@ class Scaling:
                 "Give both, the second being the batch for which the learning rates of the space are meant, or neither",
             )
         for name, least in (("base_batch_size", 1), ("warmup_steps", 0)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Choose such a number")
+            if (value := getattr(self, name)) is not None:
+                validation.check_whole(name, value, least)
 
     def rate(self, rate: float, batch_size: int) -> float:
         """Returns the learning rate for a global batch."""

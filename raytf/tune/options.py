@@ -41,10 +41,7 @@ class SweepOptions:
         number = self.num_samples
         if isinstance(number, bool) or not isinstance(number, int) or (number < 1 and number != -1):
             raise ConfigError("num_samples must be at least 1, or -1", repr(number), "Choose how many trials to run")
-        if self.mode not in validation.MODES:
-            raise ConfigError(
-                "mode must be min or max", repr(self.mode), "Say whether the metric is to be small or large"
-            )
+        validation.check_word("mode", self.mode, validation.MODES)
         for name in ("max_concurrent_trials", "report_every_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:

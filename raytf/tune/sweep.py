@@ -164,7 +164,7 @@ def sweep(
             resume = named
     if resume is not None:
         options = options.resumed(report.settings(resume))
-        trusted.check_own(report.located(resume), "A sweep's state")
+        trusted.check_own(report.located(resume))
     else:
         options = dataclasses.replace(options, sample=space.sample(dict(param_space)))
     given = dict(param_space or {})

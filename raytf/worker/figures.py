@@ -15,7 +15,7 @@ import keras
 import pyarrow.fs
 import tensorflow as tf
 
-from raytf import activity, liveness
+from raytf import activity, procfs
 from raytf.errors import first_line
 
 # Folder in the run's folder, with a file of JSON lines for each rank.
@@ -78,7 +78,7 @@ class FiguresCallback(keras.callbacks.Callback):
         figures = self._worker | {"epoch": epoch + 1, "step": self._position.step, "time": time.time()}
         figures |= of_epoch(self._began, self._trained or current, self._batch)
         figures["checkpoint_seconds"] = current["checkpoint"] - self._last["checkpoint"]
-        figures |= {"learning_rate": _rate(self.model), "memory_bytes": liveness.memory_bytes()}
+        figures |= {"learning_rate": _rate(self.model), "memory_bytes": procfs.memory_bytes()}
         self._last = current
         for write in self._write:
             write(figures)

@@ -148,9 +148,7 @@ def survivable(
             return None
         try:
             check_chief()
-            return _Moment(
-                model, parts_of(nothing, {}), standing(), recovery.step, steps_made, recovery.tag, epoch_ends
-            )
+            return _Moment(model, parts_of(nothing, {}), standing(), recovery.step, recovery.tag, epoch_ends)
         except RaytfError as error:
             why = str(error)
         except Exception as error:  # of a callback's `get_state`, which otherwise only the chief's checkpoint calls
@@ -200,7 +198,6 @@ class _Moment:
         parts: Parts of a checkpoint of this step, see `checkpoint.parts`.
         agreed: See `ReplacementState`.
         step: Number of steps in all.
-        epoch_step: Number of steps of the epoch.
         tag: See `ReplacementState`.
         epoch_ends: Whether the step was the last one of the epoch, and callbacks were called for it.
     """
@@ -211,14 +208,13 @@ class _Moment:
         parts: dict[str, Any],
         agreed: dict[str, Any],
         step: int,
-        epoch_step: int,
         tag: int,
         epoch_ends: bool,
     ):
         # a copy, as callbacks continue to change the arrays
         arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}
         self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
-        self._step, self._epoch_step, self._tag, self._epoch_ends = step, epoch_step, tag, epoch_ends
+        self._step, self._tag, self._epoch_ends = step, tag, epoch_ends
         self._last = model.__dict__["_raytf_last"]
         self._watch = assigned.AssignmentWatch(model)
         unseen = own_state.alike(model) if epoch_ends else assigned.in_graphs(model)

@@ -23,7 +23,7 @@ import raytf
 from cluster import local
 from raytf.compat import ray_core
 from raytf.events import Kind
-from tests import warm
+from tests import waiting, warm
 
 pytestmark = pytest.mark.slow
 
@@ -170,10 +170,7 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path, quiet):
     owners = [f"_{pid}_" for kind, pid, *_ in during if kind == "process"]
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 60
-    while left(tmp_path) - before:
-        assert time.monotonic() < deadline, left(tmp_path) - before
-        time.sleep(0.1)
+    waiting.until(lambda: not left(tmp_path) - before)
     for folder in (tempfile.gettempdir(), "/dev/shm"):
         assert not [name for name in os.listdir(folder) if any(owner in name for owner in owners)]
     (tmp_path / "run_hold").unlink()  # a worker that is killed leaves it

@@ -132,7 +132,7 @@ CASES = {
         lambda: {"materialize": {"trian": False}},
         "materialize must name the run's datasets .*train.*; received: {'trian': False}",
     ),
-    "window": (lambda: {"window": 0}, "window must be a number of rows, at least 1"),
+    "window": (lambda: {"window": 0}, "window must be an integer of at least 1"),
     "map": (lambda: {"map": 3}, "map must be a function of batches"),
     "workers": (lambda: {"scaling_config": ScalingConfig(num_workers=(0, 2))}, "num_workers must be at least 1"),
     "a schedule whose batch is to follow the workers": (

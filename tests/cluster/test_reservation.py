@@ -11,10 +11,11 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import liveness
+from raytf import liveness, procfs
 from raytf.errors import ResourceError
-from raytf.runtime import guard, reservation, watchdog
+from raytf.runtime import process_monitor, reservation
 from raytf.runtime.reservation import Reservation
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -29,14 +30,6 @@ def three_of_four_cpus():
         yield other
     finally:
         other.release()
-
-
-def until(condition, seconds=30.0):
-    """Waits for what Ray counts a moment later."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def groups():
@@ -77,17 +70,17 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
     busy = subprocess.Popen(["sh", "-c", "while :; do :; done"])
     stopped = subprocess.Popen(["sleep", "1000"])
     try:
-        watching = watchdog.Watchdog(seconds=1.0)
-        # as if on another node: a task looks there
+        watching = process_monitor.Watchdog(seconds=1.0)
+        # as if on another node: an actor looks there
         watching._node = "elsewhere"
         for name, process in (("busy", busy), ("stopped", stopped)):
-            watching.watch(name, guard.ProcessLocation(node, "10.0.0.2", process.pid, None))
+            watching.watch(name, process_monitor.ProcessLocation(node, "10.0.0.2", process.pid, None))
         stopped.send_signal(19)
         assert stopped.wait(60) == -9 and busy.poll() is None
         watching.close()
         assert list(watching.ended) == ["stopped"]
         assert f"its process {stopped.pid} on 10.0.0.2 is stopped by a signal" in watching.ended["stopped"]
-        assert liveness.look(busy.pid).state in "RS"
+        assert procfs.look(busy.pid).state in "RS"
     finally:
         for process in (busy, stopped):
             process.kill()
@@ -99,8 +92,8 @@ def test_who_answers_is_not_looked_at():
     node = ray.get_runtime_context().get_node_id()
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        with watchdog.Watchdog(seconds=0.0) as watching:
-            watching.watch("it", guard.ProcessLocation(node, "here", process.pid, None))
+        with process_monitor.Watchdog(seconds=0.0) as watching:
+            watching.watch("it", process_monitor.ProcessLocation(node, "here", process.pid, None))
             process.send_signal(19)
             until = time.monotonic() + 2.5 * liveness.LOOK_INTERVAL
             while time.monotonic() < until:

@@ -169,7 +169,7 @@ def test_resume_must_find_something(tmp_path):
         with pytest.raises(raytf.ConfigError, match="With resume=True a run resumes from a checkpoint; received: no"):
             run(tmp_path, resume=True, workers=1, **changes).fit()
     assert os.listdir(tmp_path) == []
-    with pytest.raises(raytf.ConfigError, match='resume must be "auto", True or False'):
+    with pytest.raises(raytf.ConfigError, match="resume must be one of auto, True, False"):
         run(tmp_path, resume="yes")
     with pytest.raises(raytf.ConfigError, match="must name a folder below its storage path"):
         run(tmp_path, name="../run")

@@ -5,25 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import time
 
 import pytest
 import ray
 
 from raytf import activity
-from raytf.runtime import watchdog
-from raytf.runtime.guard import ProcessLocation
+from raytf.runtime import process_monitor
 from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.process_monitor import ProcessLocation
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 WORKERS = 8
-
-
-def wait_for(condition, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.01)
 
 
 @ray.remote(num_cpus=0, max_concurrency=4 * WORKERS)
@@ -48,7 +41,7 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
         asked.append(pid)
         return silent.answer.remote()
 
-    monkeypatch.setattr(watchdog, "on", on)
+    monkeypatch.setattr(process_monitor, "on", on)
     set_timeouts(stack=3600.0)
     places = {rank: ProcessLocation("far", "far", rank, None) for rank in range(WORKERS)}
     clock = functools.partial(next, itertools.count())  # a second passes between two looks
@@ -61,11 +54,11 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
         clock=clock,
     )
     try:
-        wait_for(lambda: set(asked) == set(range(WORKERS)))
+        until(lambda: set(asked) == set(range(WORKERS)))
         closing = threading.Thread(target=watch.close)
         closing.start()
-        wait_for(lambda: not closing.is_alive())
-        wait_for(lambda: not watch._thread.is_alive())
+        until(lambda: not closing.is_alive())
+        until(lambda: not watch._thread.is_alive())
     finally:
         ray.get(silent.tell.remote())
         ray.kill(silent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,7 @@ from raytf.data import reader as reader_module
 from raytf.data.sampling import Sampler
 from raytf.data.stored import StoredDataset
 from raytf.runtime import resources
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS = 240
@@ -112,10 +112,8 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
 
     holder = Holder.options(num_cpus=4).remote()
     ray.get(holder.pid.remote())
-    end = time.monotonic() + 30  # what Ray counts may be a moment old
-    while (said := resources.held()) != "4 of 4 CPUs are held: 4 by Holder of this job":
-        assert time.monotonic() < end, said
-        time.sleep(0.05)
+    # what Ray counts may be a moment old
+    until(lambda: resources.held() == "4 of 4 CPUs are held: 4 by Holder of this job")
     dataset = ray.data.read_parquet(folder).map_batches(lambda batch: batch, batch_size=32)
     found = ingest.read_all({"a": dataset, "b": dataset}, {"a": False, "b": True}, ScalingConfig())
     order = Sampler(rows=found["a"].rows, global_batch=20, shuffle="none")

@@ -445,7 +445,7 @@ def test_wrong_sweeps_say_why(tmp_path):
     for arguments, message in [
         ({"param_space": space, "num_samples": 0}, "num_samples must be at least 1"),
         ({"param_space": {}}, "param_space must be a dict of config keys"),
-        ({"param_space": space, "mode": "best"}, "mode must be min or max"),
+        ({"param_space": space, "mode": "best"}, "mode must be one of min, max"),
         ({"param_space": space, "scheduler": "best"}, "scheduler must be one of"),
         ({"param_space": {"num_workers": tune.choice([1, 50])}}, "hold the largest trial \\(50 worker"),
         ({"resume": tmp_path / "nowhere"}, "resumed from a path that exists"),

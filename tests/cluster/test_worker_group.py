@@ -1,4 +1,4 @@
-"""Worker groups whose workers die, stop, or only take their time; and the guard that tells one from the other."""
+"""Worker groups whose workers die, stop, or only take their time; and the monitor that tells one from the other."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raytf
 from raytf import liveness
-from raytf.runtime import guard
-from raytf.runtime.guard import FrozenError, Guard
+from raytf.runtime import process_monitor
+from raytf.runtime.process_monitor import ProcessMonitor
 from raytf.runtime.settings import WorkerSetup
 from raytf.train.worker_group import TrialRun, WorkerGroup, WorkerGroupLostError
 
@@ -55,7 +55,7 @@ class Leader:
     """Stands for a trial's actor."""
 
     def __init__(self):
-        guard._PATIENCE_INTERVAL, liveness.STOPPED_INTERVAL, liveness.LOOK_INTERVAL = 0.5, 2.0, 0.5
+        process_monitor._HEARD_INTERVAL, liveness.STOPPED_INTERVAL, liveness.LOOK_INTERVAL = 0.5, 2.0, 0.5
 
     def open(self, tensorflow_config) -> str:
         try:
@@ -121,13 +121,13 @@ def test_a_worker_that_does_not_come_to_an_exchange_is_named_with_its_stack(lead
         said,
     )
     # told by the worker, or seen from outside where that takes long
-    outside = r" Event\.wait \(threading\.py:\d+\)\n +one_does_not_come \(test_worker_group\.py:\d+\)"
+    outside = r" Event\.wait \(threading\.py:\d+\)\n +one_does_not_come \((?:\S*/)?test_worker_group\.py:\d+\)"
     assert "threading.Event().wait()" in said or re.search(outside, said), said
 
 
 class Sleeper:
     def place(self):
-        return guard.here()
+        return process_monitor.here()
 
 
 def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):
@@ -135,33 +135,35 @@ def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):
     now = [0.0]
     actor = ray.remote(Sleeper).options(num_cpus=0).remote()
     place = ray.get(actor.place.remote())
-    looks = Guard({"worker 3": place}, lambda: now[0])
-    looks._mine, looks._hosts = "", {place.node: guard._Host(place)}
-    host = looks._hosts[place.node]
+    looks = ProcessMonitor(clock=lambda: now[0])
+    looks._node = ""
+    looks.watch(3, place)
 
     def until(done, waits=True):
         """Looks; seconds pass only while no answer is waited for, or where that is to last."""
         end = time.monotonic() + 60
         while not done():
             assert time.monotonic() < end
-            now[0] += 1 if host._asked is None or not waits else 0
-            looks.look()
+            host = looks._hosts.get(place.node)
+            now[0] += 1 if host is None or host._asked is None or not waits else 0
+            if found := looks.look():
+                return found
             time.sleep(0.01)
 
-    until(lambda: host.looks)
+    until(lambda: looks._watched[3].seen)
     assert looks.standing() is None
     os.kill(place.pid, signal.SIGSTOP)
-    with pytest.raises(FrozenError, match=rf"^worker 3 on {place.host} is frozen: its process {place.pid} is stopped"):
-        until(lambda: False)
+    (found,) = until(lambda: False)
+    assert found.keys == (3,) and found.place == place and found.how.startswith("stopped by a signal")
     assert looks.standing() is not None
     os.kill(place.pid, signal.SIGCONT)
     looks.begin()
-    until(lambda: not looks.standing() and looks._watches["worker 3"]._last)
-    watcher = ray.get(host._actor.__ray_call__.remote(lambda self: os.getpid()))
+    until(lambda: looks._watched[3].seen.state != "T")
+    watcher = ray.get(looks._hosts[place.node]._actor.__ray_call__.remote(lambda self: os.getpid()))
     os.kill(watcher, signal.SIGSTOP)
     set_timeouts(host_silent=20.0)
-    with pytest.raises(FrozenError, match=f"^the host {place.host} has given no answer for 20 s"):
-        until(lambda: False, waits=False)
+    (found,) = until(lambda: False, waits=False)
+    assert (found.keys, found.seen, found.how) == ((3,), None, "has given no answer for 20 s")
     ray.kill(actor)
     looks.close()
     with contextlib.suppress(ProcessLookupError):

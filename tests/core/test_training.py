@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import ray
@@ -17,6 +16,7 @@ import raytf
 from raytf.testing import FaultPlan, Kill
 from tests.cluster import models
 from tests.cluster.test_trainer import assert_equal, trainer
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 # 97 rows in batches of 25: four steps an epoch, twelve in all; neither two workers nor the batch divide them.
@@ -121,14 +121,6 @@ def test_sigterm_ends_after_a_step_and_the_same_run_resumes(undisturbed, tmp_pat
     resumed = trainer(tmp_path, shuffle="window", callbacks=held(tmp_path)).fit()
     assert_equal(resumed, undisturbed, 0)
     assert int(raytf.load_model(resumed).optimizer.iterations) == STEPS
-
-
-def until(reached, seconds=300.0):
-    """Returns when something is so; a bound for what never comes, not a measurement."""
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.02)
 
 
 def test_a_finished_run_is_not_trained_again(undisturbed):

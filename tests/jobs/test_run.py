@@ -18,6 +18,7 @@ import ray
 from raytf.launch import launcher
 from raytf.runtime import hangs
 from tests import warm
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
@@ -196,10 +197,7 @@ def test_an_interrupt_ends_every_process(tmp_path, number):
     process = start("--num-workers", 2, "forever.py", cwd=tmp_path, from_scratch=True)
     seen = [process.stdout.readline() for _ in range(2)]
     assert all("waiting" in line for line in seen)
-    until = time.monotonic() + 30  # a command line can be read a moment after its process has begun
-    while len(left()) < 4 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert len(left()) == 4
+    until(lambda: len(left()) == 4)  # a command line can be read a moment after its process has begun
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and f"stopped by {number.name}" in err

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from raytf import liveness
+from raytf import procfs
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Until a group has ended, from the first question on.
@@ -98,5 +98,5 @@ class Results:
         return [pickle.loads((folder / f"{name}.{rank}.pkl").read_bytes()) for rank in range(len(codes))]
 
     def _runs(self) -> bool:
-        seen = liveness.look(int(self.pid.read_text()))
+        seen = procfs.look(int(self.pid.read_text()))
         return seen is not None and seen.state != "Z"

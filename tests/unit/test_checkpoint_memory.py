@@ -19,7 +19,8 @@ from raytf.worker import checkpoint
 from raytf.worker.keeper import Keeper
 from raytf.worker.model_file import ModelFile
 from tests.unit.test_checkpoint import functional, trained
-from tests.unit.test_snapshots import check, is_gone, parts_of, stop, wait_for
+from tests.unit.test_snapshots import check, is_gone, parts_of, stop
+from tests.waiting import until
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 
@@ -96,7 +97,7 @@ def test_all_that_the_first_one_needs_is_there_before_the_first_step(tmp_path, m
     keeper._writer.finish(60.0)
     pid = keeper._writer.pid
     keeper.close()
-    wait_for(lambda: is_gone(pid))
+    until(lambda: is_gone(pid))
     checkpoint_files.check(str(tmp_path / "run" / name_of(1)))
 
 
@@ -108,7 +109,7 @@ def large(tmp_path, monkeypatch):
     yield made
     made.close()
     if made.pid is not None:
-        wait_for(lambda: is_gone(made.pid))
+        until(lambda: is_gone(made.pid))
 
 
 def memory(writer) -> int:
@@ -133,7 +134,7 @@ def test_while_a_large_one_is_written_others_are_left_out_and_pinned_ones_wait(l
         assert memory(large) <= 2 * one()
         pinned = threading.Thread(target=large.write, args=(name_of(5), parts_of(5, 100_000)), kwargs={"pinned": True})
         pinned.start()
-        wait_for(lambda: large._waits)
+        until(lambda: large._waits)
     finally:
         os.kill(large.pid, signal.SIGCONT)
     pinned.join(60.0)
@@ -182,5 +183,5 @@ def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     keeper.close()
-    wait_for(lambda: is_gone(writer.pid))
+    until(lambda: is_gone(writer.pid))
     assert np.all([checkpoint_files.check(str(path)) is None for path in (tmp_path / "run").iterdir()])

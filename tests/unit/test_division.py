@@ -22,7 +22,8 @@ from raytf.worker import checkpoint
 from raytf.worker.keeper import Keeper
 from tests.unit import object_store
 from tests.unit.test_checkpoint import functional, trained
-from tests.unit.test_snapshots import files_of, is_gone, wait_for
+from tests.unit.test_snapshots import files_of, is_gone
+from tests.waiting import until
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 
@@ -170,7 +171,7 @@ def test_two_workers_keep_a_model_that_is_loaded_and_gone_on_from(tmp_path):
     pids = [chief._writer.pid, other._writer.pid]
     for keeper in (chief, other):
         keeper.close()
-    wait_for(lambda: all(map(is_gone, pids)))
+    until(lambda: all(map(is_gone, pids)))
     folder = str(run / name_of(6))
     assert MODEL not in os.listdir(folder)
     checkpoint_files.check(folder)

@@ -13,6 +13,7 @@ from raytf.collectives.ring import Listener
 from raytf.errors import PeerLostError, RaytfError
 from raytf.train.healing import NotHealedError, _said, is_to_be_made_anew
 from tests.unit.test_ring import TOKEN
+from tests.waiting import until
 
 
 class Holder:
@@ -38,13 +39,9 @@ def joined(listeners, rank, generation=0):
     return listeners[rank].join(rank, addresses, TOKEN, 20.0, 20.0, generation=generation)
 
 
-def until(what):
-    """What a function gives once that is a `Waiting`."""
-    end = time.monotonic() + 20
-    while not isinstance(found := what(), Waiting):
-        assert time.monotonic() < end, f"still {found}"
-        time.sleep(0.005)
-    return found
+def standing(healer):
+    """Where it waits, once it does."""
+    return until(lambda: isinstance(found := healer.waiting(), Waiting) and found)
 
 
 @pytest.fixture
@@ -74,7 +71,7 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     """Its new member died behind the driver's word: an hour would be its. What was passed on is had by the next."""
     set_timeouts(ring_join=3600.0)
     healer, holder, sum_ = survivor
-    first = until(healer.waiting)
+    first = standing(healer)
     assert first.held == ((2, b"the other's"),)
     gone = Listener("127.0.0.1")
     healer.command(ring_of(first, gone, 1))
@@ -82,7 +79,7 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
         time.sleep(0.005)
     gone.close()
     healer.leave(1)
-    second = until(healer.waiting)
+    second = standing(healer)
     assert second.held == first.held and second.address != first.address
     new = Listener("127.0.0.1")
     told = ring_of(second, new, 2)
@@ -98,9 +95,9 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
 def test_a_word_that_comes_behind_its_end_is_not_followed(survivor):
     healer, _, sum_ = survivor
     healer.leave(3)
-    first = until(healer.waiting)
+    first = standing(healer)
     healer.command(ring_of(first, Listener("127.0.0.1"), 3))
-    while until(healer.waiting).address == first.address:
+    while standing(healer).address == first.address:
         time.sleep(0.005)
     healer.command("nobody has a place")
     with pytest.raises(PeerLostError):
@@ -110,7 +107,7 @@ def test_a_word_that_comes_behind_its_end_is_not_followed(survivor):
 def test_another_training_of_the_process_counts_its_rings_anew(survivor):
     healer, _, sum_ = survivor
     healer.leave(3)
-    until(healer.waiting)
+    standing(healer)
     healer.command("all workers restart")
     with pytest.raises(PeerLostError):
         sum_.result(20)
@@ -123,7 +120,7 @@ def test_another_training_of_the_process_counts_its_rings_anew(survivor):
         with healer.execution():
             other.close()
             sum_ = pool.submit(healer.make, holder, holder.add)
-            told = ring_of(until(healer.waiting), new, 1)
+            told = ring_of(standing(healer), new, 1)
             healer.command(told)
             ring = new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
             ring.add(np.ones(2))
@@ -198,7 +195,7 @@ class Epoch:
 
     def goes_on(self, anew):
         """The ring of the one that is new."""
-        waiting, new = until(self.healer.waiting), Listener("127.0.0.1")
+        waiting, new = standing(self.healer), Listener("127.0.0.1")
         told = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, anew)
         self.made.clear()
         self.healer.command(told)
@@ -276,7 +273,7 @@ def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(end
         assert ended.made == ["gradients"]
         ring.close()
         again = ended.pool.submit(ended.make, "more")
-        assert until(ended.healer.waiting).since is None, "the one that is new knows nothing of the epoch before"
+        assert standing(ended.healer).since is None, "the one that is new knows nothing of the epoch before"
         ended.healer.command("all workers restart")
         with pytest.raises(PeerLostError):
             again.result(20)

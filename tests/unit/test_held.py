@@ -17,7 +17,8 @@ from raytf.storage import finishing, snapshots
 from raytf.storage.snapshots import SnapshotWriter, wait_for_writers
 from raytf.storage.step_folders import listed, name_of, step_of
 from raytf.worker import checkpoint_every, snapshot_parts
-from tests.unit.test_snapshots import check, is_gone, parts_of, wait_for
+from tests.unit.test_snapshots import check, is_gone, parts_of
+from tests.waiting import until
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 
@@ -28,7 +29,7 @@ def written(run) -> list[str]:
 
 def gone(writer) -> None:
     writer.close()
-    wait_for(lambda: is_gone(writer.pid))
+    until(lambda: is_gone(writer.pid))
 
 
 def test_what_is_held_is_written_when_it_is_asked_for_or_nobody_says_goodbye(tmp_path):
@@ -90,7 +91,7 @@ def test_the_newest_is_written_whenever_its_process_is_killed(tmp_path):
             rest = parent.communicate()[0].split()
         step, pid = (rest[-2], rest[-1]) if rest else (step, pid)
         assert wait_for_writers(str(run))
-        wait_for(lambda pid=pid: is_gone(int(pid)))
+        until(lambda pid=pid: is_gone(int(pid)))
         last = step_of(written(run)[-1])
         assert int(step) <= last <= int(step) + 1
         check(run / name_of(last), last, 200_000)
@@ -128,14 +129,14 @@ def test_a_writer_whose_worker_is_killed_while_its_storage_is_slow_says_so(tmp_p
         patched.setattr(subprocess, "Popen", lambda c, **k: command([c[0], "-c", code, *c[3:]], **k))
         writer = SnapshotWriter(LOCAL, str(run))
     writer.write(name_of(1), parts_of(1))
-    wait_for(lambda: writer._drain(0.01) or writer._begun)
+    until(lambda: writer._drain(0.01) or writer._begun)
     run.mkdir()
     pid, writer._gone = writer.pid, True
     writer.close()
-    wait_for(lambda: any(name.startswith(".finishing_") for name in os.listdir(run)))
+    until(lambda: any(name.startswith(".finishing_") for name in os.listdir(run)))
     assert finishing.wait(LOCAL, str(run), 60.0)
     check(run / name_of(1), 1)
-    wait_for(lambda: is_gone(pid))
+    until(lambda: is_gone(pid))
 
 
 def test_a_copy_of_another_worker_is_one_of_the_same_step(tmp_path):

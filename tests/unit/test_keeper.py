@@ -22,7 +22,8 @@ from raytf.worker.callbacks import ReportCallback
 from raytf.worker.keeper import Keeper
 from raytf.worker.session import Pending, Reports
 from tests.unit.test_checkpoint import functional, subclassed, trained
-from tests.unit.test_snapshots import is_gone, wait_for
+from tests.unit.test_snapshots import is_gone
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def keeper(tmp_path):
     pid = made._writer and made._writer.pid
     made.close()
     if pid:
-        wait_for(lambda: is_gone(pid))
+        until(lambda: is_gone(pid))
 
 
 def keep(keeper, model, step):
@@ -72,7 +73,7 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
     keep(keeper, model, 1)
     keeper._writer.finish(60.0)
     os.kill(keeper._writer.pid, signal.SIGKILL)
-    wait_for(lambda: has_hung_up(keeper._writer))
+    until(lambda: has_hung_up(keeper._writer))
     with pytest.warns(UserWarning, match=f"{name_of(2)} could not be kept.*has ended; another one is started"):
         keep(keeper, model, 2)
     keep(keeper, model, 3)
@@ -94,7 +95,7 @@ def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, set_timeouts):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keeper.close()
-    assert pid is None or wait_for(lambda: is_gone(pid)) is None
+    assert pid is None or until(lambda: is_gone(pid))
 
 
 @pytest.mark.slow
@@ -116,7 +117,7 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
         keeper.keep_at_end("checkpoint_two", moment)()
     keep(keeper, model, 6)
     writer = keeper._writer
-    wait_for(lambda: writer._drain(0.01) or writer._begun == writer._last)  # else it may still be trying the one before
+    until(lambda: writer._drain(0.01) or writer._begun == writer._last)  # else it may still be trying the one before
     (tmp_path / "run").unlink()
     writer.finish(60.0)
     assert os.listdir(tmp_path / "run") == [name_of(6)]
@@ -166,7 +167,7 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
     found = []
     thread = threading.Thread(target=lambda: found.append(reports.wait()))
     thread.start()
-    wait_for(lambda: activity.here.told()["phase"] == activity.CONTROLLER)
+    until(lambda: activity.here.told()["phase"] == activity.CONTROLLER)
     assert not found
     one.set_result(None)
     thread.join(30)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from raytf.runtime.watchdog import Watchdog
+from raytf.runtime.process_monitor import Watchdog
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from raytf import liveness
-from raytf.liveness import Look, StopWatch
+from raytf import procfs
+from raytf.liveness import StopWatch
+from raytf.procfs import Look
 
 
 def at(*looks):
@@ -24,7 +25,7 @@ def at(*looks):
 
 def test_a_line_of_proc():
     text = "4242 (a) b (c) T 1 " + " ".join(str(n) for n in range(5, 53))
-    assert liveness.parse(text) == Look(state="T", started=22, ticks=14 + 15)
+    assert procfs.parse(text) == Look(state="T", started=22, ticks=14 + 15)
 
 
 @pytest.mark.parametrize("state, word", [("T", "by a signal"), ("t", "by a debugger"), ("Z", "dead")])
@@ -57,26 +58,26 @@ def test_a_real_process_is_stopped_goes_on_and_ends():
     try:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert liveness.look(process.pid).state == "T"
+        assert procfs.look(process.pid).state == "T"
         process.send_signal(signal.SIGCONT)
         os.waitid(os.P_PID, process.pid, os.WCONTINUED)
-        assert liveness.looks([process.pid])[process.pid].state in "RSD"
+        assert procfs.looks([process.pid])[process.pid].state in "RSD"
     finally:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert liveness.look(process.pid).state == "Z"
+        assert procfs.look(process.pid).state == "Z"
         process.communicate()
-    assert liveness.look(process.pid) is None
+    assert procfs.look(process.pid) is None
 
 
 def test_how_long_a_thread_waited_for_a_processor(tmp_path):
-    assert liveness.queued(os.getpid()) >= 0.0
+    assert procfs.queued(os.getpid()) >= 0.0
     with pytest.raises(OSError):
-        liveness.queued(2**22 + 1)
+        procfs.queued(2**22 + 1)
     told = tmp_path / "self" / "task" / "7" / "schedstat"
     told.parent.mkdir(parents=True)
     told.write_text("5 2500000000 9\n")
-    assert liveness.queued(7, proc=str(tmp_path)) == 2.5
+    assert procfs.queued(7, proc=str(tmp_path)) == 2.5
     told.write_text("")
     with pytest.raises(OSError, match="has 0 numbers"):
-        liveness.queued(7, proc=str(tmp_path))
+        procfs.queued(7, proc=str(tmp_path))

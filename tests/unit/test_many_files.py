@@ -13,7 +13,8 @@ import pytest
 from raytf.storage.snapshots import SnapshotWriter
 from raytf.storage.step_folders import name_of
 from raytf.train import dry_run
-from tests.unit.test_snapshots import check, is_gone, parts_of, wait_for
+from tests.unit.test_snapshots import check, is_gone, parts_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_checkpoint_is_kept(many_files, tmp_path):
         writer.finish(60.0)
     finally:
         writer.close()
-    wait_for(lambda: is_gone(writer.pid))
+    until(lambda: is_gone(writer.pid))
     check(tmp_path / "run" / name_of(1), 1)
 
 

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from raytf.console import phases as phases_module
 from raytf.console.phases import Phases
 from raytf.console.progress import Board, BoardReader, Rate, describe
-
-
-def wait_for(holds, seconds=20.0):
-    until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.005)
-    assert holds()
+from tests.waiting import until
 
 
 def update(epoch, step, ended=False, at=0.0, writer="a", **logs):
@@ -96,13 +90,13 @@ def test_a_phase_that_lasts_has_one_line_where_lines_stay(monkeypatch):
     monkeypatch.setattr(phases_module, "_WORTH_A_LINE", 0.05)
     said = Said()
     with Phases(said, "first") as phases:
-        wait_for(lambda: said == ["first ..."])
+        until(lambda: said == ["first ..."])
         phases.begin("second")
-        wait_for(lambda: said == ["first ...", "second ..."])
+        until(lambda: said == ["first ...", "second ..."])
         phases.begin(None)
         phases.begin("second")
         phases.begin("third")
-        wait_for(lambda: said[-1] == "third ...")
+        until(lambda: said[-1] == "third ...")
     assert said == ["first ...", "second ...", "third ..."]
     assert not [thread for thread in threading.enumerate() if thread.name == "raytf_phases"]
 

@@ -37,7 +37,7 @@ def note(model, epoch_ends):
     callback.counts = np.arange(3)
     state = CheckpointState(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
     parts = checkpoint.parts(model, state, states, metrics={})
-    return replacement._Moment(model, parts, {"reports": 2}, 4, 4, 16, epoch_ends), callback
+    return replacement._Moment(model, parts, {"reports": 2}, 4, 16, epoch_ends), callback
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from raytf.errors import ConfigError, TrainingError
 from raytf.storage import lock_file, run_lock
 from raytf.storage.run_lock import LOCK, RunLock
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +40,6 @@ def left_by(place, **changes):
     filesystem.create_dir(folder)
     with filesystem.open_output_stream(f"{folder}/{LOCK}") as file:
         file.write(json.dumps(there).encode())
-
-
-def until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_one_driver_has_the_folder(place):

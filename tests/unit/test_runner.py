@@ -13,7 +13,7 @@ from raytf.collectives import ring
 from raytf.launch import runner as runner_module
 from raytf.launch.runner import TaskLocation, TaskRunner
 from raytf.runtime import cores, settings
-from tests.unit.test_snapshots import wait_for
+from tests.waiting import until
 
 LEAVES = """
 import subprocess, sys
@@ -159,7 +159,7 @@ def test_a_script_tells_what_it_does_beside_what_it_does(runner, tmp_path):
     assert runner.told()["phase"] == "begin" and "in stands_here" in runner.stack()
     os.kill(script.pid, signal.SIGSTOP)
     script._asks.settimeout(0.5)
-    wait_for(lambda: runner.told() is None)  # its threads stop one after the other
+    until(lambda: runner.told() is None)  # its threads stop one after the other
     os.kill(script.pid, signal.SIGCONT)
     script._asks.settimeout(20.0)
     assert "in stands_here" in runner.stack() and runner.told()["step"] == 0

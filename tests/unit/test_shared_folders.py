@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from raytf.storage import shared_folders
+from raytf.runtime import shared_folders
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.fs
 import pytest
 
-from raytf import liveness, timeouts
+from raytf import procfs, timeouts
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, finishing, priority, scattered, snapshot_writer
 from raytf.storage.checkpoint_files import CheckpointState
@@ -27,6 +27,7 @@ from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, needless
 from raytf.storage.snapshots import NotKeptError, SnapshotWriter, _Other, wait_for_writers
 from raytf.storage.step_folders import name_of, step_of
+from tests.waiting import until
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 
@@ -62,24 +63,17 @@ def check(folder, step: int, size: int = 1000) -> None:
     assert found == b"head" + np.full(size, step, np.float32).tobytes() + b"tail"
 
 
-def wait_for(condition, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def writer(tmp_path):
     made = SnapshotWriter(LOCAL, str(tmp_path / "run"))
     yield made
     made.close()
     if made.pid is not None:
-        wait_for(lambda: is_gone(made.pid))
+        until(lambda: is_gone(made.pid))
 
 
 def is_gone(pid: int) -> bool:
-    seen = liveness.look(pid)
+    seen = procfs.look(pid)
     if seen is None or seen.state != "Z":
         return seen is None
     # whoever is the first process of a container may reap nothing; and what is open stays so until the last thread goes
@@ -171,7 +165,7 @@ def test_who_writes_goes_last_no_more_when_the_next_epoch_has_ended_before(write
     with pytest.warns(UserWarning, match="could not be written"):
         for step in (2, 3):
             writer.write(name_of(step), parts_of(step), pinned=True)
-            wait_for(lambda: writer._drain(0.01) or writer._failed)
+            until(lambda: writer._drain(0.01) or writer._failed)
             assert goes_last(writer.pid) == (step == 2)
     (tmp_path / "run").unlink()
     writer.finish(60.0)
@@ -252,7 +246,7 @@ def test_a_file_system_that_cannot_travel_is_refused_at_once(tmp_path):
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: liveness.look(pid).state == "T")
+    until(lambda: procfs.look(pid).state == "T")
 
 
 def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tmp_path):
@@ -319,7 +313,7 @@ def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path)
         writer.finish(60.0, 0.2, number=pin)
     writer.unpin(pin)
     writer.write(name_of(2), parts_of(2))
-    wait_for(lambda: writer._drain(0.01) or writer.left_out)
+    until(lambda: writer._drain(0.01) or writer.left_out)
     (tmp_path / "run").unlink()
     writer.finish(60.0)
     assert os.listdir(tmp_path / "run") == [name_of(2)]
@@ -459,7 +453,7 @@ def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, kille
             rest = parent.communicate()[0].split()
             assert wait_for_writers(str(run))
         step = int(rest[-2] if rest else step)
-        wait_for(lambda pid=pid: is_gone(int(pid)))
+        until(lambda pid=pid: is_gone(int(pid)))
         before, whole = whole, check_all(run)
         assert whole[-1] >= step if killed == "who hands over" else whole[-1] > before[-1]
 
@@ -476,10 +470,10 @@ def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monke
         patched.setattr(subprocess, "Popen", lambda c, **k: command([c[0], "-c", code, *c[3:]], **k))
         writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
     writer.write(name_of(1), parts_of(1))
-    wait_for(lambda: writer._drain(0.01) or writer.pid is not None)
+    until(lambda: writer._drain(0.01) or writer.pid is not None)
     pid, writer._gone = writer.pid, True
     writer.close()
-    wait_for(lambda: is_gone(pid))
+    until(lambda: is_gone(pid))
 
 
 @pytest.mark.parametrize(("starved", "least"), [(False, 0.1), (True, 0.4)])
@@ -523,7 +517,7 @@ def test_a_storage_that_takes_it_no_more_is_told_tried_again_and_an_error_only_a
     writer.finish(60.0)
     with pytest.warns(UserWarning, match=f"{name_of(2)} could not be written.*File too large") as seen:
         writer.write(name_of(2), parts_of(2, 100_000))
-        wait_for(lambda: writer._drain(0.01) or writer._failed)
+        until(lambda: writer._drain(0.01) or writer._failed)
     assert len(seen) == 1
     with pytest.raises(NotKeptError, match=f"{name_of(2)} could not be kept: OSError.*File too large"):
         writer.finish(2.0)
@@ -535,7 +529,7 @@ def test_a_storage_that_takes_it_no_more_is_told_tried_again_and_an_error_only_a
     assert sorted(os.listdir(tmp_path / "run")) == [name_of(1), name_of(3)]
     check(tmp_path / "run" / name_of(1), 1)
     check(tmp_path / "run" / name_of(3), 3)
-    wait_for(lambda: is_gone(writer.pid))
+    until(lambda: is_gone(writer.pid))
 
 
 @pytest.fixture
@@ -555,14 +549,14 @@ def test_a_full_disk_is_told_and_written_again_once_there_is_room(small_disk):
     writer = SnapshotWriter(LOCAL, str(small_disk / "run"))
     with pytest.warns(UserWarning, match=f"{name_of(1)} could not be written.*No space left") as seen:
         writer.write(name_of(1), parts_of(1, 500_000))
-        wait_for(lambda: writer._drain(0.01) or writer._failed)
+        until(lambda: writer._drain(0.01) or writer._failed)
         assert os.listdir(small_disk / "run") == []  # nothing half written takes room meanwhile
         (small_disk / "others").unlink()
         writer.finish(60.0)
     assert len(seen) == 1
     check(small_disk / "run" / name_of(1), 1, 500_000)
     writer.close()
-    wait_for(lambda: is_gone(writer.pid))
+    until(lambda: is_gone(writer.pid))
 
 
 def test_a_read_only_disk_is_found_before_training(small_disk):

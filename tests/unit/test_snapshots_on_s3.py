@@ -14,7 +14,8 @@ from raytf.storage.snapshots import NotKeptError, SnapshotWriter
 from raytf.storage.step_folders import name_of
 from tests.unit import object_store
 from tests.unit.object_store import BUCKET
-from tests.unit.test_snapshots import check, files_of, is_gone, parts_of, wait_for
+from tests.unit.test_snapshots import check, files_of, is_gone, parts_of
+from tests.waiting import until
 
 RUN = f"{BUCKET}/some/run"
 
@@ -30,7 +31,7 @@ def writer(storage):
     made = SnapshotWriter(storage.filesystem(), RUN)
     yield made
     made.close()
-    wait_for(lambda: is_gone(made.pid))
+    until(lambda: is_gone(made.pid))
 
 
 def fetched(storage, step: int, folder: pathlib.Path) -> pathlib.Path:
@@ -82,7 +83,7 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
         writer.finish(200.0)
     check(fetched(storage, 1, tmp_path), 1, 3_000_000)
     writer.close()
-    wait_for(lambda: is_gone(writer.pid))
+    until(lambda: is_gone(writer.pid))
 
 
 @pytest.mark.slow
@@ -102,7 +103,7 @@ def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_pa
     writer.finish(100.0)
     check(fetched(storage, 2, tmp_path), 2)
     writer.close()
-    wait_for(lambda: is_gone(writer.pid))
+    until(lambda: is_gone(writer.pid))
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_what_a_sweep_remembers():
     assert resumed.content() == options.content() | {"num_samples": 4}
     assert (resumed.num_samples, resumed.max_concurrent_trials) == (4, 2), "what is of the call stays"
     for wrong in ({"metric": "loss", "mode": "min"}, json.loads(REMEMBERED) | {"mode": "best"}):
-        with pytest.raises(ConfigError, match="settings without 'rule'|mode must be min or max"):
+        with pytest.raises(ConfigError, match="settings without 'rule'|mode must be one of min, max"):
             SweepOptions().resumed(wrong)
 
 
@@ -142,7 +142,7 @@ def test_what_a_sweep_remembers():
     [
         ({"num_samples": 0}, "num_samples must be at least 1, or -1; received: 0"),
         ({"num_samples": True}, "num_samples must be at least 1, or -1; received: True"),
-        ({"mode": "best"}, "mode must be min or max; received: 'best'"),
+        ({"mode": "best"}, "mode must be one of min, max; received: 'best'"),
         ({"max_concurrent_trials": 0}, "max_concurrent_trials must be at least 1, or None"),
         ({"report_every_steps": 0}, "report_every_steps must be at least 1, or None"),
     ],

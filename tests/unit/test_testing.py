@@ -24,7 +24,8 @@ from raytf.storage.step_folders import name_of
 from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Slow, Stop
 from raytf.worker.callback_state import CallbackStates
 from tests.unit.test_ring import rings, together
-from tests.unit.test_snapshots import check, parts_of, wait_for
+from tests.unit.test_snapshots import check, parts_of
+from tests.waiting import until
 
 FILL = FillDisk(rank=0, step=0, folder="/disk", size=7, steps=2)
 KINDS = ("Kill", "Stop", "Fail", "Slow", "CutOff", "FailWrite", FILL, FailWrite(rank=0, step=9, number=5, times=3))
@@ -255,7 +256,7 @@ def test_a_worker_that_goes_on_removes_what_it_had_filled_before(tmp_path):
         assert testing._first(tmp_path / "run", one)
     with pytest.raises(RuntimeError, match="planted"):
         fit(plan, tmp_path / "run")
-    wait_for(lambda: not os.path.exists(fault.path))
+    until(lambda: not os.path.exists(fault.path))
     assert not os.path.exists(later.path)
 
 

@@ -9,7 +9,7 @@ import raytf
 from raytf import timeouts
 from raytf.collectives import ring
 from raytf.launch.runner import TaskRunner
-from raytf.storage.shared_folders import folder
+from raytf.runtime.shared_folders import folder
 
 SCRIPT = """
 import os, subprocess, sys

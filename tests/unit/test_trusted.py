@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def check(folder):
-    check_own(str(folder), "A sweep's state")
+    check_own(str(folder))
 
 
 def test_what_is_ones_own_is_read(folder):
@@ -84,4 +84,4 @@ def test_a_link_to_what_others_can_write_is_refused(folder, tmp_path):
 
 def test_a_uri_is_warned_of():
     with pytest.warns(UserWarning, match="whoever can write there can run code"):
-        check_own("s3://bucket/sweep", "A sweep's state")
+        check_own("s3://bucket/sweep")

@@ -13,6 +13,7 @@ import sys
 import psutil
 import pytest
 
+from raytf import validation
 from raytf.errors import ConfigError
 from raytf.train import arguments, verify
 
@@ -100,7 +101,7 @@ def test_an_error_says_rule_received_and_fix():
 @pytest.mark.parametrize("word", [True, "yes", None, 0, 1])
 def test_other_words_are_refused(word):
     with pytest.raises(ConfigError, match="verify must be"):
-        arguments.check_verify(word)
+        validation.check_word("verify", word, arguments.VERIFY_WORDS)
 
 
 def _held_trial():

@@ -6,6 +6,8 @@ import contextlib
 import os
 from dataclasses import dataclass
 
+from raytf import procfs
+
 # File systems whose files several hosts see under the same inode numbers. Others belong to one host, and two hosts
 # copied from one image may have folders of equal path, device and inode.
 _SHARED = frozenset(
@@ -45,8 +47,8 @@ def folder(path: str) -> Folder:
         path=os.path.abspath(path),
         device=status.st_dev,
         inode=status.st_ino,
-        boot=_boot(),
-        shared=shared(_text("/proc/self/mountinfo"), status.st_dev),
+        boot=procfs.boot_id() or os.uname().nodename,
+        shared=shared(procfs.mounts(), status.st_dev),
     )
 
 
@@ -66,14 +68,3 @@ def shared(mounts: str, device: int) -> tuple[str, str] | None:
         if mount.split()[2:3] == [number] and kind in _SHARED:
             return kind, source
     return None
-
-
-def _boot() -> str:
-    return _text("/proc/sys/kernel/random/boot_id").strip() or os.uname().nodename
-
-
-def _text(path: str) -> str:
-    with contextlib.suppress(OSError):  # not Linux
-        with open(path) as file:
-            return file.read()
-    return ""
