@@ -1,8 +1,8 @@
 """What Keras 3 needs to be right under a MultiWorkerMirroredStrategy.
 
 Stock Keras 3 `fit` fails under several workers. `install()` changes Keras in this process so that `fit`, `evaluate`
-and `predict` of several workers equal those of one process on the same global batches. Nothing changes for any other
-strategy. In a step of `fit` or `evaluate`:
+and `predict` of several workers equal those of one process on the same global batches. For any other strategy nothing
+changes but how an optimizer's update is computed, see `compiled_update`. In a step of `fit` or `evaluate`:
 
 * A loss is the mean over this worker's rows. Gradients are weighted with the number of rows, summed over workers
   where a tape gives them, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows
