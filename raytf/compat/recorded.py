@@ -96,6 +96,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.utils.backend_utils:DynamicBackend": ("(backend=)",),
     "keras.src.utils.python_utils:is_default": ("(method)",),
     "keras.src.utils.python_utils:pythonify_logs": ("(logs)",),
+    "keras.src.utils.traceback_utils:inject_argument_info_in_traceback": ("(fn, object_name=)",),
     "keras.src.utils.tracking:TrackedOrderedDict": ("(values=, tracker=)",),
     "ray._private.authentication.authentication_token_setup:AuthenticationTokenLoader": ("()",),
     "ray._private.authentication.authentication_utils:is_token_auth_enabled": ("()",),

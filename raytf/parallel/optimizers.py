@@ -50,7 +50,7 @@ def _updated(original, optimizer, grads, variables):
     if tf.executing_eagerly() or tf.distribute.in_cross_replica_context():
         return original(optimizer, grads, variables)
     if not optimizer.built and variables:
-        with keras.name_scope(optimizer.name, caller=optimizer):
+        with step_module.outside(), keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
         optimizer.built = True
     update = lambda its: original(optimizer, its, variables)

@@ -216,12 +216,6 @@ def _cause_first(where: str):
 
 
 def _refuse_what_cannot_work(model, strategy):
-    if model.jit_compile and not tf.config.list_physical_devices("GPU"):
-        raise ConfigError(
-            "jit_compile needs GPUs when there are several workers: TensorFlow has no collectives in XLA on CPUs",
-            "jit_compile=True",
-            "Compile the model with jit_compile=False, or give each worker a GPU",
-        )
     used = []
     for optimizer in model_optimizers.of(model).values():
         inner = getattr(optimizer, "inner_optimizer", optimizer)
