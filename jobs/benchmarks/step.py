@@ -4,10 +4,12 @@ python jobs/benchmarks/step.py
 
 "tf_keras" is Keras 2 under MultiWorkerMirroredStrategy, which is all that Ray's TensorflowTrainer offers; "by hand" a
 `strategy.run` loop with a hand-set TF_CONFIG, on Keras 3; "raytf" is Keras 3's `fit` as raytf's workers run it. Batches
-lie ready in memory. A number behind a way is its `steps_per_execution`, which is 20 for the tabular model and else 1;
-"grpc" is raytf with gradients summed by TensorFlow's own collectives instead of raytf's ring of sockets, "bfloat16" the
-ring with 16-bit gradients, "unpinned" raytf without `pin_cpus`, which keeps each worker to a core of its own. Two
-processes that do not talk, each on a core of its own, too, are the limit of the machine.
+lie ready in memory. Models are trained by SGD with momentum, and those with "adam" behind their name by Adam. A number
+behind a way is its `steps_per_execution`, which is 20 for the tabular model and else 1; "grpc" is raytf with gradients
+summed by TensorFlow's own collectives instead of raytf's ring of sockets, "bfloat16" the ring with 16-bit gradients,
+"operations" raytf with the update by Keras' operations and not compiled, "unpinned" raytf without `pin_cpus`, which
+keeps each worker to a core of its own. Two processes that do not talk, each on a core of its own, too, are the limit of
+the machine.
 
 CPU time is what all threads of a worker compute for a step, the mean of both; the wall time is that of the slower one.
 """
@@ -21,17 +23,18 @@ import time
 
 import common
 
-MODELS = ("cnn", "mlp", "tabular")
-BATCH = {"cnn": 64, "mlp": 64, "tabular": 512}
-STEPS = {"cnn": 150, "mlp": 20, "tabular": 1500}
-EXECUTION = {"cnn": 1, "mlp": 1, "tabular": 20}
+MODELS = ("cnn", "mlp", "tabular", "cnn adam", "mlp adam")
+BATCH = {"cnn": 64, "mlp": 64, "tabular": 512, "cnn adam": 64, "mlp adam": 64}
+STEPS = {"cnn": 150, "mlp": 20, "tabular": 1500, "cnn adam": 150, "mlp adam": 20}
+EXECUTION = {"cnn": 1, "mlp": 1, "tabular": 20, "cnn adam": 1, "mlp adam": 1}
 APART = "two that do not talk"
-RAYTF = ("raytf grpc", "raytf unpinned", "raytf", "raytf 20", "raytf bfloat16")
+RAYTF = ("raytf grpc", "raytf unpinned", "raytf operations", "raytf", "raytf 20", "raytf bfloat16")
 WAYS = ("one process", APART, "tf_keras", "tf_keras 20", "by hand", *RAYTF)
 
 
 def _model(keras, kind: str):
     layers = keras.layers
+    kind, _, optimizer = kind.partition(" ")
     if kind == "cnn":
         parts = common.small_cnn(keras)
     elif kind == "tabular":
@@ -47,14 +50,14 @@ def _model(keras, kind: str):
         ]
     model = keras.Sequential(parts)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return model, keras.optimizers.SGD(0.01, momentum=0.9), loss
+    return model, keras.optimizers.Adam() if optimizer else keras.optimizers.SGD(0.01, momentum=0.9), loss
 
 
 def _rows(kind: str, count: int):
     import numpy as np
 
     rng = np.random.default_rng(0)
-    shape = {"cnn": (28, 28, 1), "mlp": (784,), "tabular": (32,)}[kind]
+    shape = {"cnn": (28, 28, 1), "mlp": (784,), "tabular": (32,)}[kind.partition(" ")[0]]
     classes = 2 if kind == "tabular" else 10
     return rng.normal(size=(count, *shape)).astype("float32"), rng.integers(0, classes, count)
 
@@ -73,6 +76,8 @@ def once(way: str, kind: str, steps: str) -> None:
     with contextlib.ExitStack() as stack:
         if name == "raytf":
             from raytf.collectives import ring
+            from raytf.compat.patching import patched
+            from raytf.parallel import compiled_update
             from raytf.runtime.settings import TensorflowConfig, WorkerSetup
             from raytf.worker import context
 
@@ -81,6 +86,8 @@ def once(way: str, kind: str, steps: str) -> None:
             way = "ring" if execution == "grpc" else "auto"
             config = TensorflowConfig(communication=way, gradient_dtype=wire)
             stack.enter_context(context.prepared(WorkerSetup(config=config)))
+            if execution == "operations":
+                stack.enter_context(patched(compiled_update, "enabled", False))
         many = "TF_CONFIG" in os.environ
         strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
         common.give(_seconds(strategy, name, kind, int(steps), execution))

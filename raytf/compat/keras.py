@@ -67,6 +67,7 @@ __all__ = [
     "loss_module",
     "make_default_seed",
     "make_node_key",
+    "not_wrapped",
     "own_state",
     "pythonify_logs",
     "saved_layout",
@@ -273,6 +274,13 @@ def _store_all(store, found: dict[str, Any]) -> None:
 def config_and_metadata(model) -> tuple[str, str]:
     """The texts of config.json and metadata.json of a `.keras` file; `model.save` writes all or nothing."""
     return saving_lib._serialize_model_as_json(model)
+
+
+@uses("keras.src.utils.traceback_utils:inject_argument_info_in_traceback")
+def not_wrapped(error: Exception) -> Exception:
+    """An error that Keras is to let pass as it is out of a layer's call, and not to put into another one's text."""
+    error._keras_call_info_injected = True  # type: ignore[attr-defined]
+    return error
 
 
 @uses("keras.src.backend.tensorflow.nn:_get_logits")

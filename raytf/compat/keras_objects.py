@@ -199,12 +199,6 @@ def apply_scaled(optimizer, grads, variables) -> None:
     optimizer._common_apply(grads, trainable_variables=variables)
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
-def place_of(optimizer, variable) -> int:
-    """Where in its lists an optimizer has what it keeps for a variable."""
-    return optimizer._get_variable_index(variable)
-
-
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
 def decays(optimizer, variable) -> bool:
     """Whether an optimizer's weight decay includes a variable; what it was told to exclude is not public."""

@@ -9,8 +9,12 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.core:Variable._initialize": ("(self, value)",),
     "keras.src.backend.tensorflow.core:Variable._initialize_with_initializer": ("(self, initializer)",),
     "keras.src.backend.tensorflow.nn:_compute_moments_sync": ("(x, axes, keepdims)",),
+    "keras.src.backend.tensorflow.nn:_get_logits": ("(output, from_logits, op_type, fn_name)",),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer": ("(*args, **kwargs)",),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": ("(self, grads_and_vars)",),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step": (
+        "(self, distribution, grads_and_vars, learning_rate)",
+    ),
     "keras.src.backend.tensorflow.trainer:TFEpochIterator": ("(distribute_strategy=, *args, **kwargs)",),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._autoconvert_optionals": ("(self, step_func)",),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._get_metrics_result_or_logs": ("(self, logs)",),
@@ -33,7 +37,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch": (
         "(self, x, y=, sample_weight=, class_weight=, return_dict=)",
     ),
-    "keras.src.backend.tensorflow.nn:_get_logits": ("(output, from_logits, op_type, fn_name)",),
     "keras.src.backend:compute_output_spec": ("(fn, *args, **kwargs)",),
     "keras.src.backend:get_keras_mask": ("(x)",),
     "keras.src.backend:set_keras_mask": ("(x, mask)",),
@@ -93,6 +96,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.utils.backend_utils:DynamicBackend": ("(backend=)",),
     "keras.src.utils.python_utils:is_default": ("(method)",),
     "keras.src.utils.python_utils:pythonify_logs": ("(logs)",),
+    "keras.src.utils.traceback_utils:inject_argument_info_in_traceback": ("(fn, object_name=)",),
     "keras.src.utils.tracking:TrackedOrderedDict": ("(values=, tracker=)",),
     "ray._private.authentication.authentication_token_setup:AuthenticationTokenLoader": ("()",),
     "ray._private.authentication.authentication_utils:is_token_auth_enabled": ("()",),
@@ -350,9 +354,16 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "tensorflow.python.eager.context:Context": ("(config=, device_policy=, execution_mode=, server_def=)",),
     "tensorflow.python.eager.context:Context._initialize_physical_devices": ("(self, reinitialize=)",),
+    "tensorflow.python.eager.context:Context.get_compiler_ir": (
+        "(self, device_name, platform_name, function_name, flat_args, captured_inputs, stage=)",
+    ),
+    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_with_captures": (
+        "(self, args, kwargs, captures)",
+    ),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": (
         "(python_function, name, input_signature=, autograph=, jit_compile=, reduce_retracing=, experimental_implements=, experimental_autograph_options=, experimental_attributes=)",
     ),
+    "tensorflow.python.framework.op_def_registry:get": ("(name)",),
     "tensorflow.python.ops.script_ops:FuncRegistry": ("()",),
     "tensorflow.python.ops.script_ops:FuncRegistry.__call__": ("(self, token, device, args)",),
     "tensorflow.python.ops.script_ops:FuncRegistry.insert": ("(self, func)",),

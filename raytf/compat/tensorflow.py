@@ -23,6 +23,7 @@ from tensorflow.python.eager import (
 )
 from tensorflow.python.eager.polymorphic_function import polymorphic_function  # counts traces, and warns of many
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
+from tensorflow.python.framework import op_def_registry  # whether an operation is stateful
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
 from tensorflow.python.ops.script_ops import FuncRegistry  # where all Python functions are called
@@ -144,6 +145,39 @@ def traced_apart(function: Callable, **options):
     partial has no code.
     """
     return tf.function(functools.partial(function), **options)
+
+
+@uses("tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction.inference_fn")
+def without_captures(traced):
+    """What `get_concrete_function` gave, without the variables that it was traced with; graphs that call it keep it."""
+    return traced.inference_fn
+
+
+@uses("tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_with_captures")
+def call_with_captures(function, arguments, captures) -> None:
+    """Calls a function `without_captures` on variables in the place of those that it was traced with."""
+    function.call_with_captures(arguments, {}, captures)
+
+
+@uses("tensorflow.python.eager.context:Context.get_compiler_ir")
+def try_to_compile(traced, specs) -> None:
+    """Has XLA translate what `get_concrete_function` of a `tf.function(jit_compile=True)` gave, and raises what it
+    cannot; else it is tried at the first call. The public way draws a random number, to learn of a device."""
+    context.context().get_compiler_ir(
+        device_name="/device:CPU:0",
+        platform_name=None,
+        function_name=traced.name,
+        flat_args=specs,
+        captured_inputs=traced.captured_inputs,
+        stage="hlo",
+    )
+
+
+@uses("tensorflow.python.framework.op_def_registry:get")
+def is_stateful(kind: str) -> bool:
+    """Whether operations of a type do more than compute; unknown ones do."""
+    definition = op_def_registry.get(kind)
+    return definition is None or definition.is_stateful
 
 
 @uses(

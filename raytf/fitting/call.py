@@ -158,12 +158,6 @@ class Call:
         self._phases.begin(phases_module.TRYING)
         model, example = self._model, self._example("train")
         spec = example.element_spec
-        if model.jit_compile and self._scaling.num_workers > 1 and not self._scaling.use_gpu:
-            raise ConfigError(
-                "jit_compile needs GPUs when there are several workers: TensorFlow has no collectives in XLA on CPUs",
-                "a model that was compiled with jit_compile=True",
-                "Compile it with jit_compile=False, or use ScalingConfig(use_gpu=True)",
-            )
         if do != "predict":
             labels.check_kind(model, spec)
         try:

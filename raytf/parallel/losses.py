@@ -15,7 +15,7 @@ from raytf.collectives.communicator import all_sum
 from raytf.compat import keras_objects
 from raytf.compat.keras import added_to_masks, compile_utils, loss_module
 from raytf.compat.patching import patch
-from raytf.parallel import halves, step_logs, whole_batch
+from raytf.parallel import compiled_call, halves, step_logs, whole_batch
 from raytf.parallel import step as step_module
 
 # Functions of Keras' losses that compare rows, at least with some arguments.
@@ -218,6 +218,8 @@ def add_loss(original, self, loss):
 
     Each replica has its own list: Keras keeps one for all, which replicas that take turns would clear.
     """
+    if compiled_call.is_within():
+        compiled_call.refuse(self, "add_loss, or an activity_regularizer")
     if step_module.is_trial():
         layer, trial_losses = getattr(step_module.state, "adding", None) or (None, None)
         if layer is self:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from raytf.collectives.communicator import many_replicas
 from raytf.compat.keras import compile_utils
 from raytf.compat.patching import patched_of
-from raytf.parallel import losses, metrics, step_logs
+from raytf.parallel import compiled_call, losses, metrics, step_logs
 from raytf.parallel import step as step_module
 
 
@@ -36,6 +36,8 @@ def step_of(model, function: Callable, training: bool) -> Callable:
             if many and losses.own_compute_loss(model):
                 compute = functools.partial(losses.compute_loss, model)
                 stack.enter_context(patched_of(model, "compute_loss", compute))
+            if many and compiled_call.is_due(model):
+                stack.enter_context(patched_of(model, "call", functools.partial(compiled_call.call, model)))
             metrics.before_step(model, shown)
             outputs = function(data)
             outputs, origins = step_logs.resolved(outputs, shown, metrics.result_in_step)

@@ -15,7 +15,7 @@ from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn, seed_modu
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
 from raytf.errors import ConfigError
-from raytf.parallel import gradients, local_sgd
+from raytf.parallel import compiled_update, gradients, local_sgd
 from raytf.parallel import step as step_module
 
 # Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
@@ -25,10 +25,12 @@ _REPLICA_SEED = 1_000_003
 @patch((BaseOptimizer, "apply"), (keras.optimizers.LossScaleOptimizer, "apply"))
 def apply(original, self, grads, trainable_variables=None):
     """`Optimizer.apply`: works as in one process, on the gradients of all workers."""
-    if getattr(step_module.state, "reduced", False) or not step_module.in_replica_of_many():
+    if getattr(step_module.state, "reduced", False) or compiled_update.is_within():
         return original(self, grads, trainable_variables)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
+    if not step_module.in_replica_of_many():
+        return _updated(original, self, grads, trainable_variables)
     grads = [tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads]
     strategy = tf.distribute.get_strategy()
     local = local_sgd.every(strategy) > 1
@@ -37,10 +39,39 @@ def apply(original, self, grads, trainable_variables=None):
     # what needs no gradient, as the count of iterations, must not change before they are all there: see `healing`
     after = [] if local else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
     with tf.control_dependencies(after), step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
-        result = original(self, grads, trainable_variables)
+        result = _updated(original, self, grads, trainable_variables)
     if local:
         local_sgd.average_when_due(self.iterations, weights)
     return result
+
+
+def _updated(original, optimizer, grads, variables):
+    """`apply`, compiled where that can be."""
+    if tf.executing_eagerly() or tf.distribute.in_cross_replica_context():
+        return original(optimizer, grads, variables)
+    if not optimizer.built and variables:
+        with step_module.outside(), keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+        optimizer.built = True
+    update = lambda its: original(optimizer, its, variables)
+    if any(isinstance(g, tf.IndexedSlices) for g in grads):
+        with step_module.within(has_rows=True):
+            return update(grads)
+    trained = variables or keras_objects.trained_by(optimizer)
+    return None if compiled_update.made(optimizer, update, grads, trained) else update(grads)
+
+
+@patch((TFOptimizer, "_distributed_tf_update_step"))
+def distributed_update_step(original, self, distribution, grads_and_vars, learning_rate):
+    """`TFOptimizer._distributed_tf_update_step`: of a table with gradients of some rows by Keras' operations, and of
+    the model's other variables compiled."""
+    dense = [pair for pair in grads_and_vars if not isinstance(pair[0], tf.IndexedSlices)]
+    if dense and getattr(step_module.state, "has_rows", False):
+        grads, variables = zip(*dense, strict=True)
+        update = lambda its: original(self, distribution, list(zip(its, variables, strict=True)), learning_rate)
+        if compiled_update.made(self, update, grads, variables):
+            grads_and_vars = [pair for pair in grads_and_vars if isinstance(pair[0], tf.IndexedSlices)]
+    original(self, distribution, grads_and_vars, learning_rate)
 
 
 @patch((keras.optimizers.LossScaleOptimizer, "_tf_apply"))
@@ -61,27 +92,6 @@ def all_reduce_sum_gradients(original, self, grads_and_vars):
     if getattr(step_module.state, "reduced", False):
         return grads_and_vars
     return original(self, grads_and_vars)
-
-
-@patch((keras.optimizers.SGD, "update_step"))
-def sgd_update_step(original, self, gradient, variable, learning_rate):
-    """`SGD.update_step` on a CPU in one operation of TensorFlow's, which computes the same: Keras' four (two without
-    momentum) go through memory for each, and of large weights that takes longer than to sum them over workers."""
-    if not (isinstance(gradient, tf.Tensor) and isinstance(variable, tf.Variable) and "CPU" in variable.device):
-        return original(self, gradient, variable, learning_rate)
-    gradient, rate = tf.cast(gradient, variable.dtype), tf.cast(learning_rate, variable.dtype)
-    if self.momentum == 0:
-        tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
-        return None
-    tf.raw_ops.ResourceApplyKerasMomentum(
-        var=variable.handle,
-        accum=self.momentums[keras_objects.place_of(self, variable)].value.handle,
-        lr=rate,
-        grad=gradient,
-        momentum=tf.cast(self.momentum, variable.dtype),
-        use_nesterov=self.nesterov,
-    )
-    return None
 
 
 @patch((mirrored_replica_context(), "_merge_call"))

@@ -213,10 +213,17 @@ def initialize(original, self, initializer):
     if tf.executing_eagerly() or not in_replica_of_many():
         original(self, initializer)
         return
+    with outside():
+        original(self, initializer)
+
+
+@contextlib.contextmanager
+def outside():
+    """Within it variables are made at once, and not in the function that is traced."""
     strategy = tf.distribute.get_strategy()
     # an empty graph: the function's own would create variables in its own way, also in eager mode
     with tf.init_scope(), tf.Graph().as_default(), context.eager_mode(), strategy.scope():
-        original(self, initializer)
+        yield
 
 
 def is_shared(variable) -> bool:

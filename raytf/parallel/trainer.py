@@ -1,8 +1,8 @@
 """What Keras 3 needs to be right under a MultiWorkerMirroredStrategy.
 
 Stock Keras 3 `fit` fails under several workers. `install()` changes Keras in this process so that `fit`, `evaluate`
-and `predict` of several workers equal those of one process on the same global batches. Nothing changes for any other
-strategy. In a step of `fit` or `evaluate`:
+and `predict` of several workers equal those of one process on the same global batches. For any other strategy nothing
+changes but how an optimizer's update is computed, see `compiled_update`. In a step of `fit` or `evaluate`:
 
 * A loss is the mean over this worker's rows. Gradients are weighted with the number of rows, summed over workers
   where a tape gives them, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows
@@ -216,12 +216,6 @@ def _cause_first(where: str):
 
 
 def _refuse_what_cannot_work(model, strategy):
-    if model.jit_compile and not tf.config.list_physical_devices("GPU"):
-        raise ConfigError(
-            "jit_compile needs GPUs when there are several workers: TensorFlow has no collectives in XLA on CPUs",
-            "jit_compile=True",
-            "Compile the model with jit_compile=False, or give each worker a GPU",
-        )
     used = []
     for optimizer in model_optimizers.of(model).values():
         inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -5,11 +5,15 @@ Noise is part of the data, so that one process draws the same. Some models have 
 
 from __future__ import annotations
 
+import weakref
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+from raytf.compat.patching import patched
+from raytf.parallel import compiled_update
 from tests.processes.scenarios import BATCH, SCENARIOS, classes, floats, mlp, scenario, vectors
 
 # In the last batch of an epoch one worker has one row, and the others have none.
@@ -462,3 +466,45 @@ def custom_loop_with_two_optimizers(p):
 
 
 __all__ = ["SCENARIOS"]
+
+
+class Towers(keras.Model):
+    """A tower for each of several optimizers, of which the first has a table."""
+
+    def __init__(self):
+        super().__init__()
+        table = [keras.Input((5,), dtype="int64"), layers.Embedding(20, 4), layers.Flatten(), layers.Dense(4)]
+        self.towers = [keras.Sequential(table), *(dense(8, 4, inputs=5) for _ in range(3))]
+        self.optimizers = [
+            keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_overwrite_frequency=3),
+            keras.optimizers.Lamb(0.01, clipnorm=0.1),
+            keras.optimizers.Muon(0.01, weight_decay=0.1),
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01, gradient_accumulation_steps=2)),
+        ]
+
+    def call(self, x):
+        return ops.sum([tower(x) for tower in self.towers], axis=0)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x))
+        for tower, optimizer in zip(self.towers, self.optimizers, strict=True):
+            optimizer.apply(tape.gradient(loss, tower.trainable_variables), tower.trainable_variables)
+        return {"loss": loss}
+
+
+@scenario
+def updates_are_compiled(p):
+    def build():
+        model = Towers()
+        model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    tokens = np.random.default_rng(3).integers(0, 20, (FEW, 5))
+    with patched(compiled_update, "_known", weakref.WeakValueDictionary()):
+        model, out = p.fit(build, (tokens, classes(rows=FEW)), epochs=3)
+        assert len(compiled_update._known) >= len(model.optimizers)
+    for i, optimizer in enumerate(model.optimizers):
+        out |= {f"optimizer{i}_{j}": np.asarray(v) for j, v in enumerate(optimizer.variables)}
+    return out

@@ -610,19 +610,41 @@ def run_eagerly(p):
 
 
 @scenario
-def jit_compile_is_refused(p):
+def jit_compile(p):
+    def build():
+        inputs = {"tokens": keras.Input((5,), dtype="int64", name="tokens"), "vector": keras.Input((6,), name="vector")}
+        x = layers.GlobalAveragePooling1D()(layers.Embedding(20, 6, mask_zero=True)(inputs["tokens"]))
+        y = layers.Dense(8, "relu", kernel_regularizer="l2")(inputs["vector"])
+        shared = layers.Concatenate()([x, y])
+        outputs = {"a": layers.Dense(4, "softmax")(shared), "b": layers.LayerNormalization()(shared)}
+        model = keras.Model(inputs, outputs)
+        losses = {"a": "sparse_categorical_crossentropy", "b": "mse"}
+        model.compile(keras.optimizers.Adam(0.01), losses, metrics={"a": ["accuracy"]}, jit_compile=True)
+        return model
+
+    rows = 2 * BATCH + 3
+    tokens = np.random.default_rng(3).integers(0, 20, (rows, 5))
+    y = {"a": classes(rows=rows), "b": floats(14, seed=4, rows=rows)}
+    return p.fit(build, ({"tokens": tokens, "vector": floats(6, rows=rows)}, y), epochs=2)[1]
+
+
+@scenario
+def jit_compile_is_refused_where_calls_exchange_or_add_losses(p):
     if p.world == 1:
         return {}
     from raytf.errors import ConfigError
 
-    with p.strategy.scope():
-        model = mlp(jit_compile=True)()
-    try:
-        model.fit(p.data(vectors()), verbose=0)
-    except ConfigError as error:
-        assert "jit_compile" in str(error)
-        return {}
-    raise AssertionError("jit_compile=True was not refused")
+    for layer in (layers.BatchNormalization(synchronized=True), layers.ActivityRegularization(l2=0.1)):
+        with p.strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), layer, layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=True)
+        try:
+            model.fit(p.data((floats(6), floats())), verbose=0)
+        except ConfigError as error:
+            assert "jit_compile" in str(error)
+        else:
+            raise AssertionError(f"jit_compile=True was not refused with {layer}")
+    return {}
 
 
 for _name, _options in {

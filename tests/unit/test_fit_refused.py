@@ -78,7 +78,6 @@ CASES = {
     "a class": (model, {"callbacks": [threading.Thread]}, "callbacks must be a list of Keras callbacks"),
     "cuDNN": (for_gpus, {"x": X[:, None]}, "cuDNN is not supported"),
     "stateful": (stateful, {"x": X[:, None], "batch_size": 4}, "LSTM(stateful=True). Use stateful=False"),
-    "XLA": (lambda: model(jit_compile=True), {"num_workers": 2}, "jit_compile needs GPUs"),
     "batch 0": (model, {"batch_size": 0}, "batch_size must be an integer of at least 1"),
     "a batch of too few": (model, {"batch_size": 2, "num_workers": 3}, "at least one row for each replica"),
     "no workers": (model, {"num_workers": 0}, "num_workers must be an integer of at least 1"),

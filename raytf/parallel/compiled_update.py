@@ -1,0 +1,141 @@
+"""The update of an optimizer as one computation, compiled by XLA, where its variables are in this process' memory.
+
+Keras' operations go through memory one after the other, and TensorFlow waits for each. What XLA cannot compile, or
+would compute otherwise, as what is drawn at random, is left to Keras' operations, and a debug line says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from raytf.collectives.communicator import local_replicas, many_replicas
+from raytf.compat import keras_objects
+from raytf.compat.tensorflow import call_with_captures, is_stateful, traced_apart, try_to_compile, without_captures
+from raytf.parallel import step as step_module
+
+_logger = logging.getLogger(__name__)
+_STRATEGIES = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.OneDeviceStrategy,
+)
+# What may change something: variables, and the branches of an `ops.cond`.
+_VARIABLES = frozenset(("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
+_CALLS = frozenset(("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"))
+_CALLS |= {"PartitionedCall", "StatefulPartitionedCall"}
+# What XLA compiles of numbers of any shape: a function of these alone needs no trial, which takes a third of the time.
+_NEED_NO_TRIAL = _VARIABLES | frozenset(
+    (
+        *("Abs", "AddV2", "Cast", "Const", "Identity", "IdentityN", "Maximum", "Minimum", "Mul", "Neg", "NoOp"),
+        *("Placeholder", "Pow", "RealDiv", "Sign", "Sqrt", "Square", "Sub"),
+    )
+)
+# The functions that are in use, by their content: TensorFlow compiles each of them once.
+_known: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+enabled = True  # but where a few steps are tried, see `verification`
+
+
+def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) -> bool:
+    """Makes an update within the graph that is traced, compiled; False where the caller has to make it.
+
+    Args:
+        optimizer: built.
+        update: update(gradients) changes variables of the optimizer and `variables`.
+        gradients: of the global batch, some of which may be None.
+        variables: that are trained.
+    """
+    if tf.executing_eagerly() or not enabled:
+        return False
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    why = _hindrance(pairs, optimizer)
+    if why is None:
+        given = [g if g.shape.is_fully_defined() else tf.ensure_shape(g, v.shape) for g, v in pairs]
+        specs = [tf.TensorSpec(g.shape, g.dtype) for g in given]
+
+        def whole(*its):
+            left = iter(its)
+            with step_module.within(compiles=True, has_rows=False):
+                update([None if g is None else next(left) for g in gradients])
+
+        try:
+            traced = traced_apart(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
+            graph = traced.graph.as_graph_def()
+            why = _refused(graph)
+            if why is None:
+                key = _content(graph.node, {f.signature.name: f for f in graph.library.function})
+                if key not in _known and not _types(graph) <= _NEED_NO_TRIAL:
+                    try_to_compile(traced, specs)
+                call_with_captures(_known.setdefault(key, without_captures(traced)), given, traced.captured_inputs)
+                return True
+        except Exception as error:  # an error of the user's own comes again, from Keras' way
+            why = f"{type(error).__name__}: {error}"
+    _logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
+    return False
+
+
+def is_within() -> bool:
+    """Whether what this thread traces is being compiled."""
+    return getattr(step_module.state, "compiles", False)
+
+
+def _hindrance(pairs: Sequence, optimizer) -> str | None:
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy() and not isinstance(strategy, _STRATEGIES):
+        return type(strategy).__name__
+    if many_replicas(strategy) and local_replicas(strategy) > 1:
+        return "several devices in one process"
+    if not pairs:
+        return "no gradients"
+    variables = [*(v for _, v in pairs), *optimizer.variables]
+    held = [keras_objects.held_by(v) if isinstance(v, keras.Variable) else v for v in variables]
+    elsewhere = next((v for v in held if "CPU" not in v.device), None)
+    return None if elsewhere is None else f"{elsewhere.name} is on {elsewhere.device}"
+
+
+def _nodes(graph) -> Iterator:
+    yield from graph.node
+    for function in graph.library.function:
+        yield from function.node_def
+
+
+def _types(graph) -> set[str]:
+    return {node.op for node in _nodes(graph)}
+
+
+def _refused(graph) -> str | None:
+    """The operation of a graph, if there is one, that XLA has not, or computes otherwise."""
+    others = sorted(_types(graph) - _VARIABLES - _CALLS)
+    return next((kind for kind in others if "Random" in kind or is_stateful(kind)), None)
+
+
+def _content(nodes, library: dict, arguments: Sequence[str] = (), outputs: Sequence[str] = ()) -> tuple:
+    """What a graph computes, without the names in it."""
+    places = {name: i for i, name in enumerate([*arguments, *(node.name for node in nodes)])}
+
+    def place(text: str) -> tuple:
+        name, *rest = text.removeprefix("^").split(":")
+        return text.startswith("^"), places[name], tuple(rest)
+
+    def value(attribute) -> bytes | tuple:
+        called = [*([attribute.func] if attribute.HasField("func") else []), *attribute.list.func]
+        if not called:
+            return attribute.SerializeToString(deterministic=True)
+        return tuple(_content_of_function(library[one.name], library) for one in called)
+
+    def content(node) -> tuple:
+        names = sorted(name for name in node.attr if not name.startswith("_"))  # those are of gradients and of places
+        attributes = tuple((name, value(node.attr[name])) for name in names)
+        return node.op, node.device, tuple(map(place, node.input)), attributes
+
+    return tuple(map(content, nodes)), tuple(map(place, outputs))
+
+
+def _content_of_function(function, library: dict) -> tuple:
+    names = [argument.name for argument in function.signature.input_arg]
+    outputs = [function.ret[output.name] for output in function.signature.output_arg]
+    return _content(function.node_def, library, names, outputs)
