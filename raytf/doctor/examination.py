@@ -123,7 +123,13 @@ class _Cluster:
     def __init__(self, ports: tuple[int, int], deadline: float):
         self._ports, self._deadline = ports, deadline
         nodes = _nodes()
-        self.found = Measurements(nodes=list(nodes), tested=versions.TESTED, ports=ports)
+        counted = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
+        self.found = Measurements(
+            nodes=list(nodes),
+            tested=versions.TESTED,
+            ports=ports,
+            counted={name: counted[node] for name, node in nodes.items()},
+        )
         token, its = secrets.token_bytes(32), timeouts.get()
         seconds = its.link_step, its.link, its.name_lookup
         self._places = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}

@@ -7,6 +7,8 @@ datagram bears one, too. No wait is without a deadline.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import hmac
 import importlib.metadata
@@ -33,6 +35,8 @@ _MAC, _NONCE = 32, 16
 # Of Linux' linux/in.h.
 _MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
 _IP_UDP_HEADERS = 28
+# Of Linux' linux/capability.h; and what version 1 of control groups has for no limit, or more.
+_SYS_PTRACE, _NO_MEMORY_LIMIT = 19, 2**60
 
 
 class Probe:
@@ -60,6 +64,7 @@ class Probe:
             "disks": {path: _free(path) for path in _folders()},
             "name": _resolved(self._name),
             "token": _token_file(),
+            "container": cgroup_limits() | {"traces": _traces()},
         }
 
     def clock(self) -> float:
@@ -341,6 +346,55 @@ def _free(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def cgroup_limits(root: pathlib.Path = pathlib.Path("/")) -> dict[str, float | None]:
+    """The "cpus" and bytes of "memory" that control groups allow this process, each None without a limit.
+
+    Args:
+        root: of the file system.
+    """
+    cpus, memory = [], []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            base = root / "sys/fs/cgroup" / controllers  # of version 2: no controllers
+            own = base / path.lstrip("/")
+            # In a container the path may be that of the host, and the limits are in the base.
+            for folder in {own, *own.parents, base}:
+                if folder == base or base in folder.parents:
+                    cpus += _cpus(folder)
+                    memory += _numbers(folder / "memory.max") + _numbers(folder / "memory.limit_in_bytes")
+    limited = [amount for amount in memory if amount < _NO_MEMORY_LIMIT]
+    return {"cpus": min(cpus, default=None), "memory": min(limited, default=None)}
+
+
+def _cpus(folder: pathlib.Path) -> list[float]:
+    found = _numbers(folder / "cpu.max") or [
+        number for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") for number in _numbers(folder / name)
+    ]
+    return [found[0] / found[1]] if len(found) == 2 and found[0] > 0 else []
+
+
+def _numbers(file: pathlib.Path) -> list[int]:
+    """The numbers of a file of a control group; nothing where it has none, or is not there."""
+    try:
+        return [int(word) for word in file.read_text().split()]
+    except (OSError, ValueError):  # "max"
+        return []
+
+
+def _traces() -> bool:
+    """Whether a process may look at another one of its user here, as py-spy does; False only in a container."""
+    try:
+        status = pathlib.Path("/proc/self/status").read_text()
+        allowed = int(status.partition("CapBnd:")[2].split()[0], 16)
+        read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except (OSError, ValueError, IndexError, AttributeError):
+        return True
+    vector = (ctypes.c_size_t * 2)(1, 1)  # no address of anybody: EFAULT for who may read
+    refused = read(os.getppid(), vector, 1, vector, 1, 0) < 0 and ctypes.get_errno() == errno.EPERM
+    return not refused or bool(allowed >> _SYS_PTRACE & 1)
 
 
 def _folders() -> set[str]:
