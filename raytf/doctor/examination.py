@@ -43,12 +43,14 @@ class ExaminationReport:
         nodes: all that were living.
         findings: what is wrong; empty where the cluster is healthy.
         left_out: what could not be looked at, and why, in sentences.
+        interfaces: the network interface by which workers of each node exchange, None where it is not known.
         seconds: that it took.
     """
 
     nodes: list[str]
     findings: list[Finding]
     left_out: list[str]
+    interfaces: dict[str, str | None]
     seconds: float
 
 
@@ -103,7 +105,11 @@ def run(
             cluster.train()
         found = cluster.found
     return ExaminationReport(
-        nodes=found.nodes, findings=examine(found), left_out=left_out, seconds=round(time.monotonic() - began, 1)
+        nodes=found.nodes,
+        findings=examine(found),
+        left_out=left_out,
+        interfaces={node: facts["interface"] for node, facts in found.facts.items()},
+        seconds=round(time.monotonic() - began, 1),
     )
 
 
@@ -333,6 +339,9 @@ def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
 def _lines(report: ExaminationReport) -> Iterable[str]:
     yield from (finding.line() for finding in report.findings)
     yield from (f"left out: {text}." for text in report.left_out)
+    for interface in dict.fromkeys(report.interfaces.values()):
+        nodes = [node for node, its in report.interfaces.items() if its == interface]
+        yield f"network: workers exchange by {interface or 'an unknown interface'} on {', '.join(nodes)}"
     wrong = f"{len(report.findings)} finding(s)" if report.findings else "healthy"
     yield f"{len(report.nodes)} node(s), {report.seconds:.0f} s: {wrong}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import hmac
 import importlib.metadata
@@ -32,7 +33,8 @@ BULK_BYTES, CHUNK = 8 * 2**20, bytes(2**16)
 # Connections that a probe serves at a time: strangers cost no more threads than that.
 _SERVED = 256
 _MAC, _NONCE = 32, 16
-# Of Linux' linux/in.h.
+# Of Linux' linux/sockios.h and linux/in.h.
+_SIOCGIFADDR = 0x8915
 _MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
 _IP_UDP_HEADERS = 28
 # Of Linux' linux/capability.h; and what version 1 of control groups has for no limit, or more.
@@ -64,6 +66,7 @@ class Probe:
             "disks": {path: _free(path) for path in _folders()},
             "name": _resolved(self._name),
             "token": _token_file(),
+            "interface": interface(self._address),
             "container": cgroup_limits() | {"traces": _traces()},
         }
 
@@ -346,6 +349,22 @@ def _free(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def interface(address: str) -> str | None:
+    """The name of this host's network interface that has an address; None where it is not known, as behind NAT."""
+    for _, name in socket.if_nameindex():
+        if ":" not in address:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    with contextlib.suppress(OSError, ValueError):
+        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
+            if line.startswith(wanted):
+                return line.split()[-1]
+    return None
 
 
 def cgroup_limits(root: pathlib.Path = pathlib.Path("/")) -> dict[str, float | None]:

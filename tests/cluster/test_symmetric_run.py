@@ -29,21 +29,33 @@ pytestmark = [
 ]
 # A command in a host with processes and a /tmp of its own; the shell that starts it stays as their first.
 HOST = "unshare -m --pid --fork --kill-child --mount-proc bash -c 'mount -t tmpfs none /tmp; \"$@\"; exit $?' bash"
+# What a host does that others reach: it runs a line at a time, which it is given with the environment of who gives it.
+SERVER = """
+while read -r line < "$FOLDER/ask.$0"; do
+    bash -c "$line" > "$FOLDER/out.$0" 2>&1 &
+    until [ -e "$FOLDER/over" ] || ! kill -0 $! 2> /dev/null; do sleep 0.2; done
+    if [ -e "$FOLDER/over" ]; then kill -9 -1; fi
+done
+"""
+SSH = """#!/bin/bash
+name=$(grep "^$1 " "$FOLDER/names" | cut -d' ' -f2)
+echo "$2" > "$FOLDER/ask.$name"
+exec cat "$FOLDER/out.$name"
+"""
 # Starts the command on each host, and ends the others 10 s after the first, as --wait=10 has it.
-SRUN = f"""#!/bin/bash
+SRUN = """#!/bin/bash
 shift
-for name in $OTHERS; do ip netns exec $name {HOST} "$@" & done
+export -p > "$FOLDER/environment"
+for address in $OTHERS; do ssh $address ". $FOLDER/environment; $(printf '%q ' "$@")" & done
 "$@"; code=$?
-for i in $(seq 100); do [ "$(jobs -r)" ] && sleep 0.1; done
-kill -9 $(jobs -p) 2> /dev/null
+for _ in $(seq 100); do [ "$(jobs -r)" ] && sleep 0.1; done
+touch "$FOLDER/over"
+wait
+rm "$FOLDER/over"
 exit $code
 """
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then tr , '\\n' <<< "$3"; else echo "$2" > "$FOLDER/requeued"; fi
-"""
-SSH = f"""#!/bin/bash
-name=$(grep "^$1 " "$FOLDER/names" | cut -d' ' -f2)
-exec ip netns exec $name {HOST} bash -c "$2"
 """
 
 
@@ -64,7 +76,7 @@ def started(tmp_path_factory):
             "PYTHONPATH": str(ROOT),
             "HOME": "/mnt/home",
             "FOLDER": "/mnt",
-            "OTHERS": " ".join(host.name for host in hosts[1:]),
+            "OTHERS": " ".join(host.address for host in hosts[1:]),
             "SLURM_JOB_NODELIST": ",".join(host.address for host in hosts),
             "SLURM_JOB_NUM_NODES": "3",
             "SLURM_CPUS_PER_TASK": "1",
@@ -73,6 +85,12 @@ def started(tmp_path_factory):
             "RAY_agent_register_timeout_ms": "200000",  # a busy machine takes its time
         }
         addresses = " ".join(host.address for host in hosts)
+        inside = f'mount --bind {folder} /mnt; {HOST} "$@"'
+        for host in hosts[1:]:
+            for name in ("ask", "out"):
+                os.mkfifo(folder / f"{name}.{host.name}")
+            command = host.command(["unshare", "-m", "bash", "-c", inside, "bash", "bash", "-c", SERVER, host.name])
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
 
         def start(script: str, name: str):
             inside = f'mount --bind {folder} /mnt; {HOST} "$@"'

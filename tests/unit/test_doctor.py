@@ -149,6 +149,11 @@ def test_limits_of_control_groups(tmp_path, files, cpus, memory):
     assert probe.cgroup_limits(tmp_path) == {"cpus": cpus, "memory": memory}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked of Linux")
+def test_the_interface_of_an_address():
+    assert probe.interface("127.0.0.1") == probe.interface("::1") == "lo" and probe.interface("192.0.2.77") is None
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="capabilities are dropped by root")
 @pytest.mark.parametrize("dropped, traces", [("-sys_ptrace", "False"), ("-net_raw", "True")])
 def test_a_process_without_the_capability_may_not_look_at_others(dropped, traces):
@@ -318,10 +323,13 @@ def test_a_cluster_that_does_not_answer_is_told_without_the_traceback_of_grpc():
 @pytest.mark.parametrize("healthy", [True, False])
 def test_findings_are_lines_or_json_and_the_exit_code_tells(healthy, monkeypatch):
     finding = Finding(check="disk", problem="it is full", nodes=(A,), measured="0 GiB", fix="Free some")
-    report = examination.ExaminationReport(nodes=[A], findings=[] if healthy else [finding], left_out=[], seconds=1.0)
+    report = examination.ExaminationReport(
+        nodes=[A], findings=[] if healthy else [finding], left_out=[], interfaces={A: "eth0"}, seconds=1.0
+    )
     monkeypatch.setattr(examination, "run", lambda *args, **options: report)
     done = CliRunner().invoke(cli.main, ["doctor"])
     assert done.exit_code == (0 if healthy else 1)
+    assert f"network: workers exchange by eth0 on {A}" in done.output
     assert ("healthy" in done.output) == healthy and ("Free some." in done.output) != healthy
     done = CliRunner().invoke(cli.main, ["doctor", "--json"])
     assert len(json.loads(done.output)["findings"]) == (0 if healthy else 1)
