@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
 import yaml
+from ray.scripts import scripts
 
 from tests.unit.kubernetes import checks
 
@@ -177,6 +180,25 @@ def test_image_and_scripts_are_linted(tmp_path):
         (FOLDER / "drain.sh").read_text().replace('"$raylet/cmdline"', "$raylet/cmdline")
     )
     assert "SC2086" in lint("shellcheck", str(tmp_path / "drain.sh"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="processes of its own need root")
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, ends):
+    """The script finds the raylet of its container and tells Ray of it, in words that Ray's command takes."""
+    (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/told; {"kill $RAYLET" if ends else ":"}\n')
+    (tmp_path / "ray").chmod(0o755)
+    raylet = "import signal; signal.signal(15, lambda *_: exit()); signal.pause()"
+    started = f"exec -a /x/ray/raylet/raylet {sys.executable} -c '{raylet}' --node-id=ab12 --gcs-address=10.0.0.1:6379"
+    lines = f"({started}) & export RAYLET=$!; {FOLDER}/drain.sh 2; kill -0 $RAYLET 2> /dev/null"
+    command = ["unshare", "-m", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", lines]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == ends, done.stderr
+    name, *words = shlex.split((tmp_path / "told").read_text().replace("the pod is to end", "'the pod is to end'"))
+    values = scripts.cli.commands[name].make_context(name, words).params
+    assert values["node_id"] == "ab12" and values["address"] == "10.0.0.1:6379"
+    assert values["deadline_remaining_seconds"] == 2 and values["reason"] == "DRAIN_NODE_REASON_PREEMPTION"
 
 
 def test_the_image_installs_what_constraints_pin():
