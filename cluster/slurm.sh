@@ -18,7 +18,7 @@
 # queued again, and the same command resumes at the next step. A job whose node fails is queued again by Slurm itself.
 # --exclusive, as `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a node.
 # Every node needs the same Python in PATH, and the same home, with Ray's token.
-# No Slurm has run this script: tests run it on three network namespaces with srun and scontrol of their own.
+# No Slurm has run this script: tests run it on network namespaces with srun and scontrol of their own.
 set -u
 export RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 [ -e ~/.ray/auth_token ] || (umask 077 && ray get-auth-token --generate > /dev/null)

@@ -76,10 +76,7 @@ def started(tmp_path_factory):
             "PYTHONPATH": str(ROOT),
             "HOME": "/mnt/home",
             "FOLDER": "/mnt",
-            "OTHERS": " ".join(host.address for host in hosts[1:]),
             "SLURM_JOB_NODELIST": ",".join(host.address for host in hosts),
-            "SLURM_JOB_NUM_NODES": "3",
-            "SLURM_CPUS_PER_TASK": "1",
             "SLURM_JOB_ID": "7",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 * 2**20),
             "RAY_agent_register_timeout_ms": "200000",  # a busy machine takes its time
@@ -92,13 +89,15 @@ def started(tmp_path_factory):
             command = host.command(["unshare", "-m", "bash", "-c", inside, "bash", "bash", "-c", SERVER, host.name])
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
 
-        def start(script: str, name: str):
+        def start(script: str, name: str, nodes: int = 3):
             inside = f'mount --bind {folder} /mnt; {HOST} "$@"'
             job = [*(["bash", str(ROOT / "cluster" / script)]), *([addresses] if script == "ssh.sh" else [])]
             job += ["python", "-m", "tests.cluster.ended_job", "/mnt", name, "2"]
             command = hosts[0].command(["unshare", "-m", "bash", "-c", inside, "bash", *job])
+            own = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "2" if nodes == 1 else "1"}
+            own |= {"OTHERS": " ".join(host.address for host in hosts[1:nodes])}
             process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command, cwd=ROOT, env=environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
             processes.append(process)
             return process
@@ -143,19 +142,24 @@ def undisturbed(started):
     return weights(folder, "quiet")
 
 
-def test_a_requeued_slurm_job_resumes_at_the_next_step(started, undisturbed):
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_requeued_slurm_job_resumes_at_the_next_step(started, nodes, request):
     """The signal comes in the second epoch; no step is lost, and none is made twice."""
     start, folder = started
-    (folder / "run_hold").write_text("1 4")
-    job = start("slurm.sh", "run")
+    name = f"run{nodes}"
+    (folder / f"{name}_hold").write_text("1 4")
+    job = start("slurm.sh", name, nodes)
     deadline = time.monotonic() + 300
-    while steps(folder, "run")[-1:] != [(1, 4)]:
+    while steps(folder, name)[-1:] != [(1, 4)]:
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
         time.sleep(0.05)
     script_of(job).send_signal(signal.SIGUSR1)
     out = finished(job, 143)
     assert (folder / "requeued").read_text().strip() == "7", out
-    finished(start("slurm.sh", "run"), 0)
-    assert steps(folder, "run") == [(epoch, batch) for epoch in range(3) for batch in range(14)]
-    for mine, other in zip(weights(folder, "run"), undisturbed, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+    (folder / "requeued").unlink()
+    finished(start("slurm.sh", name, nodes), 0)
+    assert steps(folder, name) == [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    assert not (folder / "requeued").exists()
+    if nodes == 3:
+        for mine, other in zip(weights(folder, name), request.getfixturevalue("undisturbed"), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
