@@ -13,7 +13,7 @@ import logging
 import os
 
 import ray
-from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 import raytf
 
@@ -50,6 +50,8 @@ def write_parquet(folder: str) -> None:
     from sklearn.datasets import load_digits
 
     filesystem, root = fs.FileSystem.from_uri(folder)
+    if filesystem.get_file_info(f"{root}/validation/digits.parquet").is_file:
+        return  # a run that resumes reads the same files; these are written last
     digits = load_digits()
     images = digits.images.astype("float32")[..., None]
     order = np.random.default_rng(0).permutation(len(images))
@@ -72,6 +74,8 @@ def main(arguments=None):
     parser.add_argument(
         "--storage", default="runs", help="folder or URI for data and results; one that all hosts of a cluster share"
     )
+    parser.add_argument("--name", help="of the run; the same command resumes it")
+    parser.add_argument("--max-failures", type=int, default=0, help="restarts after a worker was lost")
     parser.add_argument("--smoke", action="store_true", help="one epoch, to see that everything works")
     options = parser.parse_args(arguments)
     storage = options.storage if "://" in options.storage else os.path.abspath(options.storage)
@@ -90,7 +94,12 @@ def main(arguments=None):
         features="image",
         labels="label",
         scaling_config=ScalingConfig(num_workers=options.num_workers),
-        run_config=RunConfig(storage_path=storage, checkpoint_config=CheckpointConfig(num_to_keep=2)),
+        run_config=RunConfig(
+            name=options.name,
+            storage_path=storage,
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            failure_config=FailureConfig(max_failures=options.max_failures),
+        ),
     )
     result = trainer.fit()
     raytf.show_result(result)

@@ -334,8 +334,13 @@ def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     short_help="Run any TensorFlow script on many workers, unmodified.",
 )
-@click.argument("script")
+@click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--tfjob",
+    type=click.Path(exists=True, dir_okay=False),
+    help="YAML of a Kubeflow TFJob: its replicas, commands and variables. SCRIPT takes the place of its script.",
+)
 @click.option("--num-workers", default=1, show_default=True, help="Processes that train.")
 @click.option("--num-ps", default=0, show_default=True, help="Parameter servers; they bring a chief that coordinates.")
 @click.option("--chief", is_flag=True, help="Give the first worker the role chief.")
@@ -367,7 +372,8 @@ def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
 @click.option("--legacy-keras", is_flag=True, help="Keras 2 instead of Keras 3; needs tf_keras.")
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.option("--quiet", "-q", is_flag=True, help="Show what the chief prints only.")
-def run(script, arguments, address, env, ports, **options):
+@click.pass_context
+def run(ctx, script, arguments, tfjob, address, env, ports, **options):
     """Run any TensorFlow SCRIPT on many workers, unmodified: with TF_CONFIG set, a process for each task.
 
     Options of raytf come before SCRIPT, those of the script after it.
@@ -375,6 +381,7 @@ def run(script, arguments, address, env, ports, **options):
     \b
     Example:
       raytf run --num-workers 4 train.py --epochs 3
+      raytf run --tfjob job.yaml
 
     The exit code is the one of the process that failed first. Processes run in the current folder if their node can
     access it, else in a copy.
@@ -382,16 +389,39 @@ def run(script, arguments, address, env, ports, **options):
     from raytf.launch.spec import LaunchSpec
 
     _tell_of_options_behind(arguments)
+    if script is None and tfjob is None:
+        raise click.MissingParameter(ctx=ctx, param_hint="'SCRIPT'", param_type="argument")
     with wrong_options():
-        spec = LaunchSpec(
-            script=script, arguments=arguments, environment=parse_variables(env), ports=parse_ports(ports), **options
-        )
+        options |= {"script": script, "arguments": arguments, "environment": parse_variables(env)}
+        if tfjob is not None:
+            options |= _of_tfjob(ctx, tfjob, script, arguments)
+        spec = LaunchSpec(ports=parse_ports(ports), **options)
     from raytf.launch.launcher import run as run_script
     from raytf.runtime.connection import located
 
     with wrong_options():
         located(address)
     raise SystemExit(run_script(spec, address))
+
+
+def _of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments) -> dict[str, Any]:
+    """Returns arguments of `LaunchSpec` from a TFJob; says what of it is not honoured."""
+    from raytf.errors import ConfigError
+    from raytf.launch import tfjob as reader
+
+    given_here = {
+        name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
+    for name in ("num_workers", "num_ps", "chief", "evaluator", "module", "cpus_per_worker", "gpus_per_worker"):
+        if name in given_here:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError("With --tfjob, the YAML says what runs where", option, f"Leave {option} out")
+    found, not_honoured = reader.read(tfjob, script, arguments)
+    for sentence in not_honoured:
+        click.echo(f"raytf run: {sentence}", err=True)
+    if "max_restarts" in given_here:
+        del found["max_restarts"]
+    return found
 
 
 def _tell_of_options_behind(arguments) -> None:

@@ -42,12 +42,14 @@ class ExaminationReport:
         nodes: all that were living.
         findings: what is wrong; empty where the cluster is healthy.
         left_out: what could not be looked at, and why, in sentences.
+        interfaces: the network interface by which workers of each node exchange, None where it is not known.
         seconds: that it took.
     """
 
     nodes: list[str]
     findings: list[Finding]
     left_out: list[str]
+    interfaces: dict[str, str | None]
     seconds: float
 
 
@@ -102,7 +104,11 @@ def run(
             cluster.train()
         found = cluster.found
     return ExaminationReport(
-        nodes=found.nodes, findings=examine(found), left_out=left_out, seconds=round(time.monotonic() - began, 1)
+        nodes=found.nodes,
+        findings=examine(found),
+        left_out=left_out,
+        interfaces={node: facts["interface"] for node, facts in found.facts.items()},
+        seconds=round(time.monotonic() - began, 1),
     )
 
 
@@ -122,7 +128,13 @@ class _Cluster:
     def __init__(self, ports: tuple[int, int], deadline: float):
         self._ports, self._deadline = ports, deadline
         nodes = _nodes()
-        self.found = Measurements(nodes=list(nodes), tested=versions.TESTED, ports=ports)
+        counted = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
+        self.found = Measurements(
+            nodes=list(nodes),
+            tested=versions.TESTED,
+            ports=ports,
+            counted={name: counted[node] for name, node in nodes.items()},
+        )
         token, its = secrets.token_bytes(32), timeouts.get()
         seconds = its.link_step, its.link, its.name_lookup
         self._places = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}
@@ -326,6 +338,9 @@ def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
 def _lines(report: ExaminationReport) -> Iterable[str]:
     yield from (finding.line() for finding in report.findings)
     yield from (f"left out: {text}." for text in report.left_out)
+    for interface in dict.fromkeys(report.interfaces.values()):
+        nodes = [node for node, its in report.interfaces.items() if its == interface]
+        yield f"network: workers exchange by {interface or 'an unknown interface'} on {', '.join(nodes)}"
     wrong = f"{len(report.findings)} finding(s)" if report.findings else "healthy"
     yield f"{len(report.nodes)} node(s), {report.seconds:.0f} s: {wrong}"
 

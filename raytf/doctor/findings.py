@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 MIN_FILES = 4096
 MIN_SHM = 256 * 2**20
 MIN_DISK = 2 * 2**30
+MIN_MEMORY = 2 * 2**30
 # Ray takes no more objects above this share.
 MAX_DISK_SHARE = 0.95
 MAX_SKEW = 1.0
@@ -53,6 +55,7 @@ class Measurements:
         nodes: names of all living nodes.
         silent: what a node was waited for in vain.
         facts: of `Probe.facts`, by node.
+        counted: CPUs that Ray counts, by node.
         skew: by node, the least number of seconds by which its clock differs from the driver's.
         links: of `Probe.reach` and `Probe.bandwidth` together, by (from, to).
         storage: errors of the shared storage by (writer, reader); one that could not write is both.
@@ -64,6 +67,7 @@ class Measurements:
     nodes: list[str]
     silent: dict[str, str] = dataclasses.field(default_factory=dict)
     facts: dict[str, dict] = dataclasses.field(default_factory=dict)
+    counted: dict[str, float] = dataclasses.field(default_factory=dict)
     skew: dict[str, float] = dataclasses.field(default_factory=dict)
     links: dict[tuple[str, str], dict] = dataclasses.field(default_factory=dict)
     storage: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
@@ -74,7 +78,7 @@ class Measurements:
 
 def examine(found: Measurements) -> list[Finding]:
     """All that is wrong, in the order in which it should be put right."""
-    judges = (_silent, _versions, _limits, _space, _names, _tokens, _clocks, _links, _storage, _training)
+    judges = (_silent, _versions, _limits, _containers, _space, _names, _tokens, _clocks, _links, _storage, _training)
     return [finding for judge in judges for finding in judge(found)]
 
 
@@ -135,6 +139,37 @@ def _limits(found: Measurements) -> Iterator[Finding]:
         )
 
 
+def _containers(found: Measurements) -> Iterator[Finding]:
+    for node, facts in found.facts.items():
+        box, counted = facts["container"], found.counted.get(node, 0)
+        if box["cpus"] is not None and counted > box["cpus"] + 0.01:
+            yield Finding(
+                check="cpu",
+                problem="Ray counts more CPUs than the container may use",
+                nodes=(node,),
+                measured=f"{counted:g} counted, {box['cpus']:g} allowed",
+                fix=f'In the pod set `resources: {{limits: {{cpu: "{math.ceil(counted)}"}}}}` (docker run --cpus), or '
+                f'start Ray with fewer, `rayStartParams: {{num-cpus: "{math.floor(box["cpus"])}"}}`',
+            )
+        if box["memory"] is not None and box["memory"] < MIN_MEMORY:
+            yield Finding(
+                check="memory",
+                problem="the container has too little memory for a worker",
+                nodes=(node,),
+                measured=f"{box['memory'] / _GIB:.2f} GiB, wanted {MIN_MEMORY / _GIB:.0f}",
+                fix="In the pod set `resources: {limits: {memory: 4Gi}}` (docker run --memory)",
+            )
+        if not box["traces"]:
+            yield Finding(
+                check="stacks",
+                problem="the stack of a worker that hangs cannot be shown",
+                nodes=(node,),
+                measured="a process may not look at another one, and the container lacks the capability SYS_PTRACE",
+                fix="In the pod set `securityContext: {capabilities: {add: [SYS_PTRACE]}}` (docker run --cap-add), or "
+                "do without",
+            )
+
+
 def _space(found: Measurements) -> Iterator[Finding]:
     for node, facts in found.facts.items():
         if facts["shm"] is not None and facts["shm"][0] < MIN_SHM:
@@ -143,7 +178,8 @@ def _space(found: Measurements) -> Iterator[Finding]:
                 problem="/dev/shm is too small for Ray's objects",
                 nodes=(node,),
                 measured=f"{facts['shm'][0] / _MIB:.0f} MiB free of {facts['shm'][1] / _MIB:.0f}",
-                fix="Give the container --shm-size=4g, or remove files there",
+                fix="In the pod mount `emptyDir: {medium: Memory, sizeLimit: 4Gi}` at /dev/shm (docker run "
+                "--shm-size=4g), or remove files there",
             )
         for path, space in facts["disks"].items():
             if space is not None and (space[0] < MIN_DISK or 1 - space[0] / space[1] > MAX_DISK_SHARE):

@@ -7,6 +7,9 @@ datagram bears one, too. No wait is without a deadline.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import hashlib
 import hmac
 import importlib.metadata
@@ -30,9 +33,12 @@ BULK_BYTES, CHUNK = 8 * 2**20, bytes(2**16)
 # Connections that a probe serves at a time: strangers cost no more threads than that.
 _SERVED = 256
 _MAC, _NONCE = 32, 16
-# Of Linux' linux/in.h.
+# Of Linux' linux/sockios.h and linux/in.h.
+_SIOCGIFADDR = 0x8915
 _MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
 _IP_UDP_HEADERS = 28
+# Of Linux' linux/capability.h; and what version 1 of control groups has for no limit, or more.
+_SYS_PTRACE, _NO_MEMORY_LIMIT = 19, 2**60
 
 
 class Probe:
@@ -60,6 +66,8 @@ class Probe:
             "disks": {path: _free(path) for path in _folders()},
             "name": _resolved(self._name),
             "token": _token_file(),
+            "interface": interface(self._address),
+            "container": cgroup_limits() | {"traces": _traces()},
         }
 
     def clock(self) -> float:
@@ -341,6 +349,71 @@ def _free(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def interface(address: str) -> str | None:
+    """The name of this host's network interface that has an address; None where it is not known, as behind NAT."""
+    for _, name in socket.if_nameindex():
+        if ":" not in address:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    with contextlib.suppress(OSError, ValueError):
+        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
+            if line.startswith(wanted):
+                return line.split()[-1]
+    return None
+
+
+def cgroup_limits(root: pathlib.Path = pathlib.Path("/")) -> dict[str, float | None]:
+    """The "cpus" and bytes of "memory" that control groups allow this process, each None without a limit.
+
+    Args:
+        root: of the file system.
+    """
+    cpus, memory = [], []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            base = root / "sys/fs/cgroup" / controllers  # of version 2: no controllers
+            own = base / path.lstrip("/")
+            # In a container the path may be that of the host, and the limits are in the base.
+            for folder in {own, *own.parents, base}:
+                if folder == base or base in folder.parents:
+                    cpus += _cpus(folder)
+                    memory += _numbers(folder / "memory.max") + _numbers(folder / "memory.limit_in_bytes")
+    limited = [amount for amount in memory if amount < _NO_MEMORY_LIMIT]
+    return {"cpus": min(cpus, default=None), "memory": min(limited, default=None)}
+
+
+def _cpus(folder: pathlib.Path) -> list[float]:
+    found = _numbers(folder / "cpu.max") or [
+        number for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") for number in _numbers(folder / name)
+    ]
+    return [found[0] / found[1]] if len(found) == 2 and found[0] > 0 else []
+
+
+def _numbers(file: pathlib.Path) -> list[int]:
+    """The numbers of a file of a control group; nothing where it has none, or is not there."""
+    try:
+        return [int(word) for word in file.read_text().split()]
+    except (OSError, ValueError):  # "max"
+        return []
+
+
+def _traces() -> bool:
+    """Whether a process may look at another one of its user here, as py-spy does; False only in a container."""
+    try:
+        status = pathlib.Path("/proc/self/status").read_text()
+        allowed = int(status.partition("CapBnd:")[2].split()[0], 16)
+        read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except (OSError, ValueError, IndexError, AttributeError):
+        return True
+    vector = (ctypes.c_size_t * 2)(1, 1)  # no address of anybody: EFAULT for who may read
+    refused = read(os.getppid(), vector, 1, vector, 1, 0) < 0 and ctypes.get_errno() == errno.EPERM
+    return not refused or bool(allowed >> _SYS_PTRACE & 1)
 
 
 def _folders() -> set[str]:

@@ -159,11 +159,11 @@ class ScriptCluster:
             self._token = ring.new_token()
             self._tell_folders(folder.path)
         script = self._script
-        command = [script.script if script.module else self._path(), *script.arguments]
+        path = script.script if script.module else self._path()
         frozen_s = script.frozen_after or math.inf
         refs = [
             self._runners[task].start.remote(
-                command,
+                [path, *script.arguments_of(task)],
                 script.module,
                 {"TF_CONFIG": self._configs[task]} | script.variables(task),
                 self._token,

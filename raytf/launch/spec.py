@@ -20,6 +20,23 @@ from raytf.validation import check_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """What the tasks of one role have for themselves.
+
+    Args:
+        arguments: of the script, in the place of those of `LaunchSpec`.
+        environment: variables of the processes, before those of `LaunchSpec`.
+        cpus: of each process, more than 0.
+        gpus: of each process.
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    cpus: float
+    gpus: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """What to run, and on what.
 
@@ -43,6 +60,7 @@ class LaunchSpec:
         environment: variables of the processes.
         legacy_keras: start them with Keras 2 in the place of Keras 3.
         quiet: show what the first task prints only.
+        of_roles: what tasks of a role have for themselves, by role.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -65,14 +83,16 @@ class LaunchSpec:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     legacy_keras: bool = False
     quiet: bool = False
+    of_roles: Mapping[str, RoleSpec] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for name, least in (("num_workers", 1), ("num_ps", 0), ("gpus_per_worker", 0), ("max_restarts", 0)):
             check_whole(name, getattr(self, name), least)
         self.tasks()
         settings.check_ports(self.ports)
-        if not 0 < self.cpus_per_worker < math.inf:
-            raise ConfigError("cpus_per_worker must be more than 0", self.cpus_per_worker, "Raise it")
+        for cpus in (self.cpus_per_worker, *(role.cpus for role in self.of_roles.values())):
+            if not 0 < cpus < math.inf:
+                raise ConfigError("cpus_per_worker must be more than 0", cpus, "Raise it")
         if not 0 <= self.frozen_after < math.inf:
             raise ConfigError("frozen_after must be at least 0 seconds", self.frozen_after, "Use 0 to wait for ever")
         if not (self.hang_timeout == 0 or 2 <= self.hang_timeout < math.inf):
@@ -91,9 +111,16 @@ class LaunchSpec:
 
     def bundle(self, task: Task) -> dict[str, float]:
         """Resources of a task."""
+        if (own := self.of_roles.get(task.role)) is not None:
+            return {"CPU": own.cpus} | ({"GPU": own.gpus} if own.gpus else {})
         trains = task.role in ("worker", "evaluator") or not self.num_ps
         gpus = {"GPU": self.gpus_per_worker} if trains and self.gpus_per_worker else {}
         return {"CPU": self.cpus_per_worker, **gpus}
+
+    def arguments_of(self, task: Task) -> Sequence[str]:
+        """The arguments of the script in a task's process."""
+        own = self.of_roles.get(task.role)
+        return self.arguments if own is None else own.arguments
 
     def to_claim(self) -> int:
         """How many cores each of its processes claims."""
@@ -101,7 +128,8 @@ class LaunchSpec:
 
     def variables(self, task: Task) -> dict[str, str]:
         """The environment of a task's process, without TF_CONFIG; what the user gave is laid over it."""
-        cpus = max(1, int(self.cpus_per_worker))
+        own = self.of_roles.get(task.role)
+        cpus = max(1, int(self.bundle(task)["CPU"]))
         made = allocator(cpus) | {
             "OMP_NUM_THREADS": str(cpus),
             **settings.variables(cpus, max(settings.SERVER_THREADS if self.num_ps else 2, cpus)),
@@ -111,7 +139,7 @@ class LaunchSpec:
             made["CUDA_VISIBLE_DEVICES"] = "-1"
         if self.legacy_keras:
             made |= legacy_keras.VARIABLES
-        return made | dict(self.environment)
+        return made | dict(own.environment if own else {}) | dict(self.environment)
 
 
 def _check_module(name: str) -> None:

@@ -129,6 +129,53 @@ def test_parameter_servers_end_with_the_chief():
     assert "/job:ps" in out
 
 
+TFJOB = """
+apiVersion: kubeflow.org/v1
+kind: TFJob
+metadata: {name: mnist, namespace: kubeflow}
+spec:
+  runPolicy: {cleanPodPolicy: None}
+  tfReplicaSpecs:
+"""
+REPLICA = """
+    %s:
+      replicas: %d
+      restartPolicy: Never
+      template:
+        spec:
+          containers:
+            - name: tensorflow
+              image: kubeflow/tf-mnist:latest
+              command: [python, %s]
+              args: [%s]
+              env: [{name: SHADE, value: of %s}]
+              volumeMounts: [{mountPath: /train, name: training}]
+          volumes: [{name: training, persistentVolumeClaim: {claimName: v}}]
+"""
+
+
+def test_a_tfjob_of_workers(tmp_path):
+    """Its command as it stands, with the output where the volume would be; what is not honoured is named."""
+    script = SCRIPTS / "multi_worker_cnn.py"
+    arguments = f"--epochs, '1', --output, {tmp_path}"
+    (tmp_path / "job.yaml").write_text(TFJOB + REPLICA % ("Worker", 2, script, arguments, "workers"))
+    out, err = run("--tfjob", tmp_path / "job.yaml")
+    ends = re.findall(r"^\[worker (\d)\] +epochs: 1 weights: (\S+)", out, re.MULTILINE)
+    assert sorted(rank for rank, _ in ends) == ["0", "1"] and len({weights for _, weights in ends}) == 1
+    assert "raytf run: --tfjob: image of worker is not honoured" in err
+    assert "volumes of worker is not honoured: mount on Ray's nodes what the script opens" in err
+
+
+def test_a_tfjob_with_parameter_servers(tmp_path):
+    script = SCRIPTS / "parameter_server.py"
+    replicas = [REPLICA % (role, 1, script, "", role) for role in ("Chief", "PS", "Worker")]
+    (tmp_path / "job.yaml").write_text(TFJOB + "".join(replicas))
+    out, _ = run("--tfjob", tmp_path / "job.yaml")
+    assert re.search(r"\[ps 0\] +serving", out) and "[worker 0] serving" in out
+    losses = [float(x) for x in re.findall(r"\[chief 0\] +epoch \d: loss (\S+)", out)]
+    assert len(losses) == 3 and losses[-1] < losses[0] / 10
+
+
 def test_one_worker_fails_and_is_named():
     began = time.monotonic()
     _, err = run("--num-workers", 2, "one_fails.py", code=1)

@@ -96,6 +96,8 @@ def test_nothing_is_found_on_healthy_hosts(tmp_path, token):
     with namespaces.hosts(3) as hosts:
         found = measured(own(hosts, tmp_path), tmp_path, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
     assert [finding.line() for finding in examine(found)] == []
+    inside = [host.link.replace("rto", "rti") for host in hosts]
+    assert [facts["interface"] for facts in found.facts.values()] == inside
     assert len(found.links) == 6 and all("rtt" in seen and "large" in seen for seen in found.links.values())
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from raytf import cli
@@ -33,6 +36,7 @@ def healthy() -> Measurements:
             "disks": {"/tmp": (50 * GIB, 100 * GIB)},
             "name": {"host": f"host{node[-1]}", "found": [node]},
             "token": {"mode": "token", "path": "/root/.ray/auth_token", "bits": 0o600},
+            "container": {"cpus": None, "memory": None, "traces": True},
         }
         for node in (A, B, C)
     }
@@ -40,6 +44,7 @@ def healthy() -> Measurements:
     return Measurements(
         nodes=[A, B, C],
         facts=facts,
+        counted=dict.fromkeys((A, B, C), 4.0),
         skew=dict.fromkeys((A, B, C), 0.01),
         links={(one, other): dict(link) for one in (A, B, C) for other in (A, B, C) if one != other},
         training={},
@@ -66,6 +71,9 @@ FAULTS = [
     (change("facts", B, "versions", "raytf", to=None), "versions", (B,), "not installed"),
     (change("facts", C, "files", to=1024), "files", (C,), "at most 1024"),
     (change("facts", B, "shm", to=(60 * 2**20, 64 * 2**20)), "shm", (B,), "60 MiB free of 64"),
+    (change("facts", B, "container", "cpus", to=0.5), "cpu", (B,), "4 counted, 0.5 allowed"),
+    (change("facts", A, "container", "memory", to=GIB), "memory", (A,), "1.00 GiB, wanted 2"),
+    (change("facts", C, "container", "traces", to=False), "stacks", (C,), "lacks the capability SYS_PTRACE"),
     (change("facts", A, "disks", "/tmp", to=(GIB, 100 * GIB)), "disk", (A,), "1.00 GiB free"),
     (change("facts", A, "disks", "/tmp", to=(4 * GIB, 100 * GIB)), "disk", (A,), "4.00 GiB free of 100.00"),
     (change("facts", B, "name", to={"host": "b", "found": ["127.0.1.1"]}), "name", (B,), "b is 127.0.1.1"),
@@ -84,6 +92,75 @@ FAULTS = [
     (change("storage", (A, C), to="FileNotFoundError: x"), "storage", (C,), "FileNotFoundError"),
     (change("training", B, to="ended by signal 9"), "training", (B,), "ended by signal 9"),
 ]
+
+
+YAML = {
+    "shm": "emptyDir: {medium: Memory, sizeLimit: 4Gi}",
+    "cpu": 'rayStartParams: {num-cpus: "0"}',
+    "memory": "resources: {limits: {memory: 4Gi}}",
+    "stacks": "securityContext: {capabilities: {add: [SYS_PTRACE]}}",
+}
+
+
+@pytest.mark.parametrize("plant, check", [(f[0], f[1]) for f in FAULTS if f[1] in YAML])
+def test_what_a_pod_lacks_is_told_with_the_line_of_yaml_that_mends_it(plant, check):
+    found = healthy()
+    plant(found)
+    (finding,) = examine(found)
+    assert f"`{YAML[check]}`" in finding.fix and yaml.safe_load(YAML[check])
+
+
+@pytest.mark.parametrize(
+    "files, cpus, memory",
+    [
+        # version 2: in a namespace, with fractions, without limits, and with a limit of a group around
+        ({"cgroup": "0::/\n", "cpu.max": "50000 100000\n", "memory.max": "67108864\n"}, 0.5, 64 * 2**20),
+        ({"cgroup": "0::/\n", "cpu.max": "max 100000\n", "memory.max": "max\n"}, None, None),
+        ({"cgroup": "0::/a/b\n", "a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5, None),
+        # version 1: paths of the host, limits in the base; -1 and a huge number are none
+        (
+            {
+                "cgroup": "4:memory:/docker/1\n2:cpu,cpuacct:/docker/1\n",
+                "cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+                "memory/memory.limit_in_bytes": "1073741824\n",
+            },
+            2.5,
+            GIB,
+        ),
+        (
+            {
+                "cgroup": "4:memory:/\n2:cpu:/\n",
+                "cpu/cpu.cfs_quota_us": "-1\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            None,
+            None,
+        ),
+        ({}, None, None),
+    ],
+)
+def test_limits_of_control_groups(tmp_path, files, cpus, memory):
+    for name, text in files.items():
+        path = tmp_path / ("proc/self/cgroup" if name == "cgroup" else f"sys/fs/cgroup/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert probe.cgroup_limits(tmp_path) == {"cpus": cpus, "memory": memory}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked of Linux")
+def test_the_interface_of_an_address():
+    assert probe.interface("127.0.0.1") == probe.interface("::1") == "lo" and probe.interface("192.0.2.77") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="capabilities are dropped by root")
+@pytest.mark.parametrize("dropped, traces", [("-sys_ptrace", "False"), ("-net_raw", "True")])
+def test_a_process_without_the_capability_may_not_look_at_others(dropped, traces):
+    """Its parent has the capability, and may not be looked at by one that has it not."""
+    code = "from raytf.doctor import probe; print(probe._traces())"
+    command = ["setpriv", f"--bounding-set={dropped}", sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() == traces
 
 
 def test_nothing_is_found_where_all_is_right():
@@ -246,10 +323,13 @@ def test_a_cluster_that_does_not_answer_is_told_without_the_traceback_of_grpc():
 @pytest.mark.parametrize("healthy", [True, False])
 def test_findings_are_lines_or_json_and_the_exit_code_tells(healthy, monkeypatch):
     finding = Finding(check="disk", problem="it is full", nodes=(A,), measured="0 GiB", fix="Free some")
-    report = examination.ExaminationReport(nodes=[A], findings=[] if healthy else [finding], left_out=[], seconds=1.0)
+    report = examination.ExaminationReport(
+        nodes=[A], findings=[] if healthy else [finding], left_out=[], interfaces={A: "eth0"}, seconds=1.0
+    )
     monkeypatch.setattr(examination, "run", lambda *args, **options: report)
     done = CliRunner().invoke(cli.main, ["doctor"])
     assert done.exit_code == (0 if healthy else 1)
+    assert f"network: workers exchange by eth0 on {A}" in done.output
     assert ("healthy" in done.output) == healthy and ("Free some." in done.output) != healthy
     done = CliRunner().invoke(cli.main, ["doctor", "--json"])
     assert len(json.loads(done.output)["findings"]) == (0 if healthy else 1)

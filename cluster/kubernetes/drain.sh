@@ -1,0 +1,18 @@
+#!/bin/sh
+# Drains the Ray node of this container, and waits until its raylet has ended: drain.sh SECONDS
+# Runs of raytf with workers here stop after their step, write it, and continue on other nodes.
+set -eu
+seconds=$1
+for process in /proc/[0-9]*; do
+    case $(tr '\0' ' ' 2>/dev/null < "$process/cmdline" || true) in
+    */raylet\ *--node-id=* | */raylet\ *--node_id=*) raylet=$process ;;
+    esac
+done
+[ -n "${raylet:-}" ] || exit 0    # it has ended by itself
+value() { tr '\0' '\n' < "$raylet/cmdline" | sed -n "s/^--$1=//p"; }
+ray drain-node --address "$(value 'gcs-address')" --node-id "$(value 'node[-_]id')" \
+    --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the pod is to end" --deadline-remaining-seconds "$seconds"
+until [ "$seconds" -le 0 ] || [ ! -d "$raylet" ]; do
+    sleep 1
+    seconds=$((seconds - 1))
+done

@@ -1,0 +1,41 @@
+#!/bin/bash
+#SBATCH --job-name=raytf
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=12:00:00
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#
+# A Ray cluster on the nodes of a Slurm job, and a command on its first node:
+#
+#   sbatch --nodes 4 cluster/slurm.sh python jobs/digits.py --name digits --num-workers 32 --storage /shared/runs
+#
+# 120 s before the time limit Slurm signals this shell (at a preemption, too, where slurm.conf has
+# SlurmctldParameters=preempt_send_user_signal). The command gets SIGTERM, stops after its step and writes it; the job is
+# queued again, and the same command resumes at the next step. A job whose node fails is queued again by Slurm itself.
+# --exclusive, as `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a node.
+# Every node needs the same Python in PATH, and the same home, with Ray's token.
+# No Slurm has run this script: tests run it on network namespaces with srun and scontrol of their own.
+set -u
+export RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
+[ -e ~/.ray/auth_token ] || (umask 077 && ray get-auth-token --generate > /dev/null)
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)    # this one
+pid=$(mktemp)
+stopped=
+
+trap 'stopped=yes; kill -TERM "$(cat "$pid")"' USR1 TERM
+
+# One line a node; the first one that ends lets the others 10 s.
+# shellcheck disable=SC2016    # expanded on the node
+srun --wait=10 ray symmetric-run --address "$head:6379" --min-nodes "$SLURM_JOB_NUM_NODES" \
+    --num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats -- sh -c 'echo $$ > "$0"; exec "$@"' "$pid" "$@" &
+until wait $!; code=$?; [ "$code" -eq 0 ] || ! kill -0 $! 2> /dev/null; do :; done    # a signal ends a wait
+[ -s "$pid" ] || code=1    # Ray did not start, which symmetric-run does not tell by its exit code
+rm -f "$pid"
+if [ "$code" -eq 143 ] && [ "$stopped" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,330 @@
+"""A Kubeflow TFJob's YAML as what `raytf run` takes: its replicas, commands and variables. Driver side."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from raytf.errors import ConfigError
+from raytf.launch.spec import RoleSpec
+
+# TFJob's names of roles in lower case, and TensorFlow's. A Master is a chief of TensorFlow 1.
+_ROLES = {"chief": "chief", "master": "chief", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
+_CONTAINER = "tensorflow"
+_GPU = "nvidia.com/gpu"
+# Of a restartPolicy without backoffLimit, under which Kubernetes restarts for ever.
+_RESTARTS = 3
+_PYTHON = re.compile(r"(.*/)?python[\d.]*")
+_FLAGS = {"-u", "-B", "-O", "-OO", "-E", "-s", "-I"}
+# What is read; of all else it is said that it is not honoured, and why.
+_READ = {
+    "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy"},
+    "runPolicy": {"backoffLimit"},
+    "replica": {"replicas", "restartPolicy", "template"},
+    "pod": {"containers", "restartPolicy"},
+    "container": {"name", "command", "args", "env", "resources"},
+    "resources": {"cpu", _GPU},
+}
+_RAYS_NODES = "Ray places the processes; start Ray on the nodes that are meant"
+_BY_HAND = "set them by --env NAME=VALUE"
+_WHY = {
+    "image": "the processes run in the Python of Ray's nodes; install there what the image has",
+    "volumes": "mount on Ray's nodes what the script opens",
+    "volumeMounts": "the script opens the same paths on Ray's nodes",
+    "memory": "Ray's nodes must have it",
+    "ports": "raytf picks free ones (--ports)",
+    "workingDir": "the script runs in the current folder",
+    "envFrom": _BY_HAND,
+    "valueFrom": _BY_HAND,
+    "initContainers": "do what they do before",
+    "sidecars": "containers beside tensorflow are not started",
+    "cleanPodPolicy": "every process ends with the run",
+    "activeDeadlineSeconds": "end the run by `timeout`, or by the job that it is in",
+    "schedulingPolicy": "all processes get their resources together, or wait",
+    "suspend": "the run starts",
+    "enableDynamicWorker": "the number of workers is fixed",
+    **dict.fromkeys(("nodeSelector", "affinity", "tolerations", "nodeName", "schedulerName"), _RAYS_NODES),
+}
+
+
+def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Reads the TFJob of a file.
+
+    Args:
+        path: of the YAML file; documents of other kinds in it are passed over.
+        script: stands in the place of the container's script, or of the image's entrypoint; None takes the command's.
+        arguments: of that script, before those of the YAML.
+
+    Returns:
+        Arguments of `LaunchSpec`, and a sentence for each field that is not honoured.
+
+    Raises:
+        ConfigError: the file is no TFJob that can be run; the message has the place in it.
+    """
+    job = _document(path)
+    unread = _Unread()
+    spec = _map(job, "spec", "the TFJob")
+    policy = _map(spec, "runPolicy", "spec", {})
+    unread.note("spec", spec, "the TFJob")
+    unread.note("runPolicy", policy, "runPolicy")
+    replicas = _replicas(spec)
+    cluster = _cluster({role: _count(role, one) for role, one in replicas.items()})
+    made, scripts = {}, {}
+    for role, one in replicas.items():
+        container = _container(role, one, unread)
+        scripts[role], made[role] = _role(role, container, script, arguments, unread)
+    if len(different := set(scripts.values())) > 1:
+        said = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
+        raise _wrong("All replicas run one script", said, f"Name the one to run: --tfjob {path} SCRIPT")
+    ((name, module),) = different
+    if script is None and not module and not os.path.isfile(name):
+        raise _wrong("The script of the command must be here", name, f"Name it here: --tfjob {path} SCRIPT")
+    options = {
+        "script": name,
+        "module": module,
+        **cluster,
+        "max_restarts": _restarts(replicas, policy, unread),
+        "cpus_per_worker": made["worker" if "worker" in made else "chief"].cpus,
+        "of_roles": made,
+    }
+    return options, unread.sentences()
+
+
+# ----------------------------------------------------------------------------------------------------- the job
+
+
+def _document(path: str) -> dict:
+    try:
+        with open(path) as file:
+            documents = [one for one in yaml.safe_load_all(file) if one is not None]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise _wrong("--tfjob takes a YAML file", " ".join(str(error).split()), "Correct it") from error
+    jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == "TFJob"]
+    if len(jobs) != 1:
+        kinds = [one.get("kind") if isinstance(one, dict) else type(one).__name__ for one in documents]
+        raise _wrong("--tfjob takes a file with one TFJob", f"{path} with {kinds}", "Give the TFJob alone")
+    version = str(jobs[0].get("apiVersion"))
+    if not version.startswith("kubeflow.org/"):
+        raise _wrong("apiVersion of a TFJob is kubeflow.org/v1", repr(version), "Correct it")
+    return jobs[0]
+
+
+def _replicas(spec: Mapping) -> dict[str, dict]:
+    """The replica specs by TensorFlow's role."""
+    found: dict[str, dict] = {}
+    for name, one in _map(spec, "tfReplicaSpecs", "spec").items():
+        role = _ROLES.get(str(name).lower())
+        if role is None:
+            known = "Chief, Master, Worker, PS or Evaluator"
+            raise _wrong(f"A replica of a TFJob is {known}", repr(name), "Correct the name in tfReplicaSpecs")
+        if role in found:
+            raise _wrong("A role stands once in tfReplicaSpecs", f"{name} beside another {role}", "Leave one out")
+        found[role] = _map({name: one}, name, "tfReplicaSpecs")
+    if not found:
+        raise _wrong("tfReplicaSpecs names the replicas", "none", "Add a Worker")
+    return found
+
+
+def _count(role: str, replica: Mapping) -> int:
+    count = replica.get("replicas", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise _wrong(f"replicas of {role} is an integer of at least 1", repr(count), "Correct it")
+    if role in ("chief", "evaluator") and count > 1:
+        raise _wrong(f"There is one {role} at most", count, "Set its replicas to 1")
+    return count
+
+
+def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
+    """The numbers of tasks as `LaunchSpec` has them."""
+    chief, workers, servers = (counts.get(role, 0) for role in ("chief", "worker", "ps"))
+    if servers and not (chief and workers):
+        raise _wrong(
+            "In TensorFlow 2, parameter servers need a Chief that coordinates, and a Worker",
+            ", ".join(counts),
+            "Add the one that is missing to tfReplicaSpecs",
+        )
+    if not chief and not workers:
+        raise _wrong("A TFJob has a Chief or a Worker", ", ".join(counts), "Add one to tfReplicaSpecs")
+    number = workers if servers else workers + chief
+    evaluator = bool(counts.get("evaluator"))
+    return {"num_workers": number, "num_ps": servers, "chief": bool(chief and not servers), "evaluator": evaluator}
+
+
+def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _Unread) -> int:
+    policies = {str(one.get("restartPolicy", "Never")) for one in replicas.values()}
+    if unknown := policies - {"Never", "OnFailure", "Always", "ExitCode"}:
+        raise _wrong("restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Correct it")
+    limit = policy.get("backoffLimit")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise _wrong("backoffLimit is an integer of at least 0", repr(limit), "Correct it")
+    if policies == {"Never"}:
+        return 0
+    if "ExitCode" in policies:
+        unread.add("restartPolicy ExitCode", "", "every failure is restarted, whatever its exit code")
+    if limit is None:
+        unread.add("restartPolicy without backoffLimit", "", f"{_RESTARTS} restarts at most (--max-restarts)")
+    return _RESTARTS if limit is None else limit
+
+
+# ------------------------------------------------------------------------------------------------ a container
+
+
+def _container(role: str, replica: Mapping, unread: _Unread) -> dict:
+    """The container named tensorflow of a replica."""
+    unread.note("replica", replica, role)
+    pod = _map(_map(replica, "template", role), "spec", f"template of {role}")
+    unread.note("pod", pod, role)
+    containers = pod.get("containers")
+    if not isinstance(containers, list) or not all(isinstance(one, dict) for one in containers):
+        raise _wrong(f"containers of {role} is a list of maps", repr(containers), "Correct it")
+    named = [one for one in containers if one.get("name") == _CONTAINER]
+    if len(named) != 1:
+        names = [one.get("name") for one in containers]
+        raise _wrong(f"One container of {role} has the name {_CONTAINER}", names, "Rename the one that trains")
+    if len(containers) > 1:
+        unread.add("sidecars", role)
+    unread.note("container", named[0], role)
+    return named[0]
+
+
+def _role(
+    role: str, container: Mapping, script: str | None, arguments: Sequence[str], unread: _Unread
+) -> tuple[tuple[str, bool], RoleSpec]:
+    """(its script, whether that is a module), and what tasks of a role have for themselves."""
+    environment = _environment(role, container, unread)
+    command, more = (_words(container, key, role, environment) for key in ("command", "args"))
+    found, module, own = script, False, []
+    if command:
+        words = _unwrapped([*command, *more])
+        try:
+            found, module, own = _of_python(role, words)
+        except ConfigError:
+            if script is None:
+                raise
+            own = []
+    elif script is None:
+        raise _wrong(
+            "The YAML does not say what its image runs",
+            f"no command of {role}",
+            "Name the script, and options that the image's entrypoint gives it, after the file: --tfjob FILE SCRIPT",
+        )
+    else:
+        own = more
+    if script is not None:
+        found, module = script, False
+    return (found, module), RoleSpec(
+        arguments=(*arguments, *own), environment=environment, **_resources(role, container, unread)
+    )
+
+
+def _words(container: Mapping, key: str, role: str, environment: Mapping[str, str]) -> list[str]:
+    """The words of a command with the values of $(NAME), which Kubernetes fills in."""
+    words = container.get(key) or []
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise _wrong(f"{key} of {role} is a list of texts", repr(words), "Write each word in quotes")
+
+    def value(found: re.Match) -> str:
+        return found[0][1:] if found[0].startswith("$$") else environment.get(found[1], found[0])
+
+    return [re.sub(r"\$?\$\(([-._a-zA-Z0-9]+)\)", value, word) for word in words]
+
+
+def _unwrapped(words: list[str]) -> list[str]:
+    """The command that a shell is given, where it is one without anything that only a shell can do."""
+    shell = len(words) == 3 and os.path.basename(words[0]) in ("sh", "bash") and words[1].strip("-lex") == "c"
+    return shlex.split(words[2]) if shell and not re.search(r"[;&|<>$`*?\n]", words[2].strip()) else words
+
+
+def _of_python(role: str, words: list[str]) -> tuple[str, bool, list[str]]:
+    """(script, whether it is a module, arguments) of a command that starts Python."""
+    rest = list(words)
+    if _PYTHON.fullmatch(rest[0]):
+        rest.pop(0)
+        while rest and rest[0] in _FLAGS:
+            rest.pop(0)
+        if len(rest) > 1 and rest[0] == "-m":
+            return rest[1], True, rest[2:]
+    if not rest or rest[0].startswith("-") or not rest[0].endswith(".py"):
+        raise _wrong(
+            f"The command of {role} starts a Python script or module",
+            shlex.join(words),
+            "Name the script after the file: --tfjob FILE SCRIPT",
+        )
+    return rest[0], False, rest[1:]
+
+
+def _environment(role: str, container: Mapping, unread: _Unread) -> dict[str, str]:
+    entries, found = container.get("env") or [], {}
+    if not isinstance(entries, list) or not all(isinstance(one, dict) and "name" in one for one in entries):
+        raise _wrong(f"env of {role} is a list of names and values", repr(entries), "Correct it")
+    for entry in entries:
+        if "valueFrom" in entry:
+            unread.add("valueFrom", f"{entry['name']} of {role}")
+        elif not isinstance(value := entry.get("value", ""), str):
+            raise _wrong(f"The value of {entry['name']} in env of {role} is a text", repr(value), "Put it in quotes")
+        else:
+            found[entry["name"]] = value
+    return found
+
+
+def _resources(role: str, container: Mapping, unread: _Unread) -> dict[str, Any]:
+    resources = _map(container, "resources", role, {})
+    amounts = {**_map(resources, "requests", role, {}), **_map(resources, "limits", role, {})}
+    unread.note("resources", amounts, role)
+    gpus = _quantity(role, _GPU, amounts.get(_GPU, 0))
+    return {"cpus": _quantity(role, "cpu", amounts.get("cpu", 1)), "gpus": int(gpus)}
+
+
+def _quantity(role: str, name: str, amount) -> float:
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(m?)", str(amount))
+    if not found:
+        raise _wrong(f"{name} of {role} is a number, or thousandths such as 500m", repr(amount), "Correct it")
+    return float(found[1]) / (1000 if found[2] else 1)
+
+
+# ------------------------------------------------------------------------------------------------------ others
+
+
+class _Unread:
+    """Fields that are not honoured, and where they stand."""
+
+    def __init__(self):
+        self._places: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+
+    def note(self, kind: str, values: Mapping, place: str) -> None:
+        """Notes the fields of a map that are not read."""
+        for name in values.keys() - _READ[kind]:
+            self.add(str(name), place)
+
+    def add(self, field: str, place: str, why: str = "") -> None:
+        """Notes a field."""
+        why = why or _WHY.get(field, "it is of Kubernetes' pods alone")
+        if place not in self._places[field, why]:
+            self._places[field, why].append(place)
+
+    def sentences(self) -> list[str]:
+        """One for each field."""
+        places = sorted(self._places.items())
+        return [
+            f"--tfjob: {field}{' of ' if any(where) else ''}{', '.join(where)} is not honoured: {why}"
+            for (field, why), where in places
+        ]
+
+
+def _map(values: Mapping, key: str, where: str, default: dict | None = None) -> dict:
+    found = values.get(key, default)
+    if found is None and default is not None:
+        found = default
+    if not isinstance(found, dict):
+        raise _wrong(f"{key} of {where} is a map", "none" if found is None else repr(found), "Correct the TFJob")
+    return found
+
+
+def _wrong(rule: str, received: object, fix: str) -> ConfigError:
+    return ConfigError(f"--tfjob: {rule}" if not rule.startswith("--tfjob") else rule, received, fix)

@@ -1,0 +1,165 @@
+"""cluster/slurm.sh and cluster/ssh.sh on three hosts: network namespaces with processes, /tmp and ssh of their own.
+
+`srun`, `scontrol` and `ssh` are scripts of this test, so that no Slurm is needed. Processes have namespaces, as
+`ray stop`, which ends what `ray symmetric-run` has started, ends every Ray process that it sees.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from cluster import namespaces
+
+WHY_NOT = namespaces.available()
+ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+]
+# A command in a host with processes and a /tmp of its own; the shell that starts it stays as their first.
+HOST = "unshare -m --pid --fork --kill-child --mount-proc bash -c 'mount -t tmpfs none /tmp; \"$@\"; exit $?' bash"
+# What a host does that others reach: it runs a line at a time, which it is given with the environment of who gives it.
+SERVER = """
+while read -r line < "$FOLDER/ask.$0"; do
+    bash -c "$line" > "$FOLDER/out.$0" 2>&1 &
+    until [ -e "$FOLDER/over" ] || ! kill -0 $! 2> /dev/null; do sleep 0.2; done
+    if [ -e "$FOLDER/over" ]; then kill -9 -1; fi
+done
+"""
+SSH = """#!/bin/bash
+name=$(grep "^$1 " "$FOLDER/names" | cut -d' ' -f2)
+echo "$2" > "$FOLDER/ask.$name"
+exec cat "$FOLDER/out.$name"
+"""
+# Starts the command on each host, and ends the others 10 s after the first, as --wait=10 has it.
+SRUN = """#!/bin/bash
+shift
+export -p > "$FOLDER/environment"
+for address in $OTHERS; do ssh $address ". $FOLDER/environment; $(printf '%q ' "$@")" & done
+"$@"; code=$?
+for _ in $(seq 100); do [ "$(jobs -r)" ] && sleep 0.1; done
+touch "$FOLDER/over"
+wait
+rm "$FOLDER/over"
+exit $code
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then tr , '\\n' <<< "$3"; else echo "$2" > "$FOLDER/requeued"; fi
+"""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Starts a script on the first of three hosts; the folder that they share."""
+    folder = tmp_path_factory.mktemp("shared")
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "ssh": SSH}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "home" / ".ray").mkdir(parents=True)
+    (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
+    processes = []
+    with namespaces.hosts(3) as hosts:
+        (folder / "names").write_text("".join(f"{host.address} {host.name}\n" for host in hosts))
+        environment = os.environ | {
+            "PATH": f"/mnt:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": "/mnt/home",
+            "FOLDER": "/mnt",
+            "SLURM_JOB_NODELIST": ",".join(host.address for host in hosts),
+            "SLURM_JOB_ID": "7",
+            "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 * 2**20),
+            "RAY_agent_register_timeout_ms": "200000",  # a busy machine takes its time
+        }
+        addresses = " ".join(host.address for host in hosts)
+        inside = f'mount --bind {folder} /mnt; {HOST} "$@"'
+        for host in hosts[1:]:
+            for name in ("ask", "out"):
+                os.mkfifo(folder / f"{name}.{host.name}")
+            command = host.command(["unshare", "-m", "bash", "-c", inside, "bash", "bash", "-c", SERVER, host.name])
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+
+        def start(script: str, name: str, nodes: int = 3):
+            inside = f'mount --bind {folder} /mnt; {HOST} "$@"'
+            job = [*(["bash", str(ROOT / "cluster" / script)]), *([addresses] if script == "ssh.sh" else [])]
+            job += ["python", "-m", "tests.cluster.ended_job", "/mnt", name, "2"]
+            command = hosts[0].command(["unshare", "-m", "bash", "-c", inside, "bash", *job])
+            own = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "2" if nodes == 1 else "1"}
+            own |= {"OTHERS": " ".join(host.address for host in hosts[1:nodes])}
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            processes.append(process)
+            return process
+
+        try:
+            yield start, folder
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+
+
+def script_of(process) -> psutil.Process:
+    """The shell that runs the script."""
+    found = [p for p in psutil.Process(process.pid).children(recursive=True) if len(p.cmdline()) > 1]
+    return next(p for p in found if p.cmdline()[0] == "bash" and p.cmdline()[1].endswith(("slurm.sh", "ssh.sh")))
+
+
+def steps(folder, name):
+    path = folder / f"{name}_0.txt"
+    return [tuple(map(int, line.split()[1:3])) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def finished(process, code):
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == code, out[-6000:]
+    return out
+
+
+def weights(folder, name):
+    with np.load(folder / f"{name}.npz") as file:
+        return [file[key] for key in file]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(started):
+    """The run by plain ssh, to its end; its workers are on two of the three hosts."""
+    start, folder = started
+    finished(start("ssh.sh", "quiet"), 0)
+    nodes = {(folder / f"quiet_{rank}.txt").read_text().split()[0] for rank in (0, 1)}
+    assert len(nodes) == 2 and len(steps(folder, "quiet")) == 3 * 14
+    return weights(folder, "quiet")
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_requeued_slurm_job_resumes_at_the_next_step(started, nodes, request):
+    """The signal comes in the second epoch; no step is lost, and none is made twice."""
+    start, folder = started
+    name = f"run{nodes}"
+    (folder / f"{name}_hold").write_text("1 4")
+    job = start("slurm.sh", name, nodes)
+    deadline = time.monotonic() + 300
+    while steps(folder, name)[-1:] != [(1, 4)]:
+        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
+        time.sleep(0.05)
+    script_of(job).send_signal(signal.SIGUSR1)
+    out = finished(job, 143)
+    assert (folder / "requeued").read_text().strip() == "7", out
+    (folder / "requeued").unlink()
+    finished(start("slurm.sh", name, nodes), 0)
+    assert steps(folder, name) == [(epoch, batch) for epoch in range(3) for batch in range(14)]
+    assert not (folder / "requeued").exists()
+    if nodes == 3:
+        for mine, other in zip(weights(folder, name), request.getfixturevalue("undisturbed"), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)

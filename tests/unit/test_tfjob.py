@@ -1,0 +1,210 @@
+"""What `raytf run --tfjob` reads from a TFJob: roles, commands and variables; what it names, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from raytf.cli import main
+from raytf.errors import ConfigError
+from raytf.launch import tfjob
+from raytf.launch.spec import LaunchSpec
+from raytf.runtime import roles
+
+
+def replica(count=1, **container):
+    """A replica as the samples of the training operator have it."""
+    container = {"name": "tensorflow", "image": "kubeflow/sample:latest", **container}
+    return {"replicas": count, "restartPolicy": "Never", "template": {"spec": {"containers": [container]}}}
+
+
+def job(**replicas):
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "TFJob",
+        "metadata": {"name": "mnist", "namespace": "kubeflow"},
+        "spec": {"runPolicy": {"cleanPodPolicy": "None"}, "tfReplicaSpecs": replicas},
+    }
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Reads a TFJob in a folder with a script; (LaunchSpec, what is not honoured)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mnist.py").write_text("print()\n")
+    (tmp_path / "other.py").write_text("print()\n")
+
+    def reading(made, *arguments):
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump_all(made if isinstance(made, list) else [made]))
+        options, said = tfjob.read("job.yaml", *(arguments[:1] or [None]), arguments[1:])
+        return LaunchSpec(**options), said
+
+    return reading
+
+
+def configs(spec):
+    """TF_CONFIG of each task, with addresses by name."""
+    made = roles.environment({task: f"{task.role}-{task.index}:2222" for task in spec.tasks()})
+    return {str(task): json.loads(text) for task, text in made.items()}
+
+
+COMMAND = ["python", "mnist.py", "--log_dir=/train/logs", "--batch_size=150"]
+
+
+def test_a_multi_worker_job_with_volumes(read):
+    """The shape of the samples mnist_with_summaries and multi-worker: workers alone, a volume, a GPU each."""
+    worker = replica(2, command=COMMAND, volumeMounts=[{"mountPath": "/train", "name": "training"}])
+    worker["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1, "memory": "4Gi"}}
+    worker["template"]["spec"]["volumes"] = [{"name": "training", "persistentVolumeClaim": {"claimName": "v"}}]
+    spec, said = read([{"kind": "PersistentVolumeClaim", "apiVersion": "v1"}, job(Worker=worker)])
+    assert (spec.script, spec.num_workers, spec.num_ps, spec.chief, spec.max_restarts) == ("mnist.py", 2, 0, False, 0)
+    cluster = {"worker": ["worker-0:2222", "worker-1:2222"]}
+    assert configs(spec)["worker 1"] == {"cluster": cluster, "task": {"type": "worker", "index": 1}}
+    task = spec.tasks()[0]
+    assert spec.arguments_of(task) == ("--log_dir=/train/logs", "--batch_size=150")
+    assert spec.bundle(task) == {"CPU": 1, "GPU": 1} and "CUDA_VISIBLE_DEVICES" not in spec.variables(task)
+    fields = [sentence.split()[1] for sentence in said]
+    assert fields == ["cleanPodPolicy", "image", "memory", "volumeMounts", "volumes"]
+    assert said[-1] == "--tfjob: volumes of worker is not honoured: mount on Ray's nodes what the script opens"
+
+
+def test_parameter_servers_with_an_image_that_has_an_entrypoint(read):
+    """The shape of the sample dist-mnist: no command, so that the script is named; each role has its own args."""
+    ps = replica(1, args=["--fake_data"], resources={"requests": {"cpu": "500m"}})
+    made = job(Chief=replica(args=["--epochs=2"]), PS=ps, Worker=replica(2))
+    spec, _ = read(made, "mnist.py", "--data_path", "x")
+    assert (spec.num_workers, spec.num_ps, spec.chief) == (2, 1, False)
+    assert set(configs(spec)) == {"chief 0", "worker 0", "worker 1", "ps 0"}
+    assert set(configs(spec)["ps 0"]["cluster"]) == {"chief", "worker", "ps"}
+    arguments = {str(task): spec.arguments_of(task) for task in spec.tasks()}
+    assert arguments["chief 0"] == ("--data_path", "x", "--epochs=2")
+    assert arguments["ps 0"] == ("--data_path", "x", "--fake_data") and arguments["worker 1"] == ("--data_path", "x")
+    assert [spec.bundle(task)["CPU"] for task in spec.tasks()] == [1, 1, 1, 0.5]
+    with pytest.raises(ConfigError, match="does not say what its image runs; received: no command of chief"):
+        read(made)
+
+
+def test_a_chief_is_one_of_the_workers_and_an_evaluator_stands_beside(read):
+    made = job(Master=replica(command=COMMAND), worker=replica(3, command=COMMAND), Evaluator=replica(command=COMMAND))
+    spec, _ = read(made)
+    assert (spec.num_workers, spec.chief, spec.evaluator) == (4, True, True)
+    found = configs(spec)
+    assert set(found) == {"chief 0", "worker 0", "worker 1", "worker 2", "evaluator 0"}
+    assert "evaluator" not in found["evaluator 0"]["cluster"]
+
+
+def test_variables_reach_the_processes_and_the_words_of_the_command(read):
+    env = [
+        {"name": "COLOR", "value": "green"},
+        {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ]
+    command = ["/usr/bin/python3", "-u", "mnist.py"]
+    spec, said = read(job(Worker=replica(command=command, args=["$(COLOR)", "$(KEY)", "$$(COLOR)"], env=env)))
+    (task,) = spec.tasks()
+    assert spec.variables(task)["COLOR"] == "green" and "KEY" not in spec.variables(task)
+    assert spec.arguments_of(task) == ("green", "$(KEY)", "$(COLOR)")
+    assert "--tfjob: valueFrom of KEY of worker is not honoured: set them by --env NAME=VALUE" in said
+
+
+@pytest.mark.parametrize(
+    "command, script, arguments",
+    [
+        (["python", "-m", "json.tool", "-h"], ("json.tool", True), ("-h",)),
+        (["sh", "-c", "python3.11 mnist.py --name 'a b'"], ("mnist.py", False), ("--name", "a b")),
+        (["./mnist.py", "-x"], ("./mnist.py", False), ("-x",)),
+    ],
+)
+def test_commands(read, command, script, arguments):
+    spec, _ = read(job(Worker=replica(command=command)))
+    assert (spec.script, spec.module) == script and spec.arguments_of(spec.tasks()[0]) == arguments
+
+
+def test_a_script_on_the_command_line_takes_the_place_of_the_containers(read):
+    spec, _ = read(
+        job(Worker=replica(command=["python", "/var/tf_mnist/mnist.py", "--steps=3"])), "other.py", "--first"
+    )
+    assert spec.script == "other.py" and spec.arguments_of(spec.tasks()[0]) == ("--first", "--steps=3")
+
+
+@pytest.mark.parametrize(
+    "policy, limit, restarts, says",
+    [
+        ("Never", 5, 0, ""),
+        ("OnFailure", 5, 5, ""),
+        ("Always", None, 3, "restartPolicy without backoffLimit is not honoured: 3 restarts at most"),
+        ("ExitCode", 1, 1, "restartPolicy ExitCode is not honoured: every failure is restarted"),
+    ],
+)
+def test_restarts(read, policy, limit, restarts, says):
+    made = job(Worker=replica(command=COMMAND) | {"restartPolicy": policy})
+    if limit is not None:
+        made["spec"]["runPolicy"]["backoffLimit"] = limit
+    spec, said = read(made)
+    assert spec.max_restarts == restarts and says in "\n".join(said)
+
+
+CONTAINER = "spec/tfReplicaSpecs/Worker/template/spec/containers"
+WRONG = [
+    ("kind", "PyTorchJob", "a file with one TFJob; received: job.yaml with ['PyTorchJob']"),
+    ("apiVersion", "v1", "apiVersion of a TFJob is kubeflow.org/v1; received: 'v1'"),
+    ("spec", None, "spec of the TFJob is a map; received: none"),
+    ("spec/tfReplicaSpecs", {}, "tfReplicaSpecs names the replicas; received: none"),
+    ("spec/tfReplicaSpecs/Launcher", {}, "is Chief, Master, Worker, PS or Evaluator; received: 'Launcher'"),
+    ("spec/tfReplicaSpecs/WORKER", {}, "A role stands once in tfReplicaSpecs; received: Worker beside another worker"),
+    ("spec/tfReplicaSpecs/PS", replica(), "need a Chief that coordinates, and a Worker; received: ps, worker. Add"),
+    ("spec/tfReplicaSpecs/Chief", replica(2), "There is one chief at most; received: 2. Set its replicas to 1"),
+    ("spec/tfReplicaSpecs/Worker/replicas", "2", "replicas of worker is an integer of at least 1; received: '2'"),
+    ("spec/tfReplicaSpecs/Worker/restartPolicy", "Maybe", "received: Maybe"),
+    ("spec/tfReplicaSpecs/Worker/template", None, "template of worker is a map; received: none"),
+    ("spec/runPolicy/backoffLimit", -1, "backoffLimit is an integer of at least 0; received: -1"),
+    (CONTAINER, "tensorflow", "containers of worker is a list of maps; received: 'tensorflow'"),
+    (f"{CONTAINER}/0/name", "main", "One container of worker has the name tensorflow; received: ['main']"),
+    (f"{CONTAINER}/0/command", "python mnist.py", "command of worker is a list of texts; received: 'python mnist.py'"),
+    (f"{CONTAINER}/0/command", ["./train"], "starts a Python script or module; received: ./train. Name the script"),
+    (f"{CONTAINER}/0/command", ["sh", "-c", "cd /x && python a.py"], "received: sh -c 'cd /x && python a.py'"),
+    (
+        f"{CONTAINER}/0/command",
+        ["python", "/gone.py"],
+        "must be here; received: /gone.py. Name it here: --tfjob job.yaml",
+    ),
+    (f"{CONTAINER}/0/env", {"A": "1"}, "env of worker is a list of names and values"),
+    (f"{CONTAINER}/0/env", [{"name": "A", "value": 1}], "The value of A in env of worker is a text; received: 1"),
+    (f"{CONTAINER}/0/resources", {"limits": {"cpu": "four"}}, "cpu of worker is a number, or thousandths such as 500m"),
+]
+
+
+@pytest.mark.parametrize("path, value, says", WRONG, ids=[path for path, *_ in WRONG])
+def test_wrong_files_are_refused(read, path, value, says):
+    made = copy.deepcopy(job(Worker=replica(2, command=COMMAND)))
+    *way, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+    at = made
+    for part in way:
+        at = at[part]
+    at[last] = value
+    with pytest.raises(ConfigError) as raised:
+        read(made)
+    assert says in str(raised.value)
+
+
+def test_replicas_that_run_different_scripts_are_refused(read):
+    with pytest.raises(ConfigError, match="All replicas run one script; received: chief: mnist.py; worker: other.py"):
+        read(job(Chief=replica(command=COMMAND), Worker=replica(command=["python", "other.py"])))
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--tfjob", "job.yaml", "--num-workers", "3"], "the YAML says what runs where; received: --num-workers"),
+        (["--tfjob", "text.yaml"], "--tfjob takes a YAML file; received: while parsing"),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_wrong_commands_are_refused(read, tmp_path, arguments, says):
+    read(job(Worker=replica(command=COMMAND)))
+    (tmp_path / "text.yaml").write_text("a: [")
+    done = CliRunner().invoke(main, ["run", *arguments])
+    assert done.exit_code == 2 and says in done.output
