@@ -98,9 +98,9 @@ if not TYPE_CHECKING:  # checkers would take any name for one of raytf's
         try:
             return getattr(importlib.import_module(place), name)
         except ImportError as error:
-            from raytf.compat import selfcheck
+            from raytf.compat import versions
 
-            selfcheck.explain(error)
+            versions.explain(error)
             raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytf.compat.names import uses
+from raytf.compat.versions import uses
 
 
 @uses("tensorflow.python.eager.context:Context._initialize_physical_devices")

@@ -1,4 +1,4 @@
-"""Signatures as they are in the versions that raytf is tested with; written by `python -m raytf.compat --record`."""
+"""Signatures as they are in the versions that raytf is tested with; written by `python -m tests.unit.compat --record`."""
 
 # ruff: noqa: E501
 
