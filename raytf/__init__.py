@@ -1,4 +1,4 @@
-"""Trains Keras 3 and TensorFlow models on a Ray cluster. Importing it imports neither TensorFlow nor Ray.
+"""Trains Keras 3 and TensorFlow models on a Ray cluster. Importing it imports neither, and changes nothing.
 
 * A compiled model: `fit`, `evaluate`, `predict`, with the arguments of Keras' own.
 * A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; what one will need: `plan`.
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
-
-from raytf.console import quiet, quiet_import
 
 if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from ray.train.tensorflow import TensorflowCheckpoint as TensorflowCheckpoint
@@ -80,9 +78,6 @@ _PLACES = {
 }
 __all__ = sorted(_PLACES)
 __version__ = "0.2.0"
-
-quiet.ray_starts()
-quiet_import.when_imported()
 
 
 if not TYPE_CHECKING:  # checkers would take any name for one of raytf's

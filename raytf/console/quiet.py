@@ -18,10 +18,7 @@ from raytf import timeouts
 from raytf.compat import loggers
 from raytf.console import native_lines
 
-_RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
-# Whose calls of `ray.init` nobody has written.
-_NOBODYS = {loggers.AUTO_INIT, "raytf.runtime.connection"}
 
 _lock = threading.Lock()
 _state = {"active": False, "started": False}
@@ -34,12 +31,8 @@ def wants_native(environment) -> bool:
 
 
 @contextlib.contextmanager
-def native(ends_start: bool = True):
-    """Within it, TensorFlow starts in this process without its native start-up lines.
-
-    Args:
-        ends_start: whether TensorFlow will have started then, so that nothing is to be kept back any more.
-    """
+def native():
+    """Within it, TensorFlow starts in this process without its native start-up lines."""
     with _lock:
         mine = not (_state["active"] or _state["started"] or wants_native(os.environ)) and bool(sys.executable)
         _state["active"] |= mine
@@ -49,7 +42,7 @@ def native(ends_start: bool = True):
     try:
         with _filtered():
             yield
-        _state["started"] |= ends_start
+        _state["started"] = True
     finally:
         _state["active"] = False
 
@@ -78,24 +71,31 @@ def _filtered():
             _left.append(filtering)
 
 
-def ray_starts() -> None:
-    """Keeps back what Ray says of its start where it was not the user who called `ray.init`.
+@contextlib.contextmanager
+def ray_starts() -> Iterator[None]:
+    """Within it Ray starts in this process without what it says of that; what it warns of is shown.
 
-    A dataset that is made before anything else starts Ray, too, which is why this is called when raytf is imported.
-    What Ray warns of is shown; that it protects a cluster with a token is no warning.
+    That it protects a cluster with a token is no warning. Nor is what Ray and its tqdm would like to draw with in a
+    notebook, from here on.
     """
     import logging
 
-    for name in _RAY_STARTS:
-        logger = logging.getLogger(name)
-        if _is_told not in logger.filters:
-            logger.addFilter(_is_told)
-    # what Ray and its tqdm would like to draw with in a notebook
     logging.getLogger(_RAY_WIDGETS).setLevel(logging.WARNING)
     if "ipykernel" in sys.modules:
         import warnings
 
         warnings.filterwarnings("ignore", "IProgress not found")
+    token = logging.getLogger(loggers.RAY_TOKEN)
+    token.addFilter(_is_no_token)
+    try:
+        with at_levels(dict.fromkeys((loggers.RAY_STARTS, loggers.RAY_TOKEN), logging.WARNING)):
+            yield
+    finally:
+        token.removeFilter(_is_no_token)
+
+
+def _is_no_token(record) -> bool:
+    return "Token authentication is enabled for this" not in str(record.msg)
 
 
 @contextlib.contextmanager
@@ -116,15 +116,3 @@ def at_levels(levels: Mapping[str, int | str]) -> Iterator[None]:
 def result_is_read():
     """Within it Ray reads a run's folder without its advice for those who meant to start another run."""
     return at_levels({loggers.TRAIN_CHECKPOINTS: "WARNING"})
-
-
-def _is_told(record) -> bool:
-    says_only = record.levelname == "INFO" or "Token authentication is enabled for this" in str(record.msg)
-    return not (says_only and _NOBODYS & set(_callers()))
-
-
-def _callers():
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_globals.get("__name__")
-        frame = frame.f_back

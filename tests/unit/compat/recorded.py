@@ -349,7 +349,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(self, target, sources, unconnected_gradients=, parallel_iterations=, experimental_use_pfor=)",
     ),
     "tensorflow.python.eager.context:Context": ("(config=, device_policy=, execution_mode=, server_def=)",),
-    "tensorflow.python.eager.context:Context._initialize_physical_devices": ("(self, reinitialize=)",),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function": (
         "(python_function, name, input_signature=, autograph=, jit_compile=, reduce_retracing=, experimental_implements=, experimental_autograph_options=, experimental_attributes=)",
     ),
