@@ -74,7 +74,10 @@ def arguments_of(value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> list[str]:
-    return [name for name in inspect.signature(type(value).__init__).parameters if name != "self"]
+    try:
+        return [name for name in inspect.signature(type(value).__init__).parameters if name != "self"]
+    except ValueError:  # of a class that is not Python's
+        return []
 
 
 @contextlib.contextmanager
@@ -288,7 +291,8 @@ class _Describer:
         kind = type(value)
         found: dict[str, Any] = {"class": kind.__name__}
         if hasattr(value, "numpy") and hasattr(value, "dtype"):
-            return found if hasattr(value, "assign") else self._array(np.asarray(value), depth)
+            is_variable = hasattr(value, "assign")  # its value is the training's
+            return found if is_variable else self._array(np.asarray(value), depth)
         if is_part_of_model(value) or kind.__name__ == "SeedGenerator" or id(value) in self._seen:
             return found
         self._seen[id(value)] = value
