@@ -1,4 +1,4 @@
-"""Trains Keras 3 and TensorFlow models on a Ray cluster. Importing it imports neither TensorFlow nor Ray.
+"""Trains Keras 3 and TensorFlow models on a Ray cluster. Importing it imports neither, and changes nothing.
 
 * A compiled model: `fit`, `evaluate`, `predict`, with the arguments of the Keras methods.
 * A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; its resource needs: `plan`.
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
-
-from raytf.console import quiet, quiet_import
 
 if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from ray.train.tensorflow import TensorflowCheckpoint as TensorflowCheckpoint
@@ -81,9 +79,6 @@ _PLACES = {
 __all__ = sorted(_PLACES)
 __version__ = "0.2.0"
 
-quiet.ray_starts()
-quiet_import.when_imported()
-
 
 if not TYPE_CHECKING:  # with it, type checkers would accept any name
 
@@ -98,9 +93,9 @@ if not TYPE_CHECKING:  # with it, type checkers would accept any name
         try:
             return getattr(importlib.import_module(module), name)
         except ImportError as error:
-            from raytf.compat import selfcheck
+            from raytf.compat import versions
 
-            selfcheck.explain(error)
+            versions.explain(error)
             raise
 
 

@@ -13,7 +13,7 @@ from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.data.columns import check_names, of_dataset, parse
 from raytf.errors import ConfigError
-from raytf.identity import config_reads
+from raytf.identity import config_keys
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.tune.learning_rate import Scaling
 
@@ -93,7 +93,7 @@ def check_config_keys(build_model: Callable, known: Collection[str], params: Seq
         known: Keys of its config.
         params: Options of the command.
     """
-    for key, line in config_reads.required(build_model).items():
+    for key, line in config_keys.required(build_model).items():
         if key in known:
             continue
         option = next((p.opts[0] for p in params if getattr(p, "to", None) == "config" and p.name == key), None)

@@ -5,5 +5,5 @@
 * A *replacement* is a function that stands in the place of one of Keras or TensorFlow: `@patch` in `patching`, at home
   with its concept in `parallel`. They are made when a worker installs them.
 * A *tested version* is one of `versions.TESTED`. What differs between those is told apart here and nowhere else. Any
-  other version is looked at before training starts (`selfcheck`), and then used with a warning, or refused.
+  other version must have the names that are imported here, and make a right step (`parallel/step_check.py`).
 """

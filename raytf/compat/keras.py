@@ -41,8 +41,7 @@ from keras.src.utils import tracking  # lists and dicts of layers, which travel 
 from keras.src.utils.backend_utils import DynamicBackend  # random layers hold one
 from keras.src.utils.python_utils import is_default, pythonify_logs  # marks of Keras' own get_config; logs as numbers
 
-from raytf.compat.names import uses
-from raytf.compat.versions import at_least
+from raytf.compat.versions import at_least, uses
 
 __all__ = [
     "TRACKED",

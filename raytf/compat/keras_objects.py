@@ -6,7 +6,7 @@ import random
 import threading
 from typing import Any
 
-from raytf.compat.names import uses
+from raytf.compat.versions import uses
 
 # ------------------------------------------------------------------------------------------ layers and models
 

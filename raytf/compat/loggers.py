@@ -1,9 +1,9 @@
 """Loggers and modules of Ray by name: what they say is shown in other words, or not at all. Imports nothing."""
 
-# Of the start of Ray.
-RAY_STARTS = ("ray._private.worker", "ray._private.authentication.authentication_token_setup")
-# Starts Ray where something of it is used first.
-AUTO_INIT = "ray._private.auto_init_hook"
+# Tells that Ray starts, or is connected to.
+RAY_STARTS = "ray._private.worker"
+# Tells, as a warning, whether a cluster wants a token.
+RAY_TOKEN = "ray._private.authentication.authentication_token_setup"
 # Tells of an execution's progress at length.
 DATA_PROGRESS = "ray.data._internal.progress"
 # Tells whoever reads a run's folder how a new run is started.

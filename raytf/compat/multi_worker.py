@@ -22,8 +22,8 @@ from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce  #
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher  # stood in for
 from tensorflow.python.trackable.base import CheckpointInitialValue  # a variable's value that is restored
 
-from raytf.compat.names import uses
 from raytf.compat.patching import overrides, patched
+from raytf.compat.versions import uses
 
 
 class Launcher:

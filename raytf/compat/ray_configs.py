@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytf.compat.names import uses
+from raytf.compat.versions import uses
 
 
 @uses("ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none")

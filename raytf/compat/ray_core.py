@@ -24,7 +24,7 @@ from ray.core.generated import (  # what a head answers, in Ray's messages: `ray
 )
 from ray.experimental import internal_kv  # small values that outlive their writers, without a process
 
-from raytf.compat.names import uses
+from raytf.compat.versions import uses
 
 __all__ = [
     "LOG_PREFIX_ACTOR_NAME",

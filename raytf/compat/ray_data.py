@@ -31,8 +31,7 @@ from ray.data._internal.logical.optimizers import LogicalOptimizer, get_executio
 from ray.data._internal.pandas_block import PandasBlockSchema  # tells blocks of pandas from those of Arrow
 from ray.data._internal.stats import DatasetStats  # a Dataset is made with one
 
-from raytf.compat.names import uses
-from raytf.compat.versions import at_least
+from raytf.compat.versions import at_least, uses
 
 if at_least("ray", 2, 60):
     from ray.data._internal.datasource_v2.common.listing_utils import _build_pruners  # which files a source leaves out

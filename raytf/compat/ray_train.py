@@ -89,8 +89,7 @@ from ray.train.v2.api.report_config import CheckpointConsistencyMode  # an argum
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus  # what a loop is told
 from ray.train.v2.api.validation_config import ValidationConfig  # as Ray Train's second kind knows it
 
-from raytf.compat.names import uses
-from raytf.compat.versions import at_least
+from raytf.compat.versions import at_least, uses
 from raytf.errors import in_a_line
 
 __all__ = [

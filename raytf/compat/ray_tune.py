@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.train._internal.storage import get_fs_and_path  # file system and path of a storage_path, as Tune reads it
 from ray.tune.trainable.trainable import _DICT_CHECKPOINT_FILE_NAME  # a pickle that Tune would read and run
 
-from raytf.compat.names import uses
+from raytf.compat.versions import uses
 
 __all__ = ["DICT_CHECKPOINT", "get_fs_and_path"]
 

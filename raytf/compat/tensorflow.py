@@ -31,7 +31,7 @@ from tensorflow.python.trackable.data_structures import (
     TrackableDataStructure as TrackedStructure,  # lists, dicts and tuples that are attributes of a module: pickled
 )
 
-from raytf.compat.names import uses
+from raytf.compat.versions import uses
 
 __all__ = [
     "AggregatingVariable",

@@ -18,10 +18,7 @@ from raytf import timeouts
 from raytf.compat import loggers
 from raytf.console import native_lines
 
-_RAY_STARTS = loggers.RAY_STARTS
 _RAY_WIDGETS = "ray.widgets.util"
-# Modules whose calls of `ray.init` are not the user's.
-_NOBODYS = {loggers.AUTO_INIT, "raytf.runtime.connection"}
 
 _lock = threading.Lock()
 _state = {"active": False, "started": False}
@@ -34,12 +31,8 @@ def wants_native(environment) -> bool:
 
 
 @contextlib.contextmanager
-def native(ends_start: bool = True):
-    """Hides TensorFlow's native start-up lines in this process until the context ends.
-
-    Args:
-        ends_start: Whether TensorFlow has started at the end, so that later contexts hide nothing.
-    """
+def native():
+    """Hides TensorFlow's native start-up lines in this process until the context ends."""
     with _lock:
         filters = not (_state["active"] or _state["started"] or wants_native(os.environ)) and bool(sys.executable)
         _state["active"] |= filters
@@ -49,7 +42,7 @@ def native(ends_start: bool = True):
     try:
         with _filtered():
             yield
-        _state["started"] |= ends_start
+        _state["started"] = True
     finally:
         _state["active"] = False
 
@@ -78,24 +71,31 @@ def _filtered():
             _left.append(filtering)
 
 
-def ray_starts() -> None:
-    """Hides Ray's start-up lines unless the user has called `ray.init`.
+@contextlib.contextmanager
+def ray_starts() -> Iterator[None]:
+    """Hides Ray's start-up lines in this process until the context ends; its warnings are shown.
 
-    The import of raytf calls it, as the creation of a dataset may start Ray too. Ray's warnings are shown, except the
-    one that a token protects the cluster.
+    The line that a token protects the cluster is hidden too. From here on so are the hints of Ray and its tqdm to
+    install widgets for a notebook.
     """
     import logging
 
-    for name in _RAY_STARTS:
-        logger = logging.getLogger(name)
-        if _is_told not in logger.filters:
-            logger.addFilter(_is_told)
-    # hides hints of Ray and its tqdm to install widgets for a notebook
     logging.getLogger(_RAY_WIDGETS).setLevel(logging.WARNING)
     if "ipykernel" in sys.modules:
         import warnings
 
         warnings.filterwarnings("ignore", "IProgress not found")
+    token = logging.getLogger(loggers.RAY_TOKEN)
+    token.addFilter(_is_no_token)
+    try:
+        with at_levels(dict.fromkeys((loggers.RAY_STARTS, loggers.RAY_TOKEN), logging.WARNING)):
+            yield
+    finally:
+        token.removeFilter(_is_no_token)
+
+
+def _is_no_token(record) -> bool:
+    return "Token authentication is enabled for this" not in str(record.msg)
 
 
 @contextlib.contextmanager
@@ -116,15 +116,3 @@ def at_levels(levels: Mapping[str, int | str]) -> Iterator[None]:
 def result_is_read():
     """Returns a context in which Ray reads a run's folder without its hints on how to start another run."""
     return at_levels({loggers.TRAIN_CHECKPOINTS: "WARNING"})
-
-
-def _is_told(record) -> bool:
-    is_information = record.levelname == "INFO" or "Token authentication is enabled for this" in str(record.msg)
-    return not (is_information and _NOBODYS & set(_callers()))
-
-
-def _callers():
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_globals.get("__name__")
-        frame = frame.f_back

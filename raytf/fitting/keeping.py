@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 from ray.train import Checkpoint, RunConfig
 
 from raytf import logs, validation
 from raytf.errors import ConfigError
 from raytf.fitting.arrays import Data
-from raytf.identity import contents, fingerprint, meaning, same_run
+from raytf.identity import canonical, fingerprint, same_run
 from raytf.storage import checkpoint_files, run_folder, snapshots, step_folders, stored_json
 from raytf.storage.checkpoint_files import STATE, CheckpointState
 from raytf.storage.run_folder import RunFolder
@@ -31,8 +30,6 @@ from raytf.worker.session import Within, fetched
 logger = logs.get_logger(__name__)
 
 _FOLDER = "fit"
-# From this size on a table's fingerprint uses a sample of the rows.
-_ALL_ROWS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -145,23 +142,17 @@ def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: i
         if part.table is None:
             data[name] = fingerprint.of_dataset(part.dataset, rows[name])
         else:
-            data[name] = {"rows": part.table.num_rows, "sources": [_content(part.table)], "operations": []}
+            content = fingerprint.of_table(part.table)
+            data[name] = {"rows": part.table.num_rows, "sources": [{"content": content}], "operations": []}
     used = arguments["shuffle"]
     properties = {
         "version": same_run.VERSION,
         **fingerprint.of_model(model),
         "columns": {role: fingerprint.of_columns(spec) for role, spec in parts["train"].batch.roles.items()},
-        "map": None if parts["train"].batch.map is None else fingerprint.described(parts["train"].batch.map),
+        "map": canonical.described(parts["train"].batch.map),
         "batch_size": batch,
         "order": {"shuffle": used, "used": used, "window": None},
         "settings": dict(arguments),
         "data": data,
     }
     return stored_json.parsed(json.dumps(properties))
-
-
-def _content(table: pa.Table) -> dict[str, str]:
-    if not table.num_rows:
-        return {"content": ""}
-    stride = contents.stride(table.num_rows) if table.nbytes > _ALL_ROWS_BYTES else 1
-    return {"content": meaning.hashed(meaning.dumped(contents.digest(table, 0, stride)))}

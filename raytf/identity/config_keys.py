@@ -3,13 +3,16 @@ misspelt."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 import gc
+import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType
 from typing import Any
-
-from raytf.identity import config_reads
 
 
 class AccessTrackingConfig(dict):
@@ -56,49 +59,21 @@ class AccessTrackingConfig(dict):
         self._noted(key, default)
         return super().setdefault(key, default)
 
-    def _all(self):
-        self.whole = True
-        return super()
-
-    # `**config`, `dict(config)` and `{**config}` come here, too: CPython passes a subclass by that iterates as a dict
-    def __iter__(self):
-        return self._all().__iter__()
-
-    def __reversed__(self):
-        return self._all().__reversed__()
-
-    def keys(self):
-        return self._all().keys()
-
-    def values(self):
-        return self._all().values()
-
-    def items(self):
-        return self._all().items()
-
-    def copy(self):
-        return dict(self._all().items())
-
-    def note(self, keys: Collection) -> None:
-        """Keys of the config among these count as read."""
-        self.read |= {key for key in keys if dict.__contains__(self, key)}
-
-    def popitem(self):
-        return self._all().popitem()
-
-    def __or__(self, other):
-        return self.copy() | other
-
-    def __ror__(self, other):
-        return other | self.copy()
-
-    def __eq__(self, other):
-        return self.copy() == other
-
-    __hash__ = None
-
     def __reduce__(self):
         return dict, (self.copy(),)
+
+
+def _reads_all(name: str) -> Callable:
+    def call(self, *arguments):
+        self.whole = True
+        return getattr(dict, name)(self, *arguments)
+
+    return call
+
+
+# `**config`, `dict(config)` and `{**config}` come here, too: CPython passes a subclass by that iterates as a dict
+for _name in ("__iter__", "__reversed__", "__or__", "__ror__", "__eq__", "keys", "values", "items", "copy", "popitem"):
+    setattr(AccessTrackingConfig, _name, _reads_all(_name))
 
 
 def unread(
@@ -116,20 +91,16 @@ def unread(
         references: `sys.getrefcount(noted)` in the calling function, before anything had the config.
     """
     asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | {"batch_size", "epochs"}
+    left = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
-        if _unread(names, noted):
-            noted.note(config_reads.mentioned(function))
-    kept = [_quiet(function)(noted) for function in list(functions)[1:] if _unread(names, noted)]
-    if _unread(names, noted):
+        noted.read |= mentioned(function).intersection(dict.keys(noted)) if left() else set()
+    kept = [_quiet(function)(noted) for function in list(functions)[1:] if left()]
+    if left():
         gc.collect()
         noted.whole = noted.whole or sys.getrefcount(noted) > references + 1  # the one of this function
     del kept
-    close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in _unread(names, noted)}
+    close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in left()}
     return {name: next(iter(found), "") for name, found in close.items()}
-
-
-def _unread(names: Collection[str], noted: AccessTrackingConfig) -> list[str]:
-    return [] if noted.whole else sorted(set(names) - noted.read)
 
 
 def warning(unread: Mapping[str, str]) -> str:
@@ -149,3 +120,93 @@ def _quiet(callbacks: Callable) -> Callable:
             return [config, dict(config)]
 
     return call
+
+
+def mentioned(function: Callable) -> set[str]:
+    """Returns the string constants of a function, and of the functions and classes of its package that it names."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    package = _package(_unwrapped(function))
+    while waiting:
+        value = _unwrapped(waiting.pop())
+        if id(value) in seen or not isinstance(value, FunctionType | type) or _package(value) != package:
+            continue
+        seen.add(id(value))
+        if isinstance(value, type):
+            waiting += vars(value).values()
+            continue
+        inner = list(codes(value.__code__))
+        found |= {const for code in inner for const in _strings(code.co_consts)}
+        waiting += [value.__globals__[n] for code in inner for n in code.co_names if n in value.__globals__]
+        waiting += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        waiting += value.__defaults__ or ()
+    return found
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yields the code of a function, and of those that are defined in it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from codes(const)
+
+
+def is_filled(cell) -> bool:
+    """Whether a variable that a function caught has a value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _unwrapped(value: Any) -> Any:
+    while isinstance(value, (functools.partial, MethodType, staticmethod, classmethod)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    call = vars(type(value)).get("__call__")  # of an object of the user's that is called as a function
+    return call if isinstance(call, FunctionType) else value
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
+def _strings(constants: Any) -> Iterator[str]:
+    for const in constants:
+        if isinstance(const, str):
+            yield const
+        elif isinstance(const, (tuple, frozenset)):
+            yield from _strings(const)
+
+
+_PLAIN = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.Import, ast.ImportFrom)
+# What evaluates a part of itself later, or not in any case.
+_MAYBE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
+
+
+def required(function: Callable) -> dict[str, int]:
+    """Returns the keys that a function of a config reads at its beginning whatever happens, and their lines.
+
+    Looked at are its plain statements up to the first one that branches, or that uses the config otherwise than by
+    `config[key]` and `config.get`: what follows may see another one. Where the source is not known there are none.
+    """
+    try:
+        lines, first = inspect.getsourcelines(function)
+        (tree,) = ast.parse(textwrap.dedent("".join(lines))).body
+        config = (tree.args.posonlyargs + tree.args.args)[0].arg
+    except (OSError, TypeError, SyntaxError, ValueError, AttributeError, IndexError):
+        return {}
+    found: dict[str, int] = {}
+    for statement in tree.body:
+        nodes = list(ast.walk(statement))
+        reads = [node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)]
+        gets = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "get"]
+        known = {id(node.value) for node in reads + gets}
+        others = [n for n in nodes if isinstance(n, ast.Name) and n.id == config and id(n) not in known]
+        if others or not isinstance(statement, _PLAIN) or any(isinstance(node, _MAYBE) for node in nodes):
+            break
+        for read in reads:
+            if isinstance(read.value, ast.Name) and read.value.id == config and isinstance(read.slice, ast.Constant):
+                found.setdefault(str(read.slice.value), first + read.lineno - 1)
+    return found

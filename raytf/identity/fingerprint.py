@@ -1,20 +1,22 @@
-"""What a model, its optimizer, a function and a dataset are, in JSON that is the same in every process.
+"""What a model, its optimizer and a dataset are, in JSON that is the same in every process.
 
 Names that Keras counts up ("dense_1"), addresses, modules and lines of code are left out: two processes, and a
-`build_model` that was moved, must give the same. What functions and objects of the user's mean is said in `meaning.py`.
+`build_model` that was moved, must give the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import posixpath
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs
 import ray
 
@@ -22,18 +24,7 @@ from raytf import timeouts
 from raytf.compat import keras_objects, ray_data
 from raytf.data.columns import flat
 from raytf.data.stored import as_table
-from raytf.identity import contents
-from raytf.identity.meaning import (
-    ValueDescriber,
-    config_of,
-    described,
-    described_array,
-    dumped,
-    hashed,
-    is_users_object,
-    live_config,
-    shortened,
-)
+from raytf.identity.canonical import arguments_of, class_code, config_of, described, dumped, hashed, shortened
 from raytf.parallel import model_optimizers
 from raytf.runtime.answers import collect
 
@@ -43,169 +34,62 @@ _LEFT_OUT = frozenset(
     {"name", "seed", "module", "registered_name", "shared_object_id", "build_config", "compile_config"}
     | {"epochs", "batch_size", "num_workers"}
 )
-# What stands for a value that is another each time a model is built.
-_VARIES = "another each time"
 # Of a source's files: all names and sizes count, and the last bytes of so many; Parquet has its statistics there.
 _TAILS, _TAIL_BYTES = 16, 64 << 10
-# Of blocks in memory all rows count up to so many bytes, and above a sample; up to so many they are read here.
-_ALL_ROWS_BYTES, _HERE_BYTES = 1 << 30, 128 << 20
+# Of rows in memory all count up to so many bytes, and above a sample of as many; up to so many they are read here.
+_ROWS_BYTES, _HERE_BYTES = 256 << 20, 128 << 20
 _DIGESTS_AT_ONCE = 64
+_PIECE_BYTES = 1 << 20
+_ODD = 0x9E3779B97F4A7C15
 
 
 # ----------------------------------------------------------------------------------------------- a model, its training
 
 
-def of_model(model, again: Callable[[], Any] | None = None) -> dict[str, Any]:
+def of_model(model) -> dict[str, Any]:
     """What a compiled and built model is, and how it is trained.
 
     Args:
         model: a `keras.Model` whose optimizer is built.
-        again: again() -> the model once more, not built: attributes, tensors and values of frozen weights count where
-            they are the same then, so that what is drawn or measured does not. It is asked only where a model has such,
-            or None: frozen weights count where they are one number, or learnt by `adapt`, and tensors do not.
 
     Returns:
         {"keras", "model", "optimizers", "loss", "metrics"}; JSON.
     """
-    found = _told(model, again is not None)
-    if again is None or not any(map(_in_doubt, _parts(found))):
-        return found
-    try:
-        other = again()
-        others = [_own_config(other, True), *(_layer(layer, True) for layer in _layers(other))]
-    except Exception:  # one that can be built once in a process
-        return _told(model, False)
-    if [type(layer).__name__ for layer in _layers(other)] != [part["class"] for part in _parts(found)[1:]]:
-        return _told(model, False)  # some layers come later
-    for part, twin in zip(_parts(found), others, strict=True):
-        for key in ("attributes", "values"):
-            if key in part:
-                part[key] = _agreed(part[key], twin.get(key, {}), keep=key == "attributes")
-    return found
-
-
-def _agreed(one: Any, other: Any, keep: bool) -> Any:
-    """JSON in which two agree, with a mark where they do not; `keep` what the other does not have."""
-    if one == other:
-        return one
-    if isinstance(one, dict) and isinstance(other, dict):
-        kept = {k: v for k, v in one.items() if keep or k in other or isinstance(v, (int, float))}
-        return {k: _agreed(v, other[k], keep) if k in other else v for k, v in kept.items()}
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [_agreed(*pair, keep) for pair in zip(one, other, strict=True)]
-    return _VARIES
-
-
-def _parts(found: dict) -> list[dict]:
-    """The model and its layers."""
-    layers = found["model"]["layers"]
-    return [found["model"], *(layers if isinstance(layers, list) else [])]
-
-
-def _in_doubt(part: dict) -> bool:
-    """Whether attributes or values may be others each time."""
-    attributes = [value for value in part.get("attributes", {}).values() if value is not None]
-    attributes = [value for value in attributes if not isinstance(value, dict) or set(value) != {"class"}]
-    return not all(isinstance(value, int) for value in attributes) or any(
-        not isinstance(value, (int, float)) for value in part.get("values", {}).values()
-    )
-
-
-def _told(model, sure: bool) -> dict[str, Any]:
     import keras
 
     compiled = dict(getattr(getattr(model, "_compile_config", None), "config", None) or {})
+    layers = [_layer(layer) for layer in keras_objects.layers_of(model, with_itself=False)]
+    weights = [f"{v.path.rpartition('/')[2]} {_shape(v)}" for v in model.weights]
+    training = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {
         "keras": keras.__version__,
-        "model": {
-            "class": type(model).__name__,
-            "layers": shortened([_layer(layer, sure) for layer in _layers(model)], _MOST_LAYERS),
-            "graph": _graph(model),
-            "weights": shortened([f"{_last(v)} {_shape(v)}" for v in model.weights]),
-            **_own_config(model, sure),
-        },
+        "model": {**_layer(model), "layers": shortened(layers, _MOST_LAYERS), "weights": shortened(weights)},
         "optimizers": {name: _optimizer(optimizer) for name, optimizer in model_optimizers.of(model).items()},
-        "loss": _nested(compiled.get("loss"), _loss),
-        "loss_weights": described(compiled.get("loss_weights")),
-        "metrics": _nested(compiled.get("metrics"), described),
-        "weighted_metrics": _nested(compiled.get("weighted_metrics"), described),
+        **{name: described(compiled.get(name)) for name in training},
     }
 
 
-def _layers(model) -> list:
-    return keras_objects.layers_of(model, with_itself=False)
-
-
-def _layer(layer, sure: bool) -> dict[str, Any]:
-    from raytf.compat.keras import Functional
-
-    graph = {"graph": _graph(layer)} if isinstance(layer, Functional) else {}
-    return {"class": type(layer).__name__, **_own_config(layer, sure), **graph}
-
-
-def _own_config(layer, sure: bool) -> dict[str, Any]:
-    """What a layer is beside its class and its weights' shapes.
-
-    {"config"} that it gives, or {"arguments"} that Keras noted when it was made; {"attributes", "code", "reads"} of the
-    user's class; {"values"} that no training changes.
-    """
+def _layer(layer) -> dict[str, Any]:
+    """{"class", "config"} of a layer, or {"arguments"} that Keras noted as it was made; {"code"} of a user's class."""
     import keras
 
     from raytf.compat.keras import Functional, is_default
 
-    found: dict[str, Any] = {}
-    reader = ValueDescriber(_LEFT_OUT, tensors=sure)
-    if not isinstance(layer, (Functional, keras.Sequential)):
-        config = live_config(layer, config_of(layer), reader, _LEFT_OUT)
+    found: dict[str, Any] = {"class": type(layer).__name__}
+    if isinstance(layer, Functional):
+        found["graph"] = _graph(layer)
+    elif not isinstance(layer, keras.Sequential):
+        config = config_of(layer)
+        arguments = arguments_of(layer, config)
         if is_default(layer.get_config):
-            arguments = {k: v for k, v in config.items() if k not in ("dtype", "trainable")}
+            arguments |= {k: v for k, v in config.items() if k not in ("dtype", "trainable")}
             config = {k: config[k] for k in ("dtype", "trainable") if k in config}
-            found |= {"arguments": arguments} if arguments else {}
-        found |= {"config": config} if config else {}
-    known = {**found.get("config", {}), **found.get("arguments", {})}
-    attributes = {k: v for k, v in reader.attributes(layer).items() if k not in known}
-    values = _values(layer, sure)
-    return {
-        **found,
-        **({"attributes": attributes} if attributes else {}),
-        **({"values": values} if values else {}),
-        **reader.code_of_class(type(layer)),
-    }
-
-
-def _values(layer, sure: bool) -> dict[str, Any]:
-    """The numbers of a layer's own weights that training leaves as they are, and what it has learnt by `adapt`."""
-    import keras
-
-    found: dict[str, Any] = {}
-    sure = sure or isinstance(layer, keras.layers.Normalization)
-    trained, others = keras_objects.own_variables(layer)
-    for variable in others + ([] if layer.trainable else trained):
-        if "string" in str(variable.dtype):
-            continue
-        value = np.asarray(keras.ops.convert_to_numpy(variable))
-        name = _last(variable)
-        while name in found:
-            name += "'"
-        # one number alone may have been drawn
-        if value.size and (value == value.flat[0]).all() and (value.size > 1 or value.flat[0] in (0, 1)):
-            found[name] = described(value.flat[0])
-        elif sure:
-            found[name] = described_array(np.atleast_1d(value))
-    learnt = getattr(layer, "vocabulary", None) is None and getattr(layer, "input_vocabulary", None) is None
-    if learnt and isinstance(layer, (keras.layers.TextVectorization, *_lookups())):
-        found["vocabulary"] = described([str(word) for word in layer.get_vocabulary()])
-    return found
-
-
-def _lookups() -> tuple:
-    import keras
-
-    return keras.layers.StringLookup, keras.layers.IntegerLookup
+        found |= {"config": described(config, _LEFT_OUT), "arguments": described(arguments, _LEFT_OUT)}
+    return found | class_code(type(layer))
 
 
 def _graph(model) -> str | None:
-    """A hash of how the operations of a functional model hang together; None for models that are not."""
+    """A hash of how the operations of a functional model hang together."""
     import keras
 
     operations = getattr(model, "operations", None)
@@ -234,65 +118,24 @@ def _graph(model) -> str | None:
             if make_node_key(operation, i) in nodes
         ]
         is_layer = isinstance(operation, (keras.Layer, Functional))
-        parts.append([type(operation).__name__, own, None if is_layer else _config_of(operation)])
+        config = None if is_layer else described(config_of(operation), _LEFT_OUT)
+        parts.append([type(operation).__name__, own, config])
     ends = [[argument(t) for t in tensors] for tensors in (model.inputs, model.outputs)]
     return hashed(dumped([parts, ends]))
 
 
-def _config_of(operation) -> Any:
-    held = {k: described(v) for k, v in sorted(vars(operation).items()) if callable(v) and is_users_object(v)}
-    return [described(config_of(operation), _LEFT_OUT), held]
-
-
 def _optimizer(optimizer) -> dict[str, Any]:
     inner = getattr(optimizer, "inner_optimizer", None)
-    reader = ValueDescriber(tensors=False)
     config = config_of(optimizer)
     if "learning_rate" not in config and inner is None:
         config = config | {"learning_rate": keras_objects.rate_of(optimizer)}
-    left_out = _LEFT_OUT | {"inner_optimizer", "jit_compile"}
     found = {
         "class": type(optimizer).__name__,
-        "config": live_config(optimizer, config, reader, left_out),
+        "config": described(config, _LEFT_OUT | {"inner_optimizer", "jit_compile"}),
         "slots": shortened([_shape(v) for v in optimizer.variables]),
-        **reader.code_of_class(type(optimizer)),
+        **class_code(type(optimizer)),
     }
-    attributes = {k: v for k, v in reader.attributes(optimizer).items() if k not in {*found["config"], *left_out}}
-    found |= {"attributes": attributes} if attributes else {}
     return found | ({"inner": _optimizer(inner)} if inner is not None else {})
-
-
-def _loss(value: Any) -> Any:
-    """A loss by its function, whether it was given by name, as a function or as an object."""
-    import keras
-
-    from raytf.compat.keras import LossFunctionWrapper
-
-    try:
-        value = keras.losses.get(value)
-    except ValueError:
-        return described(value)
-    reduction, given = "sum_over_batch_size", {}
-    if isinstance(value, LossFunctionWrapper) and not is_users_object(value):
-        reduction, given, value = value.reduction, keras_objects.loss_arguments(value), value.fn
-    if not callable(value) or isinstance(value, keras.losses.Loss):
-        return described(value, frozenset({"name"}))
-    usual = inspect.signature(value).parameters
-    kwargs = {k: v for k, v in given.items() if k not in usual or usual[k].default != v}
-    found = described(value)
-    return found | {k: described(v) for k, v in kwargs.items()} | {"reduction": reduction}
-
-
-def _nested(value: Any, describe: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _nested(v, describe) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_nested(part, describe) for part in value]
-    return None if value is None else describe(value)
-
-
-def _last(variable) -> str:
-    return variable.path.rpartition("/")[2]
 
 
 def _shape(variable) -> str:
@@ -323,8 +166,7 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
 
     Returns:
         {"rows", "sources", "operations"}; JSON. Files are told apart by names below what was read, sizes and, of some,
-        their last bytes, not by times: a copy is the same. Data in memory is told apart by all of its rows, and above 1
-        GiB by a sample of them, evenly spaced over all blocks.
+        their last bytes, not by times: a copy is the same. Data in memory is told apart by one hash of its rows.
     """
     operators = list(ray_data.last_operator(dataset).post_order_iter())
     steps = [op for op in operators if op.input_dependencies]
@@ -348,50 +190,19 @@ def _source(operator) -> dict[str, Any]:
     datasource = getattr(operator, "datasource", None)
     if getattr(operator, "paths", None):
         filesystem = operator.filesystem or pyarrow.fs.LocalFileSystem()
-        files = _listed(filesystem, operator.paths)
-        return {"files": len(files), "bytes": sum(size for _, _, size in files), "content": _content(filesystem, files)}
+        return _files(filesystem, _listed(filesystem, operator.paths))
     listed = ray_data.listed_files(datasource)
     if listed is not None:
         names, sizes, filesystem = listed
-        root = posixpath.commonpath([posixpath.dirname(name) for name in names])
-        files = sorted((posixpath.relpath(n, root or "."), n, s) for n, s in zip(names, sizes, strict=True))
-        content = _content(filesystem, files)
-        return {"files": len(files), "bytes": sum(sizes), "content": content}
+        root = posixpath.commonpath([posixpath.dirname(name) for name in names]) or "."
+        return _files(filesystem, [(posixpath.relpath(n, root), n, s) for n, s in zip(names, sizes, strict=True)])
     if datasource is not None:
         return {"class": datasource.get_name()}
     return _in_memory(operator)
 
 
-def _in_memory(operator) -> dict[str, Any]:
-    """A digest of the rows of blocks, computed where they lie; it does not depend on how the rows are divided."""
-    blocks = [entry for bundle in operator.output_data() or [] for entry in bundle.blocks if entry.metadata.num_rows]
-    if not blocks:
-        return {"class": type(operator).__name__}
-    rows = [block.metadata.num_rows for block in blocks]
-    size = sum(block.metadata.size_bytes or 0 for block in blocks)
-    stride = contents.stride(sum(rows)) if size > _ALL_ROWS_BYTES else 1
-    starts = np.cumsum([0, *rows[:-1]]).tolist()
-    work = list(zip([block.ref for block in blocks], starts, strict=True))
-    if size <= _HERE_BYTES:
-        found = [_digest(ray.get(ref, timeout=timeouts.get().digest), start, stride) for ref, start in work]
-    else:
-        # no CPU is asked for: workers may hold them all
-        remote = ray.remote(num_cpus=0, max_retries=2)(_digest)
-        found = []
-        for i in range(0, len(work), _DIGESTS_AT_ONCE):
-            part = work[i : i + _DIGESTS_AT_ONCE]
-            refs = [remote.remote(ref, start, stride) for ref, start in part]
-            names = [f"block {i + j}" for j in range(len(refs))]
-            found += collect(refs, timeouts.get().digest, "digests of the data in memory", names=names)
-    return {"content": hashed(dumped(contents.joined(found)))}
-
-
-def _digest(block, start: int, stride: int) -> dict:
-    return contents.digest(as_table(block), start, stride)
-
-
 def _listed(filesystem, paths) -> list[tuple[str, str, int]]:
-    """(name below what was read, path, size) of each file, in order."""
+    """(name below what was read, path, size) of each file."""
     found = []
     for info in filesystem.get_file_info(list(paths)):
         if info.type == pyarrow.fs.FileType.Directory:
@@ -400,11 +211,12 @@ def _listed(filesystem, paths) -> list[tuple[str, str, int]]:
             found += [(posixpath.relpath(one.path, info.path), one.path, one.size or 0) for one in files]
         else:
             found.append((info.base_name, info.path, info.size or 0))
-    return sorted(found)
+    return found
 
 
-def _content(filesystem, files: list[tuple[str, str, int]]) -> str:
-    """A hash of names and sizes of all files, and of the ends of some that are spread over them."""
+def _files(filesystem, files: list[tuple[str, str, int]]) -> dict[str, Any]:
+    """Names and sizes of all files, and a hash of the ends of some that are spread over them."""
+    files = sorted(files)
 
     def tail(path: str, size: int) -> bytes:
         with filesystem.open_input_file(path) as file:
@@ -414,7 +226,97 @@ def _content(filesystem, files: list[tuple[str, str, int]]) -> str:
     chosen = sorted({i * (len(files) - 1) // max(1, _TAILS - 1) for i in range(_TAILS)}) if files else []
     with ThreadPoolExecutor(_TAILS) as pool:
         tails = list(pool.map(lambda i: hashed(tail(*files[i][1:])), chosen))
-    return hashed(dumped([[[name, size] for name, _, size in files], tails]))
+    content = hashed(dumped([[[name, size] for name, _, size in files], tails]))
+    return {"files": len(files), "bytes": sum(size for *_, size in files), "content": content}
+
+
+def _in_memory(operator) -> dict[str, Any]:
+    """A hash of the rows of blocks, computed where they lie; it does not depend on how the rows are divided."""
+    blocks = [entry for bundle in operator.output_data() or [] for entry in bundle.blocks if entry.metadata.num_rows]
+    if not blocks:
+        return {"class": type(operator).__name__}
+    rows = [block.metadata.num_rows for block in blocks]
+    size = sum(block.metadata.size_bytes or 0 for block in blocks)
+    stride, starts = stride_of(size), np.cumsum([0, *rows[:-1]]).tolist()
+    work = [(block.ref, start, stride) for block, start in zip(blocks, starts, strict=True)]
+    if size <= _HERE_BYTES:
+        found = [_digest(ray.get(ref, timeout=timeouts.get().digest), *where) for ref, *where in work]
+    else:
+        # no CPU is asked for: workers may hold them all
+        remote = ray.remote(num_cpus=0, max_retries=2)(_digest)
+        found = []
+        for i in range(0, len(work), _DIGESTS_AT_ONCE):
+            refs = [remote.remote(*arguments) for arguments in work[i : i + _DIGESTS_AT_ONCE]]
+            names = [f"block {i + j}" for j in range(len(refs))]
+            found += collect(refs, timeouts.get().digest, "digests of the data in memory", names=names)
+    return {"content": content_of(found)}
+
+
+def _digest(block, start: int, stride: int) -> dict[str, int]:
+    return digest(as_table(block), start, stride)
+
+
+def stride_of(size: int) -> int:
+    """Each so many-th row of so many bytes is in their hash."""
+    return -(-size // _ROWS_BYTES) or 1
+
+
+def content_of(digests: list[dict[str, int]]) -> str:
+    """A hash of all rows, of the digests of their blocks."""
+    columns = sorted({name for found in digests for name in found})
+    return hashed(dumped([[name, sum(found.get(name, 0) for found in digests) % 2**64] for name in columns]))
+
+
+def of_table(table: pa.Table) -> str:
+    """A hash of the rows of a table."""
+    return content_of([digest(table, 0, stride_of(table.nbytes))])
+
+
+def digest(table: pa.Table, start: int, stride: int) -> dict[str, int]:
+    """A number for each column, by name and type; those of all blocks add up to that of all rows, modulo 2**64.
+
+    Args:
+        table: a block.
+        start: rows that come before it.
+        stride: each so many-th row of all counts.
+    """
+    places = np.arange(-start % stride, table.num_rows, stride)
+    table = table if stride == 1 else table.take(pa.array(places))
+    found = {f"{field.name} {str(field.type).replace('large_', '')}": 0 for field in table.schema}
+    first, size = 0, max(1, _PIECE_BYTES * len(places) // max(1, table.nbytes))
+    for batch in table.to_batches(size):
+        numbers = (places[first : first + len(batch)] + start + 1).astype(np.uint64)
+        for name, column in zip(found, batch.columns, strict=True):
+            found[name] += _sum(column, numbers)
+        first += len(batch)
+    return {name: total % 2**64 for name, total in found.items()}
+
+
+def _sum(array: pa.Array, numbers: np.ndarray) -> int:
+    """The sum of the hashes of values, each times an odd number that comes from its place; nulls add nothing."""
+    array = array.storage if isinstance(array, pa.ExtensionArray) else array
+    if array.null_count:
+        numbers, array = numbers[array.is_valid().to_numpy(zero_copy_only=False)], array.drop_null()
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        array = array.dictionary_decode()
+    elif pa.types.is_struct(kind):
+        parts = zip(kind, array.flatten(), strict=True)
+        return sum(_sum(part, numbers) * (2 * i + 1) for i, (_, part) in enumerate(parts))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        lengths = pc.list_value_length(array).to_numpy().astype(np.uint64)
+        firsts = np.cumsum(lengths) - lengths
+        items = np.repeat(numbers * np.uint64(1_000_003) - firsts, lengths.astype(np.int64))
+        return _sum(pc.list_flatten(array), items + np.arange(len(items), dtype=np.uint64))
+    elif pa.types.is_null(kind):
+        return 0
+    values = array.to_numpy(zero_copy_only=False)
+    if values.dtype.kind == "O":
+        values = pandas.util.hash_array(values, categorize=False)
+    bits = values.view(f"u{values.dtype.itemsize}") * np.uint64(_ODD)
+    bits ^= bits >> np.uint64(32)  # a float's upper bits count for as much as its lower ones
+    bits *= numbers * np.uint64(2) + np.uint64(1)
+    return int(bits.sum(dtype=np.uint64))
 
 
 def of_columns(spec) -> Any:

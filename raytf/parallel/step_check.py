@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf.compat import selfcheck, versions
+from raytf.compat import versions
 from raytf.errors import UnsupportedVersionError
 from raytf.parallel import trainer
 
@@ -21,12 +21,10 @@ def check() -> str | None:
     """Returns a warning for untested versions that pass, or None for tested versions.
 
     Raises:
-        UnsupportedVersionError: A private name is missing, or a step has other results.
+        UnsupportedVersionError: A step has other results.
     """
     if not versions.untested():
         return None
-    selfcheck.import_all()
-    selfcheck.refuse(selfcheck.differences())
     trainer.install()
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -35,8 +33,9 @@ def check() -> str | None:
     two = _stepped(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
     for name, value in single.items():
         if not np.allclose(value, two[name], rtol=0, atol=_TOLERANCE):
-            selfcheck.refuse([f"a step on two devices has {name} {two[name].ravel()[0]:g}, not {value.ravel()[0]:g}"])
-    return selfcheck.warning()
+            where = f"a step on two devices has {name} {two[name].ravel()[0]:g}, not {value.ravel()[0]:g}"
+            raise versions.misfit(where)
+    return versions.warning()
 
 
 def _stepped(strategy, eagerly: bool = False) -> dict[str, np.ndarray]:
@@ -59,7 +58,4 @@ def refusal() -> UnsupportedVersionError | str | None:
     except UnsupportedVersionError as error:
         return error
     except Exception as error:
-        installed = versions.shown(versions.untested())
-        return UnsupportedVersionError(
-            f"raytf does not fit {installed}: a step failed with {type(error).__name__}: {error}"
-        )
+        return versions.misfit(f"a step failed with {type(error).__name__}: {error}")

@@ -32,7 +32,7 @@ from keras import tree
 from raytf import activity, validation
 from raytf.collectives import communicator, exchange, healing
 from raytf.collectives.communicator import local_replicas, many_replicas, spans_workers
-from raytf.compat import keras_objects, patching, selfcheck, versions
+from raytf.compat import keras_objects, patching
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable, traced_apart
@@ -342,28 +342,22 @@ def variable_as_float(original, self):
     return float(self.numpy())
 
 
-def check_versions() -> None:
-    """Raises UnsupportedVersionError if Keras trains with another backend, or is a version that raytf does not fit.
-
-    Versions of `versions.TESTED` are taken as they are. Of others, private names and signatures are looked at, which
-    takes less than a second.
-    """
+def check_backend() -> None:
+    """Raises UnsupportedVersionError if Keras trains with another backend."""
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedVersionError(
             f"raytf trains with Keras' TensorFlow backend; received: {keras.backend.backend()}. "
             "Unset KERAS_BACKEND or set it to tensorflow."
         )
-    if versions.untested("keras", "tensorflow"):
-        selfcheck.refuse(selfcheck.differences())
 
 
 def install() -> None:
     """Makes Keras 3 right under several workers, in this process, until it ends. A second call does nothing.
 
     Raises:
-        UnsupportedVersionError: raytf does not fit the version of Keras or TensorFlow that is installed.
+        UnsupportedVersionError: Keras trains with another backend.
     """
     if not _installed:
-        check_versions()
+        check_backend()
         patching.install()
         _installed.append(True)

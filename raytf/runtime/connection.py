@@ -18,6 +18,7 @@ from ray.exceptions import AuthenticationError
 from raytf import logs, timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_core import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel, is_token_auth_enabled
+from raytf.console import quiet
 from raytf.errors import ConfigError, first_line
 
 logger = logs.get_logger(__name__)
@@ -67,7 +68,7 @@ def connect(
             options["num_cpus"] = max(wanted, cores)
         else:
             _knock(found, where if where != _HERE else f"{found}, the last Ray of this machine")
-        with _sigterm_kept():
+        with _sigterm_kept(), quiet.ray_starts():
             ray.init(address=address, **options)
     except ConfigError:
         raise

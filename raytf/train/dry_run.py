@@ -20,7 +20,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError, UnsupportedVersionError, plain
-from raytf.identity import config_keys, fingerprint
+from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
 from raytf.train import verify
@@ -81,7 +81,8 @@ def _tried(pickled: bytes, block: StoredDataset, rows: int | None, warning: str 
             model = check(build_model, noted, block, batch)
         except ConfigError as error:
             return error
-        identity = _identity(model, noted, config, block, build_model, batch)
+        noted.read |= config_keys.mentioned(build_model).intersection(config)  # what its functions read later
+        identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread(names, noted, functions, references)
         facts = None if rows is None else _facts(model, _feed(block, batch, rows))
@@ -97,17 +98,13 @@ def _look_at_versions():
     return step_check.refusal()
 
 
-def _identity(
-    model, noted: AccessTrackingConfig, config: dict, block: StoredDataset, build_model, batch: BatchSpec
-) -> dict:
+def _identity(model, noted: AccessTrackingConfig, config: dict, block: StoredDataset, batch: BatchSpec) -> dict:
     """What the model is, the values of the config that it was built with, and the types of its columns."""
-    found = fingerprint.of_model(model, lambda: build_model(AccessTrackingConfig(config)))
-    # after the model was described, which notes what its functions read later
     values = {**noted.defaults, **config}
     keys = set(values) if noted.whole else noted.read & set(values)
     read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
     types = fingerprint.types_of(block.refs[0], *batch.roles.values())
-    return found | {"config": fingerprint.described(read), "types": types}
+    return fingerprint.of_model(model) | {"config": canonical.described(read), "types": types}
 
 
 def _logs(model) -> tuple[str, ...] | None:

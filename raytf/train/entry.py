@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from raytf.collectives import ring
-from raytf.compat import autograph, legacy_keras, loggers, selfcheck
+from raytf.compat import autograph, legacy_keras, loggers, versions
 from raytf.compat.fast_import import import_keras
 from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
@@ -39,7 +39,7 @@ def import_raytf() -> None:
         try:
             from raytf.worker import fit  # noqa: F401
         except ImportError as error:
-            selfcheck.explain(error)
+            versions.explain(error)
             raise
 
 

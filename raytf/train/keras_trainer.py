@@ -26,7 +26,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
 from raytf.errors import ConfigError
-from raytf.identity import config_keys, fingerprint, same_run
+from raytf.identity import canonical, config_keys, fingerprint, same_run
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import failures, resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
@@ -374,7 +374,7 @@ class KerasTrainer:
             "version": same_run.VERSION,
             **model,
             "columns": {**columns_of, "types": model["types"]},
-            "map": None if self.batch.map is None else fingerprint.described(self.batch.map),
+            "map": canonical.described(self.batch.map),
             "seed": self.seed,
             "batch_size": self.config["batch_size"],
             "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},

@@ -39,7 +39,7 @@ from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.phases import READING, TRYING, phases, starting
 from raytf.data import stored, streamed
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
-from raytf.identity import fingerprint, same_run
+from raytf.identity import canonical, fingerprint, same_run
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, as_they_come
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -279,15 +279,10 @@ def _existing(run_config) -> str | None:
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
     """Raises ConfigError if a sweep's trainer `was` another one; unknown properties do not differ."""
-    if "model" in was and "model" in now:
-        differ = same_run.shown(same_run.compare(was, now))
-    else:
-        texts = [{key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in (was, now)]
-        differ = ", ".join(f"another {key}" for key in now if was and texts[0].get(key) != texts[1][key])
-    if differ:
+    if differ := same_run.compare(was, now):
         raise ConfigError(
             "A sweep of a name that exists resumes as it was",
-            f"{name!r} with {differ}",
+            f"{name!r} with {same_run.shown(differ)}",
             f"Choose another name, or say resume={name!r}",
         )
 
@@ -464,7 +459,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         )
         loop_parts = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
         data = {name: fingerprint.of_dataset(d, sum(contents[name].rows)) for name, d in datasets.items()}
-        return spec, {key: fingerprint.described(value) for key, value in loop_parts.items()} | {"datasets": data}
+        return spec, {"version": same_run.VERSION, **canonical.described(loop_parts), "data": data}
     contents, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
     tried = trainer.try_model(processes, contents, {**config, **options.sample}, own=_OWN_KEYS)

@@ -16,7 +16,7 @@ from typing import Any
 from pyarrow.fs import FileSelector, FileType
 from ray.tune import Checkpoint
 
-from raytf.identity import meaning
+from raytf.identity import canonical
 from raytf.storage import checkpoint_files, snapshots, step_folders, stored_json
 from raytf.storage.checkpoint_files import MANIFEST, DamagedCheckpointError
 from raytf.worker.session import TRIAL, fetched
@@ -31,8 +31,8 @@ def folder_of(config: Mapping[str, Any], begun_with: str) -> str:
         config: The trial's config.
         begun_with: "<trial>/<checkpoint>" of another trial, or "".
     """
-    descriptions = {name: meaning.described(value) for name, value in config.items()}
-    return PREFIX + meaning.hashed(meaning.dumped([begun_with, descriptions]))
+    descriptions = {name: canonical.described(value) for name, value in config.items()}
+    return PREFIX + canonical.hashed(canonical.dumped([begun_with, descriptions]))
 
 
 def begun_with(checkpoint: str, trial: str, files: Mapping[str, bytes]) -> str:

@@ -112,7 +112,7 @@ def call(python: str, *arguments: str, seconds: float = SECONDS) -> str:
 
 
 def check_names(python: str, folder: str) -> str:
-    found = call(python, "-m", "raytf.compat")
+    found = call(python, "-m", "tests.unit.compat")
     return found.rpartition("Private names (")[2].partition(")")[0] + " names"
 
 

@@ -58,7 +58,7 @@ SEEN = {
         "def g(e): return @\ndef helper(e): return g(e)\n" + loss("helper(square(y, p))"),
         "e * 2",
         "e + 2",
-        "another code of loss helper g 'g'",
+        "another code of loss helper g",
     ),
     "class of the module": (
         "class A:\n    K = @\n" + loss("square(y, p) * A.K"),
@@ -66,7 +66,7 @@ SEEN = {
         "9.0",
         "loss A K 9, was 1",
     ),
-    "nested constant": (loss("square(y, p) * {(1, (@,)): 2.0}.get(1, 3.0)"), "4", "5", "another code of loss 'loss'"),
+    "nested constant": (loss("square(y, p) * {(1, (@,)): 2.0}.get(1, 3.0)"), "4", "5", "another code of loss"),
     "decorator": (
         "def times(k):\n    def wrap(f):\n        @functools.wraps(f)\n        def inner(y, p): return k * f(y, p)\n"
         "        return inner\n    return wrap\ndef build(): return done(seq(D(1)), times(~)(square))",
@@ -105,26 +105,26 @@ SEEN = {
         "def far(y, p): return keras.ops.abs(y - p) * @\ndef build(): return done(seq(D(1)), metrics=[far])",
         "1.0",
         "5.0",
-        "another code of metrics 'far'",
+        "another code of metrics",
     ),
     "wrapped metric": (
         "def far(y, p): return keras.ops.abs(y - p) * @\n"
         "def build(): return done(seq(D(1)), metrics=[keras.metrics.MeanMetricWrapper(far, name='m')])",
         "1.0",
         "5.0",
-        "another code of metrics fn 'far'",
+        "another code of metrics fn",
     ),
     "activation by name": (
         "def act(x): return x * @\ndef build(): return done(seq(D(4, activation=act), D(1)))",
         "1.0",
         "5.0",
-        "another code of Dense (layer 1) activation 'act'",
+        "another code of Dense (layer 1) activation",
     ),
     "activation called as Keras' own": (
         "def relu(x): return x * @\ndef build(): return done(seq(D(4, activation=relu), D(1)))",
         "1.0",
         "5.0",
-        "another code of Dense (layer 1) activation 'relu'",
+        "another code of Dense (layer 1) activation",
     ),
     "lambda activation": (
         "def build(): return done(seq(D(4, activation=lambda x: x * @), D(1)))",
@@ -137,13 +137,13 @@ SEEN = {
         "def build(): return done(seq(keras.layers.Reshape((2, 1)), keras.layers.LSTM(2, activation=act), D(1)))",
         "1.0",
         "5.0",
-        "another code of LSTM (layer 2) activation 'act'",
+        "another code of LSTMCell (layer 3) activation",
     ),
     "regularizer": (
         "def reg(w): return @ * keras.ops.sum(w * w)\ndef build(): return done(seq(D(1, kernel_regularizer=reg)))",
         "0.1",
         "0.2",
-        "another code of Dense (layer 1) kernel_regularizer 'reg'",
+        "another code of Dense (layer 1) kernel_regularizer",
     ),
     "own regularizer without config": (
         "class R(keras.regularizers.Regularizer):\n    def __init__(self, k): self.k = k\n"
@@ -163,7 +163,7 @@ SEEN = {
         "def g(x): return x * @\ndef build(): return done(seq(keras.layers.Lambda(g), D(1)))",
         "2.0",
         "3.0",
-        "another code of Lambda (layer 1) function 'g'",
+        "another code of Lambda (layer 1) function",
     ),
     "closure of a Lambda": (
         "def build():\n    k = @\n    return done(seq(keras.layers.Lambda(lambda x: x * k), D(1)))",
@@ -183,12 +183,6 @@ SEEN = {
         "1.0",
         "3.0",
         "L (layer 1) K 3, was 1",
-    ),
-    "attribute set later": (
-        "def build():\n    layer = Layer()\n    layer.k = @\n    return done(seq(layer, D(1)))",
-        "1.0",
-        "3.0",
-        "Layer (layer 1) k 3, was 1",
     ),
     "constant that a method reads": (
         "K = @\nclass L(Layer):\n    def call(self, x): return x * K\ndef build(): return done(seq(L(), D(1)))",
@@ -215,7 +209,7 @@ SEEN = {
         "def build(): return done(seq(L({'k': @}), D(1)))",
         "1.0",
         "3.0",
-        "L (layer 1) config k 3, was 1",
+        "L (layer 1) k 3, was 1",
     ),
     "get_config without an argument": (
         "class L(Layer):\n    def __init__(self, k=1, **kw): super().__init__(**kw); self.k = k\n"
@@ -240,20 +234,20 @@ SEEN = {
         "def build(): return done(seq(L(@), D(1)))",
         "2.0",
         "3.0",
-        "L (layer 1) _by 3, was 2",
+        "L (layer 1) scale 3, was 2",
     ),
     "tf.function": (
         "@tf.function\ndef f(x): return x * ~\nclass L(Layer):\n    def call(self, x): return f(x)\n"
         "def build(): return done(seq(L(), D(1)))",
         "2.0",
         "3.0",
-        "another code of L (layer 1) f 'f'",
+        "another code of L (layer 1) f",
     ),
     "cached function": (
         "@functools.cache\ndef f(): return ~\n" + loss("square(y, p) * f()"),
         "2.0",
         "3.0",
-        "another code of loss f 'f'",
+        "another code of loss f",
     ),
     "object with slots": (
         "class A:\n    __slots__ = ('k',)\n    def __init__(self, k): self.k = k\nO = A(@)\n"
@@ -261,23 +255,6 @@ SEEN = {
         "2.0",
         "3.0",
         "loss O k 3, was 2",
-    ),
-    "Net(hp)": (
-        "class Net(keras.Model):\n    def __init__(self, hp): super().__init__(); self.d = D(1); self.a = hp['a']\n"
-        "    def call(self, x): return self.d(x) * self.a\ndef build(): return done(Net({'a': @}))",
-        "2.0",
-        "3.0",
-        "Net a 3, was 2",
-    ),
-    "own compile": (
-        "class Net(keras.Model):\n    def __init__(self): super().__init__(); self.d = D(1)\n"
-        "    def call(self, x): return self.d(x)\n"
-        "    def compile(self, optimizer, loss_fn, alpha):\n"
-        "        super().compile(optimizer=optimizer); self.loss_fn, self.alpha = loss_fn, alpha\n"
-        "def build():\n    net = Net()\n    net.compile('adam', keras.losses.Huber(@), alpha=@)\n    return net",
-        "2.0",
-        "3.0",
-        "Net alpha 3, was 2",
     ),
     "rate, the seventh digit": (
         "def build(): return done(seq(D(1)), rate=@)",
@@ -320,39 +297,12 @@ SEEN = {
         "[i, h]",
         "layers of Functional (layer 1) that are connected in another way",
     ),
-    "adapted Normalization": (
-        "def build():\n    n = keras.layers.Normalization()\n    n.adapt(np.array([[@, 1.0], [2.0, 5.0]]))\n"
-        "    return done(seq(n, D(1)))",
-        "1.0",
-        "7.0",
-        "Normalization (layer 1) mean 4.5, was 1.5",
-    ),
-    "adapted vocabulary": (
-        "def build():\n    n = keras.layers.IntegerLookup()\n    n.adapt(np.array(@))\n    return done(seq(n, D(1)))",
-        "[3, 4]",
-        "[3, 5]",
-        "IntegerLookup (layer 1) vocabulary 5, was 4",
-    ),
-    "frozen weights": (
-        "def build():\n    d = D(2, trainable=False)\n    model = seq(d, D(1))\n"
-        "    d.set_weights([np.eye(2) * @, np.zeros(2)])\n    return done(model)",
-        "1.0",
-        "7.0",
-        "Dense (layer 1) kernel 7, was 1",
-    ),
-    "many frozen weights": (
-        "def build():\n    d = D(20, trainable=False)\n    model = seq(d, D(1))\n"
-        "    d.set_weights([np.arange(40).reshape(2, 20) * @, np.zeros(20)])\n    return done(model)",
-        "1.0",
-        "7.0",
-        "other values of Dense (layer 1) kernel",
-    ),
     "a tensor of the layer": (
         "class L(Layer):\n    def __init__(self): super().__init__(); self.k = tf.constant([@, 1.0])\n"
         "def build(): return done(seq(L(), D(1)))",
         "2.0",
         "3.0",
-        "L (layer 1) k 3, was 2",
+        "another code of L (layer 1)",
     ),
 }
 # name: (source, one, other)
@@ -445,7 +395,7 @@ def told(source: str, part: str, name: str = "__main__", file: str = "cell.py"):
         fit.build_from_data(model, rows)
         return model
 
-    return json.loads(json.dumps(fingerprint.of_model(build(), space["build"])))
+    return json.loads(json.dumps(fingerprint.of_model(build())))
 
 
 if __name__ == "__main__":

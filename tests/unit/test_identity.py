@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import pytest
 
@@ -10,6 +11,9 @@ from raytf.errors import ConfigError
 from raytf.identity import same_run
 from tests.unit import kinds_of_models as kinds
 from tests.unit.kinds_of_models import told
+
+# What version 2 of identities says of some models.
+OLD = pathlib.Path(__file__).parent / "checkpoints" / "identities_2.json"
 
 
 def run_of(model, **changes):
@@ -94,16 +98,7 @@ def test_a_subclassed_model_is_known_by_its_layers_and_its_code():
     assert texts(was, other) == [("Dense (layer 1) activation tanh, was relu", True)]
 
 
-def test_a_loss_is_known_by_its_code_and_not_by_how_it_is_named():
-    import keras
-
-    def of(loss):
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", loss)
-        return run_of(told(lambda: model))
-
-    assert texts(of("mse"), of(keras.losses.MeanSquaredError())) == []
-    assert texts(of("mse"), of("mae")) == [("loss function mean_absolute_error, was mean_squared_error", False)]
+def test_a_loss_is_known_by_its_code():
     was, now = (run_of(told(kinds.own_losses, power=power)) for power in (2, 4))
     assert ("loss u power 4, was 2", False) in texts(was, now)
 
@@ -154,5 +149,22 @@ def test_what_is_refused_and_what_is_said(base):
     for resume in ("auto", True):
         with pytest.raises(ConfigError, match="with the model and the optimizer .* optimizer SGD, was Adam"):
             same_run.check(was, run_of(told(kinds.functional, optimizer="sgd")), resume, "it")
-    with pytest.warns(UserWarning, match="cannot be compared"):
-        same_run.check({}, rate, "auto", "it")
+
+
+@pytest.mark.parametrize("build", [kinds.functional, kinds.mixed_precision, kinds.own_losses])
+def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_both_have(build):
+    was = run_of(json.loads(OLD.read_text())[build.__name__], version=2, map={"function": "f", "code": "3.11 ab"})
+    was["data"]["train"]["sources"] = [{"content": "another hash"}]
+    now = run_of(told(build), map={"function": "f", "code": "3.11 cd"})
+    with pytest.warns(UserWarning, match="it: its checkpoints are of another version of raytf"):
+        same_run.check(was, now, "auto", "it")
+    assert not same_run.rates_differ(was, now)
+    with pytest.warns(UserWarning), pytest.raises(ConfigError, match="received: 'it' with seed 1, was 0"):
+        same_run.check(was, now | {"seed": 1}, "auto", "it")
+    with pytest.warns(UserWarning), pytest.raises(ConfigError, match="with the model and the optimizer"):
+        same_run.check(was, run_of(told(kinds.sequential)), True, "it")
+
+
+def test_a_checkpoint_that_says_nothing_is_gone_on_with(base):
+    with pytest.warns(UserWarning, match="of another version of raytf"):
+        same_run.check({}, run_of(base), "auto", "it")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
 import pytest
 
-from raytf.identity import meaning, same_run
+from raytf.identity import canonical
 from tests.unit import changes_of_models as changes
 from tests.unit.test_identity import run_of, texts
 
@@ -54,31 +53,10 @@ def test_settings_of_the_workers():
     assert texts(one, other) == [("sync_every 4, was 1", False)]
 
 
-def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_both_have():
-    """Version 1: hashes of bytecode, six digits, no values."""
-    source = changes.SEEN["lambda activation"][0]
-    now = run_of(changes.told(source, "0.5"), config={"alpha": 1}, settings={"sync_every": 1})
-    was = json.loads(json.dumps(now)) | {"version": 1, "map": {"function": "f", "code": "3.11 ab"}}
-    now["map"] = {"function": "f", "code": "3.11 cd", "reads": {"k": 1}}
-    was["data"]["train"]["sources"] = [{"content": "other"}]
-    del was["config"], was["settings"]
-    was["model"]["graph"] = "another hash"
-    was["model"]["layers"][0].pop("attributes", None)
-    was["model"]["layers"][0]["config"]["activation"] = {
-        "value": {"code": "4wAAAAAA", "defaults": None, "closure": None}
-    }
-    was["optimizers"]["optimizer"]["config"]["epsilon"] = 1.00000049e-07
-    assert texts(was, now) == []
-    now["optimizers"]["optimizer"]["config"]["learning_rate"] = 0.5
-    with (
-        pytest.warns(UserWarning, match="of an earlier version of raytf"),
-        pytest.raises(same_run.ConfigError, match=r"learning_rate 0\.5, was 0\.01"),
-    ):
-        same_run.check(was, now, "auto", "it")
-
-
 def test_two_clocks_of_one_minute_are_two_numbers():
     """Float32 makes one of them, up to where another process starts in the next 128 seconds."""
-    assert meaning.number(1795407999.9) != meaning.number(1795408000.1)
-    assert meaning.number(0.1) == meaning.number(float(np.float32(0.1)))
-    assert meaning.number(3e7) == 3e7 and meaning.number(-(2.0**60)) == meaning.number(float(np.float32(-(2.0**60))))
+    assert canonical.number(1795407999.9) != canonical.number(1795408000.1)
+    assert canonical.number(0.1) == canonical.number(float(np.float32(0.1)))
+    assert canonical.number(3e7) == 3e7 and canonical.number(-(2.0**60)) == canonical.number(
+        float(np.float32(-(2.0**60)))
+    )

@@ -17,7 +17,6 @@ SAYS = {"_say", "warn", "print", "info", "warning", "error", "exception"}
 # What these print is the answer to a command, a table, or what others have said.
 ANSWERS = {
     "cli.py": "the output of commands",
-    "compat/__main__.py": "the output of `python -m raytf.compat`",
     "console/output.py": "passes on what it is given",
     "console/progress.py": "progress lines",
     "doctor/examination.py": "findings, each with its fix",

@@ -247,8 +247,9 @@ def test_a_space_is_described_without_addresses():
 
 def test_a_sweep_of_a_name_is_of_one_loop():
     check = importlib.import_module("raytf.tune.sweep")._check_same
-    now = {"train_loop_per_worker": {"code": "1"}, "train_loop_config": {"sizes": (1, 2)}, "datasets": {}}
+    now = {"train_loop_per_worker": {"code": "1"}, "train_loop_config": {"sizes": [1, 2]}, "data": {}}
     check(json.loads(json.dumps(now)), now, "runs/one")
     check({}, now, "runs/one")  # of a raytf that did not remember it
-    with pytest.raises(ConfigError, match="'runs/one' with another train_loop_per_worker.*resume='runs/one'"):
+    with pytest.raises(ConfigError, match="'runs/one' with another code of train_loop_per_worker.*resume='runs/one'"):
         check(now | {"train_loop_per_worker": {"code": "2"}}, now, "runs/one")
+    check(now | {"version": 2, "train_loop_per_worker": "of an older raytf"}, now, "runs/one")

@@ -6,16 +6,16 @@ import re
 
 import pytest
 
-from raytf.compat import names, patching, selfcheck, signatures, versions
+from raytf.compat import patching, versions
 from raytf.errors import UnsupportedVersionError
+from tests.unit.compat import names, signatures
 
-COMPAT = pathlib.Path(names.__file__).parent
 DOORS = ("keras_objects", "ray_configs", "ray_core", "ray_data", "ray_train", "ray_tune", "tensorflow")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def all_imported():
-    selfcheck.import_all()
+    names.import_all()
 
 
 def test_names_resolve():
@@ -35,7 +35,7 @@ def test_signatures_are_as_recorded():
 
 def test_functions_say_what_they_touch():
     """A private attribute in a function of this package is one of its `uses`, or of a name that the module imports."""
-    for path in sorted(COMPAT.glob("*.py")):
+    for path in sorted(names.COMPAT.glob("*.py")):
         if path.stem not in (
             "keras_objects",
             "ray_configs",
@@ -96,34 +96,22 @@ def test_installed_versions_are_in_the_table():
     assert versions.untested() == {}
 
 
-def test_other_versions_are_refused_with_what_does_not_fit(monkeypatch):
-    from raytf.parallel import trainer
-
-    trainer.check_versions()
-    monkeypatch.setitem(versions.TESTED, "keras", ("3.11",))
-    assert set(versions.untested()) == {"keras"}
-    assert selfcheck.differences() == []
-    assert "keras" in selfcheck.warning()
+def test_what_is_not_as_it_was_is_seen(monkeypatch):
     gone = names.Name("keras.src.layers.layer:Layer._gone", "for a test", "here")
-    monkeypatch.setattr(names, "listed", lambda: [gone])
-    monkeypatch.setattr(signatures, "SIGNATURES", {})
-    found = selfcheck.differences()
-    assert any("Layer._gone" in one for one in found) and any("fit" in one for one in found)
-    with pytest.raises(UnsupportedVersionError, match=r"does not fit keras 3\.\d+.*_gone"):
-        trainer.check_versions()
+    moved = names.Name("keras.src.gone:Layer", "for a test", "here")
+    assert [one.partition(" ")[0] for one in names.unresolved([gone, moved])] == [gone.path, moved.path]
+    path = "keras.src.layers.layer:Layer._flatten_layers"
+    monkeypatch.setitem(signatures.SIGNATURES, path, ("(self)",))
+    (found,) = signatures.changed()
+    assert found.startswith(f"{path} has (self, ") and found.endswith("not (self)")
 
 
-@pytest.mark.parametrize(
-    ("now", "fits"),
-    [
-        ("(self, x, y=)", True),
-        ("(self, x, y=, new=)", True),
-        ("(self, x, *, new=, y=)", True),
-        ("(self, x, y=, **more)", True),
-        ("(self, x, new, y=)", False),
-        ("(self, x)", False),
-        ("(self, y=, x)", False),
-    ],
-)
-def test_calls_fit_a_signature_that_only_grew(now, fits):
-    assert signatures._fits(now, ("(self, x, y=)",)) is fits
+def test_an_import_that_another_version_has_elsewhere_is_explained(monkeypatch):
+    with pytest.raises(ImportError) as caught:
+        from keras.src.layers.layer import Gone  # noqa: F401
+    versions.explain(caught.value)  # of a version that is tested nothing is known
+    monkeypatch.setitem(versions.TESTED, "keras", ("3.11",))
+    with pytest.raises(UnsupportedVersionError, match=r"tested with .*keras 3.11.*does not fit keras 3\.\d+.*'Gone'"):
+        versions.explain(caught.value)
+    versions.explain(ImportError("of the user's", name="user.module"))
+    versions.explain(ImportError("not installed", name="keras"))

@@ -4,7 +4,7 @@ import ast
 import pathlib
 
 import raytf
-from raytf.compat import names
+from tests.unit.compat import names
 
 FOLDER = pathlib.Path(raytf.__file__).parent
 # Private by their names, and part of Python's own API.

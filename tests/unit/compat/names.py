@@ -1,4 +1,4 @@
-"""Private names that the modules of this package touch: listed from their sources, and looked up where they should be.
+"""Private names that `raytf/compat` touches: listed from its sources, and looked up where they should be.
 
 A module imports a private name with a comment that says why, or a function says by `uses` which attributes it touches.
 Where versions differ, `if at_least("ray", 2, 60):` stands before the import or as `since=`, so that a name counts only
@@ -13,11 +13,12 @@ import importlib
 import inspect
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+import raytf.compat
 from raytf.compat import versions
 
-_HERE = pathlib.Path(__file__).parent
+COMPAT = pathlib.Path(raytf.compat.__file__).parent
 PACKAGES = ("keras", "ray", "tensorflow", "tf_keras", "pyarrow")
 # Packages whose modules are private by their place.
 _PRIVATE_PLACES = (
@@ -45,20 +46,6 @@ class Name:
     place: str
 
 
-def uses(*paths: str, since: tuple | None = None, until: tuple | None = None) -> Callable:
-    """Says which private names a function touches; its docstring says what for.
-
-    Args:
-        paths: see `Name`.
-        since, until: ("ray", 2, 60): the first version that has them, the first that has not.
-    """
-
-    def keep(function):
-        return function
-
-    return keep
-
-
 def is_private(module: str) -> bool:
     """Whether a module is private: by a leading underscore, or by where it lies."""
     parts = module.split(".")
@@ -69,8 +56,8 @@ def is_private(module: str) -> bool:
 
 
 def listed() -> list[Name]:
-    """The private names of this package's modules, as far as the installed versions should have them."""
-    return [name for file in sorted(_HERE.glob("*.py")) for name in _of_file(file)]
+    """The private names of the modules of `raytf/compat`, as far as the installed versions should have them."""
+    return [name for file in sorted(COMPAT.glob("*.py")) for name in _of_file(file)]
 
 
 def _of_file(file: pathlib.Path) -> Iterator[Name]:
@@ -179,3 +166,12 @@ def _sets(kind: type, name: str) -> bool:
             if code is not None and name in code.co_names:
                 return True
     return False
+
+
+def import_all() -> None:
+    """Imports the modules of raytf that say replacements or overrides."""
+    root = COMPAT.parent
+    for file in sorted(root.rglob("*.py")):
+        text = file.read_text()
+        if "\n@patch(" in text or "    @overrides(" in text:
+            importlib.import_module(".".join(("raytf", *file.relative_to(root).with_suffix("").parts)))

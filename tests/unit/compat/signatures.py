@@ -6,8 +6,9 @@ import enum
 import inspect
 from collections.abc import Callable, Iterable
 
-from raytf.compat import names, patching
-from raytf.compat.recorded import SIGNATURES
+from raytf.compat import patching
+from tests.unit.compat import names
+from tests.unit.compat.recorded import SIGNATURES
 
 # Ray gives it to the methods of a class that has become an actor's in this process.
 _OF_ACTORS = "_ray_trace_ctx"
@@ -58,34 +59,7 @@ def _of(value: object) -> str | None:
     return shown(inspect.unwrap(value))
 
 
-def changed(strict: bool = True) -> list[str]:
-    """What is not as recorded, a clause each.
-
-    Args:
-        strict: any difference; else a new parameter that has a default is none, unless raytf replaces or overrides the
-            function: its own would not know it.
-    """
-    exact = {one.path for one in (*patching.replacements(), *patching.overridden())}
-    found = []
-    for path, signature in current().items():
-        known = SIGNATURES.get(path, ())
-        if signature in known or (not strict and path not in exact and _fits(signature, known)):
-            continue
-        found.append(f"{path} has {signature}, not {' or '.join(known) or 'recorded'}")
-    return found
-
-
-def _fits(signature: str, known: Iterable[str]) -> bool:
-    """Whether calls that fit one of the known signatures fit another."""
-    now = _parts(signature)
-    for one in known:
-        before = _parts(one)
-        kept = [part for part in now if part in before]
-        added = [part for part in now if part not in before]
-        if kept == before and all(part.endswith("=") or part.startswith("*") for part in added):
-            return True
-    return False
-
-
-def _parts(signature: str) -> list[str]:
-    return [part for part in signature[1:-1].split(", ") if part]
+def changed() -> list[str]:
+    """What is not as recorded, a clause each."""
+    found = {path: (signature, SIGNATURES.get(path, ())) for path, signature in current().items()}
+    return [f"{path} has {s}, not {' or '.join(k) or 'recorded'}" for path, (s, k) in found.items() if s not in k]

@@ -1,4 +1,4 @@
-"""`python -m raytf.compat`: every private name and every replacement, and whether they are as recorded.
+"""`python -m tests.unit.compat`: every private name and every replacement, and whether they are as recorded.
 
 `--record` writes the signatures of the installed versions beside those that are known.
 """
@@ -13,7 +13,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import click
 
-from raytf.compat import names, patching, recorded, selfcheck, signatures, versions
+from raytf.compat import patching, versions
+from tests.unit.compat import names, recorded, signatures
 
 
 def write(found: dict[str, str], path: str) -> None:
@@ -29,10 +30,10 @@ def write(found: dict[str, str], path: str) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--record", is_flag=True, help="Add the signatures of what is installed to raytf/compat/recorded.py.")
+@click.option("--record", is_flag=True, help="Add the signatures of what is installed to recorded.py.")
 def main(record: bool) -> None:
     found = names.listed()
-    selfcheck.import_all()
+    names.import_all()
     if record:
         write(signatures.current(), recorded.__file__)
         return

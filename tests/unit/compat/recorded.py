@@ -1,4 +1,4 @@
-"""Signatures as they are in the versions that raytf is tested with; written by `python -m raytf.compat --record`."""
+"""Signatures as they are in the versions that raytf is tested with; written by `python -m tests.unit.compat --record`."""
 
 # ruff: noqa: E501
 
@@ -353,7 +353,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(self, target, sources, unconnected_gradients=, parallel_iterations=, experimental_use_pfor=)",
     ),
     "tensorflow.python.eager.context:Context": ("(config=, device_policy=, execution_mode=, server_def=)",),
-    "tensorflow.python.eager.context:Context._initialize_physical_devices": ("(self, reinitialize=)",),
     "tensorflow.python.eager.context:Context.get_compiler_ir": (
         "(self, device_name, platform_name, function_name, flat_args, captured_inputs, stage=)",
     ),

@@ -1,0 +1,342 @@
+"""Canonical JSON of values, functions and objects: the same in every process, wherever the code stands.
+
+A function of the user's counts by its bytecode, which every process has (a notebook's cell has no source elsewhere),
+and by the values that it reads by name. Files, lines, comments and docstrings do not count, nor the order of sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import math
+import re
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from raytf.compat.patching import patched
+from raytf.identity.config_keys import AccessTrackingConfig, codes, is_filled
+
+# Longer lists and texts are kept as a hash: a vocabulary, a table of constants.
+_LONGEST_LIST, _LONGEST_TEXT = 256, 256
+_DEEPEST = 24
+# Of a dict, or of a script's arguments: what says how long and where a run trains, not what.
+_OF_THE_TRAINER = frozenset(("epochs", "batch_size", "num_workers"))
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def described(value: Any, left_out: frozenset[str] = frozenset()) -> Any:
+    """A value as JSON: numbers and texts as they are, functions and objects by what tells them apart.
+
+    Args:
+        value: anything, also as Keras serializes it.
+        left_out: keys of dicts that do not count.
+    """
+    return _Describer(left_out).of(value, 0)
+
+
+def class_code(kind: type) -> dict[str, Any]:
+    """Returns {"code", "reads"} of a class and its bases, as far as they are the user's; {} where they are not."""
+    return _Describer(frozenset()).class_code(kind, 0)
+
+
+def config_of(value: Any) -> dict[str, Any]:
+    """The config of an object of Keras, or its attributes by the names of its arguments where it gives none.
+
+    Functions and objects of the user's are in it as the object holds them, not as Keras has serialized them.
+    """
+    try:
+        with _without_sources():
+            config = dict(value.get_config())
+    except Exception:  # it was not made to be serialized
+        config = {name: getattr(value, name) for name in _arguments(value) if hasattr(value, name)}
+    held = getattr(value, "__dict__", {})
+    for name in config:
+        for live in (held.get(name), held.get(f"_{name}")):
+            if is_users_object(live) and not is_part_of_model(live):
+                config[name] = live
+    return config
+
+
+def arguments_of(value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an object of the user's class keeps under the names of its arguments and its config leaves out."""
+    held = {} if is_installed(type(value).__module__) else getattr(value, "__dict__", {})
+    return {name: held[name] for name in _arguments(value) if name in held and name not in config}
+
+
+def _arguments(value: Any) -> list[str]:
+    try:
+        return [name for name in inspect.signature(type(value).__init__).parameters if name != "self"]
+    except ValueError:  # of a class that is not Python's
+        return []
+
+
+@contextlib.contextmanager
+def _without_sources():
+    """Lets Keras serialize a lambda without its source, which it puts into a warning, and which a notebook's cell that
+    was sent to another process does not have."""
+    from raytf.compat.keras import serialization_lib
+
+    class Sourceless:
+        getsource = staticmethod(lambda function: "")
+
+        def __getattr__(self, name):
+            return getattr(inspect, name)
+
+    with patched(serialization_lib, "inspect", Sourceless()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def number(value: float) -> Any:
+    """A number as far as float32 goes: float32 and float64 of one number are the same.
+
+    Above 2**24 float32 leaves out whole units: two clocks of one minute would be one number there, and are not.
+    """
+    if not math.isfinite(value):
+        return repr(value)
+    if 1 << 24 < abs(value) < 1e15:
+        return float(value)
+    if value and not 1e-37 < abs(value) < 3e38:
+        return float(f"{value:.9g}")
+    return float(str(np.float32(value)))
+
+
+def shortened(values: list, longest: int = _LONGEST_LIST) -> Any:
+    """A list, or its length and hash where it is long."""
+    return values if len(values) <= longest else f"{len(values)} values, {hashed(dumped(values))}"
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def hashed(value: str | bytes) -> str:
+    return hashlib.blake2b(value.encode() if isinstance(value, str) else value, digest_size=8).hexdigest()
+
+
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Whether a module is a library's or Python's own, not the user's."""
+    top = (module or "").partition(".")[0]
+    if top in ("__main__", "__mp_main__"):  # the user's, though a worker of Ray has a file of its own by this name
+        return False
+    if top in ("builtins", "raytf", "keras", "tensorflow") or top in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is not None and ("site-packages" in file or "dist-packages" in file)
+
+
+def is_users_object(value: Any) -> bool:
+    """Whether a value is a function or a method of the user's, or an object of the user's class."""
+    if isinstance(value, types.MethodType):
+        return _is_users(value.__func__) or is_users_object(value.__self__)
+    if isinstance(value, functools.partial):
+        return True
+    if isinstance(value, types.FunctionType) or hasattr(value, "python_function"):
+        return _is_users(_unwrapped(value))
+    return not inspect.isclass(value) and not is_installed(type(value).__module__)
+
+
+def is_part_of_model(value: Any) -> bool:
+    """Whether a value is a layer, a model or an optimizer, which are described each by itself."""
+    keras = sys.modules.get("keras")
+    if keras is None:
+        return False
+    return isinstance(value, (keras.Layer, keras.KerasTensor, keras.optimizers.Optimizer))
+
+
+def _is_users(function: Any) -> bool:
+    # a decorator gives its function another's __module__
+    return isinstance(function, types.FunctionType) and not is_installed(
+        function.__globals__.get("__name__") or function.__module__
+    )
+
+
+def _unwrapped(function: Any) -> Any:
+    """A function without the wrappers of libraries; a decorator of the user's changes what it does."""
+    for _ in range(_DEEPEST):
+        inner = getattr(function, "python_function", None) or getattr(function, "__wrapped__", None)
+        if inner is None or _is_users(function):
+            break
+        function = inner
+    return function
+
+
+class _Describer:
+    """Describes values; a function, a class or an object that comes again is named alone."""
+
+    def __init__(self, left_out: frozenset[str]):
+        self._left_out = left_out
+        self._seen: dict[int, Any] = {}  # holds them, so that no other gets their id
+
+    def of(self, value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, enum.Enum):
+            return {"class": type(value).__name__, "value": value.name}
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return number(value)
+        if isinstance(value, str):
+            value = _ADDRESS.sub("", value)
+            return str(value) if len(value) <= _LONGEST_TEXT else f"{len(value)} characters, {hashed(value)}"
+        if isinstance(value, (bytes, bytearray)):
+            return f"{len(value)} bytes, {hashed(bytes(value))}"
+        if isinstance(value, np.generic):
+            return self.of(value.item(), depth)
+        if isinstance(value, np.ndarray):
+            return self._array(value, depth)
+        if isinstance(value, AccessTrackingConfig):  # which of its keys are read is known, and compared by itself
+            return {"class": "config"}
+        if depth > _DEEPEST or isinstance(value, types.ModuleType):
+            return {"class": type(value).__name__}
+        return self._container(value, depth + 1)
+
+    def _array(self, value: np.ndarray, depth: int) -> Any:
+        """An array by its numbers, or by dtype, shape and a hash where they are many."""
+        if value.size <= 16 and value.dtype.kind in "biuf":
+            return self.of(value.tolist(), depth)
+        raw = dumped(self.of(value.tolist(), depth)) if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
+        return f"{value.dtype}{list(value.shape)}, {hashed(raw)}"
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            return self._dict(value, depth)
+        if isinstance(value, (list, tuple)):
+            return shortened([self.of(part, depth) for part in value])
+        if isinstance(value, (set, frozenset)):
+            return shortened(sorted((self.of(part, depth) for part in value), key=dumped))
+        if isinstance(value, functools.partial):
+            given = {str(k): self.of(v, depth) for k, v in value.keywords.items()}
+            return {"partial": self.of(value.func, depth), "args": self.of(value.args, depth), **given}
+        if inspect.isclass(value):
+            return {"class": value.__name__, **self.class_code(value, depth)}
+        if callable(value) and (hasattr(value, "__name__") or hasattr(value, "python_function")):
+            return self._function(value, depth)
+        return self._object(value, depth)
+
+    def _dict(self, value: Mapping, depth: int) -> Any:
+        kind, config = value.get("class_name"), value.get("config")
+        if kind is None or "config" not in value:
+            left_out = self._left_out | _OF_THE_TRAINER
+            return {str(k): self.of(v, depth) for k, v in value.items() if k not in left_out}
+        # as Keras serializes an object
+        if kind == "__lambda__":
+            return {"function": "<lambda>"}
+        if kind == "__keras_tensor__":
+            return {"tensor": self.of([config.get("shape"), config.get("dtype")], depth)}
+        if isinstance(config, str):  # a function by its name
+            return {"function": config}
+        if "DTypePolicy" in kind:
+            return self.of(config.get("name") or config, depth)
+        if isinstance(config, Mapping) and "layers" in config:
+            return {"class": kind}  # its layers are described each by itself
+        inner = self.of(config, depth)
+        return {"class": kind, **(inner if isinstance(inner, dict) else {"config": inner})}
+
+    def _function(self, function: Any, depth: int) -> dict[str, Any]:
+        bound = getattr(function, "__self__", None)
+        function = _unwrapped(getattr(_unwrapped(function), "__func__", function))
+        found: dict[str, Any] = {"function": getattr(function, "__name__", type(function).__name__)}
+        if _is_users(function):
+            found |= self._code({"": function}, depth)
+        elif (module := getattr(function, "__module__", None) or "").partition(".")[0] not in ("", "builtins", "keras"):
+            found["module"] = module
+        if bound is not None and not isinstance(bound, types.ModuleType):
+            found["self"] = self.of(bound, depth)
+        return found
+
+    def _code(self, functions: dict[str, types.FunctionType], depth: int) -> dict[str, Any]:
+        """Returns {"code": a hash of what functions do, "reads": the values that they use, by name}."""
+        reads: dict[str, Any] = {}
+        for function in functions.values():
+            if id(function) not in self._seen:
+                self._seen[id(function)] = function
+                for name, value in _read(function):
+                    reads.setdefault(name, self.of(value, depth))
+        parts = [[name, _instructions(function.__code__)] for name, function in sorted(functions.items())]
+        code = f"{sys.version_info.major}.{sys.version_info.minor} {hashed(dumped(parts))}"
+        return {"code": code, **({"reads": reads} if reads else {})}
+
+    def class_code(self, kind: type, depth: int) -> dict[str, Any]:
+        users = [base for base in kind.__mro__ if not is_installed(base.__module__)]
+        if not users or id(kind) in self._seen:
+            return {}
+        self._seen[id(kind)] = kind
+        functions, constants = {}, {}
+        for base in reversed(users):
+            for name, member in vars(base).items():
+                of_property = getattr(member, "fget", None) or getattr(member, "func", None)
+                function = _unwrapped(of_property or getattr(member, "__func__", member))
+                if _is_users(function):
+                    functions[name] = function
+                elif isinstance(member, (bool, int, float, str, tuple, list, dict)) and not name.startswith("__"):
+                    constants[name] = self.of(member, depth)
+        found = self._code(functions, depth)
+        reads = {**found.get("reads", {}), **constants}
+        return {**found, **({"reads": reads} if reads else {})}
+
+    def _object(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        found: dict[str, Any] = {"class": kind.__name__}
+        if hasattr(value, "numpy") and hasattr(value, "dtype"):
+            is_variable = hasattr(value, "assign")  # its value is the training's
+            return found if is_variable else self._array(np.asarray(value), depth)
+        if is_part_of_model(value) or kind.__name__ == "SeedGenerator" or id(value) in self._seen:
+            return found
+        self._seen[id(value)] = value
+        if isinstance(value, types.SimpleNamespace) or (kind.__module__, kind.__name__) == ("argparse", "Namespace"):
+            return found | self._dict(vars(value), depth)
+        if hasattr(value, "get_config") or not is_installed(kind.__module__):
+            config = config_of(value)
+            config |= arguments_of(value, config)
+            found |= {str(k): self.of(v, depth) for k, v in config.items() if k not in self._left_out | {"name"}}
+        return found | self.class_code(kind, depth)
+
+
+def _read(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yields (name, value) of defaults, and of what a function reads and does not set: its closure, its module."""
+    code, spaces = function.__code__, function.__globals__
+    steps = [step for inner in codes(code) for step in dis.get_instructions(inner)]
+    changed = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF")} - set(code.co_cellvars)
+    names = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
+    yield from sorted((function.__kwdefaults__ or {}).items())
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if is_filled(cell) and name not in changed | {"__class__"}:
+            yield name, cell.cell_contents
+    for name in sorted({step.argval for step in steps if step.opname == "LOAD_GLOBAL"} - changed):
+        if name in spaces and not isinstance(spaces[name], types.ModuleType):
+            yield name, spaces[name]
+
+
+def _instructions(code: types.CodeType) -> list:
+    """What a code object does, without file, lines and docstring."""
+    found: list = [code.co_flags & 0x2F, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    for step in dis.get_instructions(code):
+        if step.opname not in ("NOP", "EXTENDED_ARG"):
+            is_constant = step.opcode in dis.hasconst
+            found.append([step.opname, _constant(step.argval) if is_constant else step.argrepr or step.arg])
+    return found
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, types.CodeType):
+        return _instructions(value)
+    if isinstance(value, (tuple, frozenset)):
+        parts = [_constant(part) for part in value]
+        return parts if isinstance(value, tuple) else sorted(parts, key=dumped)
+    # names within a qualified name change when a function is moved
+    return value.rpartition("<locals>.")[2] if isinstance(value, str) else repr(value)
