@@ -36,6 +36,7 @@ from keras.src.trainers import compile_utils  # its CompileLoss is patched
 
 # Slices and checks of arrays as `fit` makes them, for a `fit` whose rows go to other processes.
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter  # a PyDataset as `fit` reads it
 from keras.src.trainers.epoch_iterator import EpochIterator  # base of this backend's, whose constructor is passed over
 from keras.src.utils import tracking  # lists and dicts of layers, which travel by value
 from keras.src.utils.backend_utils import DynamicBackend  # random layers hold one
@@ -51,6 +52,7 @@ __all__ = [
     "EpochIterator",
     "Functional",
     "LossFunctionWrapper",
+    "PyDatasetAdapter",
     "TFOptimizer",
     "added_to_masks",
     "array_slicing",

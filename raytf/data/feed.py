@@ -13,10 +13,12 @@ from raytf.compat.tensorflow import giving_memory
 from raytf.data import worker_part
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.batches import Batcher
+from raytf.data.pipeline import PipelineFeed
 from raytf.data.reader import Reader, StreamReader, open_reader
 from raytf.data.sampling import Sampling, row_seeds
 from raytf.data.stored import StoredDataset
 from raytf.data.streamed import StreamedDataset
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard
 
@@ -183,6 +185,19 @@ class Feed:
             self._chunk = (number, chunk), (epoch, rows, self._positions(epoch, chunk, rows))
         epoch, rows, whole = self._chunk[1]
         return self._arrays(epoch, number, chunk, rows, whole, slice(first - begin, first - begin + count))
+
+
+def open_feed(dataset, batch: BatchSpec, sampling: Sampling, shard: Shard = Shard(), *, name: str = "train", **more):  # noqa: B008
+    """The `Feed` of a worker, or its `PipelineFeed`, whose steps are still to be agreed on.
+
+    Args:
+        dataset: a `StoredDataset`, a `StreamedDataset` or a `TFData`.
+        batch, sampling, shard, more: see `Feed`.
+        name: of the dataset, for sentences.
+    """
+    if isinstance(dataset, TFData):
+        return PipelineFeed(dataset, sampling, shard, name)
+    return Feed(dataset, batch, sampling, shard, **more)
 
 
 def _rows_from(tensor, first: tf.Tensor):

@@ -15,6 +15,7 @@ from raytf.data import columns, stored, streamed
 from raytf.data import partitions as partitions_module
 from raytf.data.partitions import Partitions
 from raytf.data.stored import StoredDataset, as_table
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 
 # Of the smallest node's object store: every node may come to hold every block, beside what Ray keeps there.
@@ -28,11 +29,11 @@ _SAMPLE_ROWS = 1000
 
 def read_all(
     datasets: Mapping, materialize: bool | str | Mapping, scaling_config, specs: Mapping | None = None
-) -> dict[str, StoredDataset | streamed.StreamedDataset]:
+) -> dict[str, StoredDataset | streamed.StreamedDataset | TFData]:
     """Each of a run's datasets, at the same time: most of a small one's time is Ray's start-up.
 
     Args:
-        datasets: `ray.data.Dataset` by name.
+        datasets: `ray.data.Dataset` by name, or `TFData`, which the workers read.
         materialize: see `check`.
         scaling_config: the run's; reading must go on beside its workers.
         specs: parsed columns by role: no others are read; None reads all.
@@ -42,14 +43,15 @@ def read_all(
     """
     workers = scaling_config.num_workers
     workers = max(1, workers) if isinstance(workers, int) else workers[1]
+    here = {name: dataset for name, dataset in datasets.items() if not isinstance(dataset, TFData)}
     with stored.quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
         calls = [
             pool.submit(
                 columns.of_dataset(name)(_read), name, dataset, materialized(materialize, name), workers, specs or {}
             )
-            for name, dataset in datasets.items()
+            for name, dataset in here.items()
         ]
-        return {name: call.result() for name, call in zip(datasets, calls, strict=True)}
+        return {**datasets, **{name: call.result() for name, call in zip(here, calls, strict=True)}}
 
 
 def check(materialize: Any, names: Collection[str]) -> None:

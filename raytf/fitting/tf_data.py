@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf.compat.tensorflow import dropping_batch, functions_of, inputs_of, reshuffles
+from raytf.compat.tensorflow import dropping_batch, inputs_of, reshuffles
+from raytf.data.dataset_graph import draws, is_unknown, kind, operations
 from raytf.errors import ConfigError, in_a_line
 
 _CHANCE = ("RandomDataset", "SampleFromDatasets", "DirectedInterleaveDataset")
-_UNKNOWN = ("PyFunc", "EagerPyFunc", "PyFuncStateless", "GeneratorDataset")
 # What gives the same rows, whatever order they come in.
 _PASSING = {
     *("MapDataset", "ParallelMapDataset", "FilterDataset", "FlatMapDataset", "PrefetchDataset", "OptionsDataset"),
@@ -64,7 +64,7 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once
         raise ConfigError(
             f"{name} must be a tf.data.Dataset that ends, as every row comes once an epoch",
             "one that repeats for ever",
-            "Leave .repeat() out",
+            "Leave .repeat() out, or pass raytf.TFData(make_dataset, steps_per_epoch=...)",
         )
     parts: list[list[np.ndarray]] = []
     sizes = []
@@ -114,25 +114,25 @@ def _check_same(dataset, name: str) -> bool:
         ConfigError: two readings may give different rows.
     """
     layers = list(_layers(dataset, ()))
-    operations = {operation for one, _ in layers for operation in _operations(one)}
-    kinds = {_kind(one) for one, _ in layers}
+    found = {operation for one, _ in layers for operation in operations(one)}
+    kinds = {kind(one) for one, _ in layers}
     chance = sorted(k for k in kinds if k in _CHANCE)
-    chance += sorted(o for o in operations if _draws(o))
+    chance += sorted(o for o in found if draws(o))
     rule = f"{name}, a tf.data.Dataset, is read once, so it must give the same rows each time"
     if chance:
         raise ConfigError(
             rule,
             f"chance in it ({', '.join(chance)})",
-            "Put random layers (keras.layers.RandomFlip, ...) into the model, or use KerasTrainer(map=...)",
+            "Put random layers (keras.layers.RandomFlip, ...) into the model, or pass raytf.TFData(make_dataset)",
         )
-    if any(o in _UNKNOWN for o in operations | kinds):
+    if any(map(is_unknown, found | kinds)):
         raise ConfigError(
             rule,
             "Python code in it (from_generator, py_function), of which that is not known",
-            "Pass arrays, or a ray.data.Dataset that maps the code over rows; .cache() keeps what one reading gives",
+            "Pass raytf.TFData(make_dataset); or .cache() it, which keeps what one reading gives",
         )
     shuffles = [after for one, after in layers if reshuffles(one)]
-    wrong = {_kind(one) for after in shuffles for one in after if _kind(one) not in _PASSING}
+    wrong = {kind(one) for after in shuffles for one in after if kind(one) not in _PASSING}
     wrong |= {"a batch that drops the remainder, not at the end" for after in shuffles if _drops_within(after)}
     if wrong:
         raise ConfigError(
@@ -147,20 +147,10 @@ def _check_same(dataset, name: str) -> bool:
 def _layers(dataset, after: tuple) -> Iterator[tuple]:
     """Yields each dataset that is read anew in each epoch, with those that come after it."""
     yield dataset, after
-    if _kind(dataset) == "CacheDataset" and all(_kind(one) in _READING_ALL for one in after):
+    if kind(dataset) == "CacheDataset" and all(kind(one) in _READING_ALL for one in after):
         return
     for one in inputs_of(dataset):
         yield from _layers(one, (*after, dataset))
-
-
-def _kind(dataset) -> str:
-    return type(dataset).__name__.lstrip("_")
-
-
-def _draws(operation: str) -> bool:
-    """Whether an operation of a function gives other results each time."""
-    random = operation.startswith(("Random", "Stateful")) and not operation.startswith("StatefulPart")
-    return random or operation.startswith(("ShuffleDataset", "ShuffleAndRepeat"))
 
 
 def _drops_within(after: tuple) -> bool:
@@ -169,8 +159,8 @@ def _drops_within(after: tuple) -> bool:
     if not dropping:
         return False
     first = dropping[0]
-    padded = _kind(after[first]) == "PaddedBatchDataset"
-    return len(dropping) > 1 or padded or any(_kind(one) not in _LAST for one in after[:first])
+    padded = kind(after[first]) == "PaddedBatchDataset"
+    return len(dropping) > 1 or padded or any(kind(one) not in _LAST for one in after[:first])
 
 
 _LAST = ("PrefetchDataset", "OptionsDataset")
@@ -179,7 +169,7 @@ _LAST = ("PrefetchDataset", "OptionsDataset")
 def _whole(dataset) -> tuple[tf.data.Dataset, int | None]:
     """Returns a dataset with the last batch that it drops, and the size of a batch if it drops any."""
     batch = dataset
-    while _kind(batch) in _LAST:
+    while kind(batch) in _LAST:
         (batch,) = inputs_of(batch)
     size = dropping_batch(batch)
     if size is None:
@@ -187,10 +177,3 @@ def _whole(dataset) -> tuple[tf.data.Dataset, int | None]:
     (rows,) = inputs_of(batch)
     return rows.batch(size), size
 
-
-def _operations(dataset) -> Iterator[str]:
-    """Kinds of the operations in a dataset's functions, and in what these call."""
-    for function in functions_of(dataset):
-        definition = function.function.graph.as_graph_def(add_shapes=False)
-        for node in (*definition.node, *(n for f in definition.library.function for n in f.node_def)):
-            yield node.op
