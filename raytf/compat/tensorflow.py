@@ -99,7 +99,7 @@ def reshuffles(dataset) -> bool:
 @uses("tensorflow.python.eager.context:Context._seed", "tensorflow.python.eager.context:Context._rng")
 @contextlib.contextmanager
 def global_seed(seed: int) -> Iterator[None]:
-    """Within it `tf.random`'s global seed is this one; `tf.random.set_seed` would drop what others have drawn so far."""
+    """Within it `tf.random`'s global seed is this one; `set_seed` would drop how far others have drawn."""
     here = context.context()
     before = here._seed, getattr(here, "_rng", None)
     here._seed, here._rng = seed, random.Random(seed)

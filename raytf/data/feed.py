@@ -84,6 +84,11 @@ class Feed:
         """What says which rows a step of an epoch has, see `BatchSpec.order`."""
         return self._batch.order(self._order)
 
+    @property
+    def row_bytes(self) -> float:
+        """About how many bytes a row takes."""
+        return self.shape.row_bytes
+
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Says which epoch every iterator from now on gives, and from which step on."""
         self.epoch, self.first_step, self._counts_itself = epoch, first_step, False
@@ -187,16 +192,27 @@ class Feed:
         return self._arrays(epoch, number, chunk, rows, whole, slice(first - begin, first - begin + count))
 
 
-def open_feed(dataset, batch: BatchSpec, sampling: Sampling, shard: Shard = Shard(), *, name: str = "train", **more):  # noqa: B008
-    """The `Feed` of a worker, or its `PipelineFeed`, whose steps are still to be agreed on.
+def open_feed(
+    dataset,
+    batch: BatchSpec,
+    sampling: Sampling,
+    shard: Shard = Shard(),  # noqa: B008 - it is frozen
+    *,
+    name: str = "train",
+    strategy: tf.distribute.Strategy | None = None,
+    told: dict | None = None,
+    **more,
+) -> Feed | PipelineFeed:
+    """The feed of a worker.
 
     Args:
         dataset: a `StoredDataset`, a `StreamedDataset` or a `TFData`.
         batch, sampling, shard, more: see `Feed`.
         name: of the dataset, for sentences.
+        strategy, told: see `PipelineFeed.agree`.
     """
     if isinstance(dataset, TFData):
-        return PipelineFeed(dataset, sampling, shard, name)
+        return PipelineFeed(dataset, sampling, shard, name).agree(strategy, told)
     return Feed(dataset, batch, sampling, shard, **more)
 
 

@@ -148,8 +148,10 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 
-def describe(name: str, found: StoredDataset | streamed.StreamedDataset, shuffle: str) -> str:
-    """A line that says where a dataset is kept, and how it is shuffled."""
+def describe(name: str, found: StoredDataset | streamed.StreamedDataset | TFData, shuffle: str) -> str:
+    """A line that says where a dataset is kept, and how it is shuffled; of a pipeline, how its batches are shared."""
+    if isinstance(found, TFData):
+        return f"{name}: {found.looked.text}"
     where = "streamed in every epoch" if isinstance(found, streamed.StreamedDataset) else "kept in the object store"
     shuffled = {"full": "shuffled", "window": "shuffled by windows", "none": "in its own order"}[shuffle]
     return f"{name}: {sum(found.rows):,} rows, {where}, {shuffled}"

@@ -6,6 +6,7 @@ An epoch's dataset is made when its first batch is asked for, and runs in C++ wi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import time
 import traceback
@@ -23,7 +24,7 @@ from raytf.compat.tensorflow import global_seed, making_alike, reshuffles
 from raytf.console import output
 from raytf.data import dataset_graph, worker_part
 from raytf.data.sampling import Sampling, generator
-from raytf.data.tf_data import PipelineContext, TFData
+from raytf.data.tf_data import Looked, PipelineContext, TFData
 from raytf.errors import ConfigError, in_a_line
 from raytf.runtime.topology import Shard
 
@@ -79,8 +80,7 @@ class PipelineFeed:
     @property
     def order(self) -> dict[str, Any]:
         """What says which rows a step has, as `Feed.order`; JSON."""
-        told = {"batch_size": self.global_batch, "seed": self._sampling.seed, "pipeline": self._source.name}
-        told |= {"steps": self.steps, "goes_on": self.goes_on}
+        told = self._source.order(self.global_batch, self._sampling.seed, self.goes_on) | {"steps": self.steps}
         return told | ({"shards": self._shard.count} if self._source.shards_itself else {})
 
     @property
@@ -96,7 +96,7 @@ class PipelineFeed:
         """Finds out how many steps an epoch has; all workers call it at once.
 
         Args:
-            strategy: of the workers.
+            strategy: of the workers; None for one that is alone, whatever its shard.
             told: of another worker's feed, of one that takes a lost worker's place: nothing is exchanged then.
 
         Raises:
@@ -108,17 +108,20 @@ class PipelineFeed:
         count = self._shard.count
         mine = np.zeros((count, 2), np.int64)
         mine[self._shard.index] = self._own_steps(), zlib.crc32(repr(self.spec).encode())
-        if self._source.shards_itself is False and self.hidden and count > 1:  # Python's own random numbers
+        if not self._source.shards_itself and self.hidden and count > 1:  # Python's own random numbers
             mine[self._shard.index, 1] += self._digest() << 32
-        if count > 1:
+        if count > 1 and strategy is not None:
             (mine,) = communicator.sum_over_workers(strategy, [mine])
+        if strategy is None:
+            mine = mine[[self._shard.index]]
         found, kinds = mine[:, 0].tolist(), mine[:, 1].tolist()
         if len(set(kinds)) > 1:
+            other = next(i for i, one in enumerate(kinds) if one != kinds[0])
             same = len({one & 0xFFFFFFFF for one in kinds}) == 1
             raise self._error(
                 "All workers must be given batches alike" + ("; they cut each one" if same else ""),
-                f"other {'rows in the first batch' if same else 'shapes or types'} on worker "
-                f"{next(i for i, one in enumerate(kinds) if one != kinds[0])} than on worker 0, here {_shown(self.spec)}",
+                f"other {'rows in the first batch' if same else 'shapes or types'} on worker {other} than on worker 0, "
+                f"here {_shown(self.spec)}",
                 "Let chance follow context.seed and context.epoch, or pass raytf.TFData(..., shards_itself=True)"
                 if same
                 else "Name shapes and types in the function",
@@ -198,13 +201,21 @@ class PipelineFeed:
         try:
             batch = next(iter(self._made(0).take(1)), None)
         except tf.errors.OpError as error:
-            raise self._error(_RULE, f"one whose first batch fails: {in_a_line(error)}", "Correct the function") from error
+            failed = f"one whose first batch fails: {in_a_line(error)}"
+            raise self._error(_RULE, failed, "Correct the function") from error
         if batch is None:
             raise self._nothing()
         return worker_part.mark_worker_part(tf.data.Dataset.from_tensors(batch))
 
-    def row_bytes(self, batch) -> float:
-        """About how many bytes a row of a batch takes."""
+    def few(self, rows: int) -> tf.data.Dataset:
+        """This worker's part of the first rows, in batches that are whole."""
+        made = self._batches(self._made_whole(0))
+        return self._cut(made.unbatch().take(rows).batch(self.global_batch))
+
+    @property
+    def row_bytes(self) -> float:
+        """About how many bytes a row takes."""
+        batch = next(iter(self.first_batch()))
         leaves = tf.nest.flatten(batch, expand_composites=True)
         size = sum(int(tf.size(leaf)) * max(1, leaf.dtype.size) for leaf in leaves)
         return size / max(1, int(worker_part.row_count(_first_leaf(batch))))
@@ -328,7 +339,9 @@ class PipelineFeed:
             )
         if any(leaf.shape.rank is None for leaf in leaves):
             raise self._error(
-                _RULE, f"tensors of unknown rank, {_shown(made.element_spec)}", "Name the shapes with set_shape in a map"
+                _RULE,
+                f"tensors of unknown rank, {_shown(made.element_spec)}",
+                "Name the shapes with set_shape in a map",
             )
         return made
 
@@ -345,9 +358,35 @@ class PipelineFeed:
         return ConfigError(rule, f"{received}; from {self._source.name!r}, of {self._name!r}", fix)
 
 
-def remarks(feed: PipelineFeed) -> str:
-    """A clause that says how a pipeline is shared, and where a training goes on."""
-    source = feed._source
+def look(source: TFData, sampling: Sampling, name: str) -> Looked:
+    """Looks at a pipeline and its first batch, in one process.
+
+    Args:
+        source, sampling, name: see `PipelineFeed`.
+
+    Raises:
+        ConfigError: see `PipelineFeed`; or it has no batch.
+    """
+    feed = PipelineFeed(source, sampling, name=name)
+    batch = next(iter(feed.first_batch()))
+    rows = int(worker_part.row_count(_first_leaf(batch)))
+    return Looked(text=_remarks(feed, source), goes_on=feed.goes_on, steps=feed.known_steps(), rows=rows)
+
+
+def two_steps(source: TFData, shard: Shard, batch: int) -> tf.data.Dataset:
+    """One worker's part of the first rows of a pipeline: a global batch, and one with two rows less.
+
+    Args:
+        source: the user's.
+        shard: the worker.
+        batch: rows of the first step, of all workers.
+    """
+    source = dataclasses.replace(source, shards_itself=False)
+    feed = PipelineFeed(source, Sampling(global_batch=batch, shuffle="none"), shard)
+    return worker_part.mark_worker_part(feed.few(2 * batch - 2))
+
+
+def _remarks(feed: PipelineFeed, source: TFData) -> str:
     shares = "a shard on each worker" if source.shards_itself else "on each worker, which takes its part of each batch"
     goes_on = "goes on at any step"
     if feed.goes_on == "epoch":

@@ -10,7 +10,8 @@ a service) at an epoch. An endless dataset is one stream that its epochs divide.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from ray import cloudpickle
 
@@ -42,6 +43,23 @@ class PipelineContext:
     epoch: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What was seen of a pipeline before the workers start.
+
+    Args:
+        text: how it is shared, and where a training goes on, as a clause.
+        goes_on: "step" or "epoch".
+        steps: of an epoch where they are known, of shards those of all in one.
+        rows: of the first batch.
+    """
+
+    text: str
+    goes_on: str
+    steps: int | None
+    rows: int
+
+
 @dataclass(frozen=True)
 class TFData:
     """Rows of a `tf.data` pipeline, wherever a trainer takes a dataset.
@@ -69,6 +87,7 @@ class TFData:
             without rows, which count nothing; "error" refuses them.
         resume: where a training goes on: "auto" at a step, or at an epoch if the pipeline holds what may have a state
             of its own; "step" or "epoch" says it.
+        looked: raytf's own.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -81,6 +100,7 @@ class TFData:
     steps_per_epoch: int | None = None
     uneven: str = "pad"
     resume: str = "auto"
+    looked: Looked | None = field(default=None, repr=False)
 
     def __post_init__(self):
         if not callable(self.make_dataset):
@@ -106,6 +126,12 @@ class TFData:
     def first(self) -> TFData:
         """The same: it holds no rows, of which `StoredDataset.first` takes some."""
         return self
+
+    here = first
+
+    def order(self, batch_size: int, seed: int, goes_on: str) -> dict[str, Any]:
+        """What says which rows a step has, as far as it is known before the workers start; see `Feed.order`. JSON."""
+        return {"batch_size": batch_size, "seed": seed, "pipeline": self.name, "goes_on": goes_on}
 
     def check_pickles(self) -> None:
         """Raises ConfigError if the function cannot be sent to a worker."""

@@ -176,4 +176,3 @@ def _whole(dataset) -> tuple[tf.data.Dataset, int | None]:
         return dataset, None
     (rows,) = inputs_of(batch)
     return rows.batch(size), size
-

@@ -335,6 +335,12 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
     }
 
 
+def of_pipeline(source) -> dict[str, Any]:
+    """What is known of a `raytf.TFData`: its function with the values that it reads, not the files; as `of_dataset`."""
+    options = {"shards_itself": source.shards_itself, "rows": source.rows, "steps_per_epoch": source.steps_per_epoch}
+    return {"rows": 0, "sources": [], "operations": [{"fn": described(source.make_dataset), **options}]}
+
+
 def _operation(operator) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(operator).__name__}
     for name in ("fn", "fn_args", "fn_kwargs", "fn_constructor_args", "fn_constructor_kwargs", "limit", "key", "seed"):

@@ -39,6 +39,7 @@ from raytf.compat import loggers
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.phases import READING, TRYING, phases, starting
 from raytf.data import stored, streamed
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
 from raytf.identity import fingerprint, same_run
 from raytf.runtime import resources
@@ -464,7 +465,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
-        rows=sum(found["train"].rows),
+        rows=None if isinstance(found["train"], TFData) else sum(found["train"].rows),
         end=SweepEnd(),
         unhealed=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,

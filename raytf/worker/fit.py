@@ -14,7 +14,8 @@ from raytf.collectives import healing
 from raytf.collectives.healing import ReplacementState
 from raytf.compat import keras_objects, loggers
 from raytf.data import sampling
-from raytf.data.feed import Feed
+from raytf.data.feed import Feed, open_feed
+from raytf.data.pipeline import PipelineFeed
 from raytf.errors import ConfigError
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers
@@ -63,7 +64,13 @@ def train(task: TrainJob, session) -> dict | None:
         heals = task.heals and isinstance(session, (RaySession, TrialSession))
         model = built(task, distribution)
         static = context.uses_tpu()
-        feeds = {name: _open(task, name, session, static and name == "train") for name in task.used()}
+        place, agreed = healing.here.place, {}
+        told = place.agreed if place is not None else {}
+        feeds = {
+            name: _open(task, name, session, static and name == "train", distribution, told.get(f"feed {name}"))
+            for name in task.used()
+        }
+        agreed |= {f"feed {name}": feed for name, feed in feeds.items() if isinstance(feed, PipelineFeed)}
         if static:
             tpu.check_batch(task.config["batch_size"], feeds["train"].rows, distribution.num_replicas_in_sync)
             if task.steps_per_execution == "auto" and model.steps_per_execution == 1:
@@ -78,8 +85,6 @@ def train(task: TrainJob, session) -> dict | None:
         others = [feed for name, feed in feeds.items() if name != "train"]
         position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, others)
         around = [position, *users, epoch_checks.EpochChecks(task.nan, users, session.rank, session.size)]
-        place, agreed = healing.here.place, {}
-        told = place.agreed if place is not None else {}
         if place is not None:
             model.steps_per_execution = told["steps_per_execution"]
         if task.steps_per_execution == "auto" and not static:
@@ -250,9 +255,9 @@ def scale_rate(model, factor: float) -> None:
     model.optimizer.learning_rate = float(rate) * factor
 
 
-def _open(task: TrainJob, name: str, session, static: bool):
-
-    return Feed(**task.feed(name, drop_remainder=static), shard=Shard(session.rank, session.size), static=static)
+def _open(task: TrainJob, name: str, session, static: bool, strategy, told: dict | None) -> Feed | PipelineFeed:
+    shard, given = Shard(session.rank, session.size), task.feed(name, drop_remainder=static)
+    return open_feed(**given, shard=shard, static=static, name=name, strategy=strategy, told=told)
 
 
 def built(task: TrainJob, distribution):

@@ -10,6 +10,7 @@ from raytf.console.progress import Board
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
 from raytf.worker.checkpoint_every import Every
 
 
@@ -21,7 +22,7 @@ class TrainJob:
         build_model, callbacks: the user's functions of the config.
         config: the user's config.
         batch: what a batch consists of; its map is for training rows.
-        datasets: the `stored.StoredDataset` or `streamed.StreamedDataset` of "train" and, if there is one, of
+        datasets: the `stored.StoredDataset`, `streamed.StreamedDataset` or `TFData` of "train" and, if there is one, of
             "validation".
         sampling: how training steps take rows; its seed is that of weights and masks, too. The rows of a step are the
             config's, which a trial of a sweep may change.
@@ -92,7 +93,10 @@ class TrainJob:
 
     @property
     def order(self) -> dict[str, int | str | bool]:
-        """`Feed.order` of the training rows."""
+        """`Feed.order` of the training rows, as far as it is known before the workers start."""
+        if isinstance(self.datasets["train"], TFData):
+            source, seed = self.datasets["train"], self.sampling.seed
+            return source.order(self.config["batch_size"], seed, source.looked.goes_on)
         made = self.feed("train")
         return self.batch.order(made["sampling"].of(made["dataset"].rows))
 

@@ -24,10 +24,12 @@ from raytf import timeouts
 from raytf.collectives import communicator, ring
 from raytf.compat import keras_objects
 from raytf.compat.patching import patched
+from raytf.data import pipeline
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.feed import Feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
 from raytf.parallel import model_optimizers
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import Shard, tf_config
@@ -60,8 +62,8 @@ class VerificationTask:
 
     build: Callable[[], Any]
     batch: BatchSpec
-    rows: StoredDataset
-    validation: StoredDataset | None
+    rows: StoredDataset | TFData
+    validation: StoredDataset | TFData | None
     global_batch: int
     structure: Callable | None = None
     validation_batch: BatchSpec | None = None
@@ -77,8 +79,11 @@ class VerificationTask:
         if validation:
             batch = self.validation_batch or dataclasses.replace(batch, map=None)
             structure = self.validation_structure or structure
-        feed = Feed(rows, batch, Sampling(global_batch=self.global_batch, shuffle="none"), shard)
-        return feed.dataset() if structure is None else structure(feed.dataset())
+        if isinstance(rows, TFData):
+            made = pipeline.two_steps(rows, shard, self.global_batch)
+        else:
+            made = Feed(rows, batch, Sampling(global_batch=self.global_batch, shuffle="none"), shard).dataset()
+        return made if structure is None else structure(made)
 
 
 def as_worker(
