@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.collectives import communicator
-from raytf.compat.keras import PyDatasetAdapter
+from raytf.compat.keras import PyDatasetAdapter, data_adapter_utils
 from raytf.compat.tensorflow import global_seed, making_alike, reshuffles
 from raytf.console import output
 from raytf.data import dataset_graph, worker_part
@@ -330,7 +330,7 @@ class PipelineFeed:
                     "Name it with set_shape in a map; or batch in the function, with padded_batch or ragged_batch",
                 )
             start, stop = (self._shard if self._source.shards_itself else Shard()).of(self.global_batch)
-            return made.batch(stop - start)
+            return self._weighted(made.batch(stop - start))
         if not leaves or any(leaf.shape.rank == 0 for leaf in leaves):
             raise self._error(
                 _RULE,
@@ -338,12 +338,18 @@ class PipelineFeed:
                 "Batch them in the function, .batch(context.batch), or pass raytf.TFData(..., rows=True)",
             )
         if any(leaf.shape.rank is None for leaf in leaves):
-            raise self._error(
-                _RULE,
-                f"tensors of unknown rank, {_shown(made.element_spec)}",
-                "Name the shapes with set_shape in a map",
-            )
-        return made
+            unknown = f"tensors of unknown rank, {_shown(made.element_spec)}"
+            raise self._error(_RULE, unknown, "Name the shapes with set_shape in a map")
+        return self._weighted(made)
+
+    def _weighted(self, made: tf.data.Dataset) -> tf.data.Dataset:
+        if self._source.class_weight is None:
+            return made
+        try:
+            return made.map(data_adapter_utils.make_class_weight_map_fn(dict(self._source.class_weight)))
+        except Exception as error:
+            rule = "class_weight is for one output of classes, and without sample weights"
+            raise self._error(rule, in_a_line(error), "Leave it out, and give weights in the function") from error
 
     def _cut(self, made: tf.data.Dataset) -> tf.data.Dataset:
         if self._source.shards_itself:
@@ -370,7 +376,8 @@ def look(source: TFData, sampling: Sampling, name: str) -> Looked:
     feed = PipelineFeed(source, sampling, name=name)
     batch = next(iter(feed.first_batch()))
     rows = int(worker_part.row_count(_first_leaf(batch)))
-    return Looked(text=_remarks(feed, source), goes_on=feed.goes_on, steps=feed.known_steps(), rows=rows)
+    told = {"text": _remarks(feed, source), "goes_on": feed.goes_on, "spec": repr(feed.spec)}
+    return Looked(**told, steps=feed.known_steps(), rows=rows)
 
 
 def two_steps(source: TFData, shard: Shard, batch: int) -> tf.data.Dataset:

@@ -9,7 +9,7 @@ a service) at an epoch. An endless dataset is one stream that its epochs divide.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -52,12 +52,14 @@ class Looked:
         goes_on: "step" or "epoch".
         steps: of an epoch where they are known, of shards those of all in one.
         rows: of the first batch.
+        spec: shapes and types of a batch, to be compared.
     """
 
     text: str
     goes_on: str
     steps: int | None
     rows: int
+    spec: str
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class TFData:
             dataset does not know, its batches are counted before the first epoch.
         uneven: of shards that have fewer batches than others, or none: "pad" has their workers make the other steps
             without rows, which count nothing; "error" refuses them.
+        class_weight: weight of each class, by number, for labels that are classes; as `model.fit` takes it.
         resume: where a training goes on: "auto" at a step, or at an epoch if the pipeline holds what may have a state
             of its own; "step" or "epoch" says it.
         looked: raytf's own.
@@ -99,6 +102,7 @@ class TFData:
     rows: bool = False
     steps_per_epoch: int | None = None
     uneven: str = "pad"
+    class_weight: Mapping[int, float] | None = None
     resume: str = "auto"
     looked: Looked | None = field(default=None, repr=False)
 
@@ -115,6 +119,9 @@ class TFData:
         if self.steps_per_epoch is not None:
             validation.check_whole("steps_per_epoch", self.steps_per_epoch, 1)
         validation.check_word("uneven", self.uneven, UNEVEN)
+        if self.class_weight is not None and not isinstance(self.class_weight, Mapping):
+            received = repr(self.class_weight)
+            raise ConfigError("class_weight must be a dict of classes to weights", received, "Pass {0: 1.0, ...}")
         validation.check_word("resume", self.resume, RESUMES)
 
     @property

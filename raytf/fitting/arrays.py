@@ -6,6 +6,7 @@ Series a column. Driver side.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from raytf.data import columns
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import Column, Columns
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 
 # Of a block: many enough that workers share the reading, and few.
@@ -37,7 +39,7 @@ class Data:
     """Rows, and how tensors are made of them.
 
     Args:
-        dataset: a `ray.data.Dataset` that is still to be read, or None.
+        dataset: a `ray.data.Dataset` that is still to be read, a `TFData`, or None.
         table: the rows, where they are in memory.
         batch: what a batch consists of.
         structure: (x, y, sample weights) as far as there are any, with the name of a column for each tensor, where that
@@ -81,6 +83,8 @@ def of(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> 
     Raises:
         ConfigError: it is none of what can be sent to workers, or the parts do not fit each other.
     """
+    if isinstance(x, TFData):
+        return _pipeline(x, y, sample_weight, class_weight, features, labels, name)
     _refuse_other(x, name)
     if features is None and labels is None and not isinstance(x, (str, os.PathLike, ray.data.Dataset)):
         return _arrays(x, y, sample_weight, class_weight, name)
@@ -89,7 +93,16 @@ def of(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> 
 
 def is_arrays(x) -> bool:
     """Whether rows can be counted and cut here."""
-    return not isinstance(x, (str, os.PathLike, ray.data.Dataset))
+    return not isinstance(x, (str, os.PathLike, ray.data.Dataset, TFData))
+
+
+def _pipeline(x: TFData, y, sample_weight, class_weight, features, labels, name: str) -> Data:
+    others = {"y": y, "sample_weight": sample_weight, "features": features, "labels": labels}
+    if given := [other for other, value in others.items() if value is not None]:
+        raise ConfigError(f"{name} is a raytf.TFData, which says that itself", ", ".join(given), "Leave it out")
+    x.check_pickles()
+    x = x if class_weight is None else dataclasses.replace(x, class_weight=class_weight)
+    return Data(x, None, BatchSpec(None))
 
 
 def _refuse_other(x, name: str) -> None:
@@ -102,7 +115,8 @@ def _refuse_other(x, name: str) -> None:
         raise ConfigError(
             f"{name} must be rows that can be sent to the workers, and counted",
             f"a generator of type {kind.__name__}",
-            "Pass arrays, a path of Parquet, or a ray.data.Dataset, such as ray.data.from_items(...).map(...)",
+            "Pass raytf.TFData(make_dataset) of a function that makes it, arrays, a path of Parquet, or a "
+            "ray.data.Dataset, such as ray.data.from_items(...).map(...)",
         )
 
 

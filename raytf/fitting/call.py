@@ -27,9 +27,11 @@ from raytf.console import phases as phases_module
 from raytf.console import progress
 from raytf.console.output import Output
 from raytf.data import ingest, streamed
-from raytf.data.feed import Feed
+from raytf.data.feed import Feed, open_feed
+from raytf.data.pipeline import PipelineFeed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, plain
 from raytf.fitting import arrays, fit_worker, transport, warm
 from raytf.fitting.keeping import Keeping, identity
@@ -112,6 +114,8 @@ class Call:
         self._phases.begin(phases_module.READING)
         self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
         for name, found in self._found.items():
+            if isinstance(found, TFData):
+                continue
             if not found.rows:
                 raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
             self._parts[name].batch.check(found.columns)
@@ -133,13 +137,16 @@ class Call:
         """A dataset of the shapes and types of one of the parts."""
         return fit_worker.structured(self._feed(name, 2).dataset(), self._parts[name].structure)
 
-    def _feed(self, name: str, rows: int) -> Feed:
+    def _feed(self, name: str, rows: int) -> Feed | PipelineFeed:
         part = self._parts[name]
         if part.table is not None:
             table = part.table.slice(0, _FIRST_ROWS)
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
             found = self._found[name]
+            if isinstance(found, TFData):
+                sampling = Sampling(global_batch=found.looked.rows, shuffle="none")
+                return open_feed(found, part.batch, sampling, name=name, told={"steps": 1})
             blocks = found.first() if found.rows else found
         return Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
 
@@ -227,7 +234,7 @@ class Call:
         if self._keeping is None:
             return seed, {}
         self._connect()
-        rows = {name: sum(found.rows) for name, found in self._found.items()}
+        rows = {name: 0 if isinstance(f, TFData) else sum(f.rows) for name, f in self._found.items()}
         if shown:
             print(f"run     {self._keeping.where}", flush=True)
         told = identity(self._model, self._parts, rows, batch, arguments)

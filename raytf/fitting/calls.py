@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,8 +21,10 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
 from raytf.console.phases import phases
-from raytf.data import sampling
+from raytf.data import ingest, pipeline, sampling
 from raytf.data.columns import ColumnSpecs
+from raytf.data.sampling import Sampling
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
@@ -31,6 +34,7 @@ from raytf.fitting.predictor import named
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments as checks
+from raytf.worker.checkpoint_every import Every
 
 _BATCH = 32
 # Of predictions that a worker hands over at once.
@@ -82,7 +86,8 @@ def fit(
     Args:
         model: a compiled `keras.Model`, made outside of any `tf.distribute` strategy.
         x: NumPy arrays, tensors, pandas or Arrow tables (as matrices), or lists and dicts of these as the model takes
-            them; a finite `tf.data.Dataset` of batches; or rows with columns that `features` and `labels` name: a
+            them; a finite `tf.data.Dataset` of batches, read once here; a `raytf.TFData` of a function that makes one
+            on the workers, which shuffles itself; or rows with columns that `features` and `labels` name: a
             table, a path of Parquet, a `ray.data.Dataset`.
         y: labels of arrays, likewise.
         batch_size: rows of the **global** batch, at least one for each worker; 32 by default.
@@ -90,12 +95,13 @@ def fit(
         verbose: 0 prints nothing; else a line for each epoch, and a live one in a terminal.
         callbacks: Keras callbacks; they run on every worker, and write files on the chief alone.
         validation_split: share of the last rows of arrays to validate on, 0 to 1.
-        validation_data: (x, y), (x, y, sample_weight), or rows with the same columns as `x`.
+        validation_data: (x, y), (x, y, sample_weight), a `raytf.TFData`, or rows with the same columns as `x`.
         shuffle: whether rows come in another order in each epoch, the same for any number of workers.
-        class_weight: weight of each class, for arrays.
+        class_weight: weight of each class, for arrays and a `raytf.TFData`.
         sample_weight: weights of rows of arrays, or the name of a column.
         initial_epoch: the first epoch, counted from 0.
-        steps_per_epoch: refused unless it is the number of batches: every row comes once an epoch.
+        steps_per_epoch: batches of an epoch of a `raytf.TFData`; else refused unless it is the number of batches, as
+            every row comes once an epoch.
         validation_steps: batches of the validation, at least 1; all by default.
         validation_batch_size: rows of a batch of the validation; `batch_size` by default.
         validation_freq: validate every so many epochs, or after the epochs of a list.
@@ -160,9 +166,13 @@ def fit(
     parts = {"train": arrays_module.of(x, y, sample_weight, class_weight, features, labels)}
     if validation_data is not None:
         parts["validation"] = _validation(validation_data, sample_weight, features, labels)
-        if validation_steps is not None:
-            parts["validation"] = parts["validation"].head(validation_steps * validation_batch)
-    _check_steps(steps_per_epoch, parts["train"], batch, drops)
+        parts["validation"] = _steps(parts["validation"], validation_steps, validation_batch)
+    if isinstance(x, TFData):
+        parts["train"] = _steps(parts["train"], steps_per_epoch, batch)
+    else:
+        _check_steps(steps_per_epoch, parts["train"], batch, drops)
+    parts = {n: _looked(part, {"train": batch}.get(n, validation_batch), n, verbose) for n, part in parts.items()}
+    goes_on = getattr(getattr(parts["train"].dataset, "looked", None), "goes_on", "step")
     keeping = Keeping.of(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping, phases(bool(verbose))) as call:
         call.verify = verify
@@ -173,7 +183,9 @@ def fit(
         told = {"initial_epoch": initial_epoch, "shuffle": order} | ({"drop_remainder": True} if drops else {})
         seed, more = call.going_on(make_default_seed(), batch, told, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
-        more |= {"heals": workers.num_workers > 1, "nan": nan}
+        more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
+        if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
+            more["every"] = Every()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)
 
@@ -218,10 +230,7 @@ def evaluate(
         (x, y, sample_weight), batch_size = found.parts, found.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
-    data = arrays_module.of(x, y, sample_weight, None, features, labels)
-    if steps is not None:
-        validation.check_whole("steps", steps, 1)
-        data = data.head(steps * batch)
+    data = _looked(_steps(arrays_module.of(x, y, sample_weight, None, features, labels), steps, batch), batch, "train")
     with Call(
         model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
     ) as call:
@@ -271,10 +280,13 @@ def predict(
         found = tf_data.rows_of(x, "x", {"batch_size": batch_size}, once=True)
         x, batch_size = found.parts[0], found.batch
     batch = _check_batch(batch_size, workers, "batch_size")
-    data = arrays_module.of(x, None, None, None, features, None)
-    if steps is not None:
-        validation.check_whole("steps", steps, 1)
-        data = data.head(steps * batch)
+    if isinstance(x, TFData):
+        raise ConfigError(
+            "raytf.predict gives a prediction for each row, in order, of arrays or a ray.data.Dataset",
+            "a raytf.TFData",
+            "Pass arrays, or use a raytf.Predictor in ray.data.Dataset.map_batches",
+        )
+    data = _steps(arrays_module.of(x, None, None, None, features, None), steps, batch)
     with Call(
         model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
     ) as call:
@@ -433,6 +445,27 @@ def _callbacks(callbacks) -> list:
                 "Make objects of their classes",
             )
     return found
+
+
+def _steps(data: arrays_module.Data, steps: int | None, batch: int) -> arrays_module.Data:
+    """The first steps of rows alone."""
+    if steps is None:
+        return data
+    validation.check_whole("steps", steps, 1)
+    if isinstance(data.dataset, TFData):
+        return dataclasses.replace(data, dataset=dataclasses.replace(data.dataset, steps_per_epoch=int(steps)))
+    return data.head(steps * batch)
+
+
+def _looked(data: arrays_module.Data, batch: int, name: str, verbose: str | int = 0) -> arrays_module.Data:
+    """A pipeline with what is seen of it."""
+    source = data.dataset
+    if not isinstance(source, TFData):
+        return data
+    source = dataclasses.replace(source, looked=pipeline.look(source, Sampling(global_batch=batch), name))
+    if verbose:
+        print(ingest.describe(name, source, "none"))
+    return dataclasses.replace(data, dataset=source)
 
 
 def _validation(given, sample_weight, features, labels) -> arrays_module.Data:

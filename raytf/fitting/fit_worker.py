@@ -21,6 +21,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.streamed import StreamedDataset
+from raytf.data.tf_data import TFData
 from raytf.parallel import model_optimizers
 from raytf.runtime.topology import Shard
 from raytf.storage import step_folders
@@ -68,7 +69,7 @@ class FitDataset:
         structure: see `arrays.Data`.
     """
 
-    dataset: StoredDataset | StreamedDataset
+    dataset: StoredDataset | StreamedDataset | TFData
     batch: BatchSpec
     sampling: Sampling
     structure: tuple | None = None
@@ -136,7 +137,8 @@ def run(session, config: dict[str, Any]) -> int | None:
 
 def _trace_anew(model, work: Work) -> None:
     """Drops the graphs of a model that stays where rows have other shapes: of two shapes they would know no rank."""
-    specs = {name: (of.structure, of.batch.features, of.batch.labels) for name, of in work.rows.items()}
+    seen = lambda dataset: dataset.looked.spec if isinstance(dataset, TFData) else None
+    specs = {n: (of.structure, of.batch.features, of.batch.labels, seen(of.dataset)) for n, of in work.rows.items()}
     before = _kept["specs"].get(work.do)
     _kept["specs"][work.do] = repr(specs)
     if before is not None and before != repr(specs):
@@ -168,11 +170,14 @@ def _model(sending: Sending, distribution):
     return model, sent
 
 
-def _dataset(rows: FitDataset, session):
+def _dataset(work: Work, name: str, session, place: ReplacementState | None = None):
     """(the feed, its dataset in the structure that the model takes)."""
-    from raytf.data.feed import Feed
+    from raytf.data.feed import open_feed
+    from raytf.worker import context
 
-    feed = Feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size))
+    rows, told = work.rows[name], None if place is None else place.agreed.get(f"feed {name}")
+    shared = {"name": name, "strategy": context.get_strategy(), "told": told}
+    feed = open_feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size), **shared)
     return feed, structured(feed.dataset(), rows.structure)
 
 
@@ -236,8 +241,9 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     from raytf.worker import callbacks, epoch_checks, figures, replacement
     from raytf.worker import steps_per_execution as steps_per_execution_module
 
-    feed, dataset = _dataset(work.rows["train"], session)
-    others = [_dataset(work.rows[name], session) for name in work.rows if name != "train"]
+    given = {name: _dataset(work, name, session, place) for name in work.rows}
+    feed, dataset = given["train"]
+    others = [pair for name, pair in given.items() if name != "train"]
     looking = any(callbacks_module.looks_at_batches(c) for c in users)
     if model.steps_per_execution != work.steps_per_execution and looking:  # what an earlier call has chosen
         model.steps_per_execution = work.steps_per_execution
@@ -273,6 +279,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
             session.report({}, None)
 
     agreed = {"execution": execution, "own": _Values(own)}
+    agreed |= {f"feed {name}": its for name, (its, _) in given.items() if hasattr(its, "told")}
     if kept.steps:
         agreed["kept"] = kept.steps[0]
     arguments, before, after = kept.going_on()
@@ -439,7 +446,7 @@ def _evaluate(session, work: Work, model, sent, distribution) -> None:
 
     users, _ = transport.read(work.callbacks, known=sent)
     logs = model.evaluate(
-        _dataset(work.rows["train"], session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
+        _dataset(work, "train", session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
     )
     told = {"logs": {k: _plain(v) for k, v in logs.items()}, "values": _totals(model, sent), "ended": True}
     session.report(told, None)
@@ -474,7 +481,7 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
     import numpy as np
     from keras import tree
 
-    _, dataset = _dataset(work.rows["train"], session)
+    _, dataset = _dataset(work, "train", session)
     step = _predict_function(model, distribution)
     together = _predicts_itself(model) and session.size > 1
     parts: list[list] = []

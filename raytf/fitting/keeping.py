@@ -17,6 +17,7 @@ import pyarrow as pa
 from ray.train import Checkpoint, RunConfig
 
 from raytf import validation
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.fitting.arrays import Data
 from raytf.identity import contents, fingerprint, meaning, same_run
@@ -141,7 +142,9 @@ def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: i
     """
     data = {}
     for name, part in parts.items():
-        if part.table is None:
+        if isinstance(part.dataset, TFData):
+            data[name] = fingerprint.of_pipeline(part.dataset)
+        elif part.table is None:
             data[name] = fingerprint.of_dataset(part.dataset, rows[name])
         else:
             data[name] = {"rows": part.table.num_rows, "sources": [_content(part.table)], "operations": []}

@@ -337,8 +337,9 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
 
 def of_pipeline(source) -> dict[str, Any]:
     """What is known of a `raytf.TFData`: its function with the values that it reads, not the files; as `of_dataset`."""
-    options = {"shards_itself": source.shards_itself, "rows": source.rows, "steps_per_epoch": source.steps_per_epoch}
-    return {"rows": 0, "sources": [], "operations": [{"fn": described(source.make_dataset), **options}]}
+    names = ("make_dataset", "shards_itself", "rows", "steps_per_epoch", "class_weight")
+    told = {name: described(getattr(source, name)) for name in names}
+    return {"rows": 0, "sources": [], "operations": [told]}
 
 
 def _operation(operator) -> dict[str, Any]:

@@ -438,7 +438,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
             setup=dataclasses.replace(
                 trainer.backend_config,
                 config=dataclasses.replace(user, seed=user.seed or 0),
-                datasets=found,
+                datasets={**found, **trainer.pipelines},
                 warned=processes.warned,
             ),
             datasets=datasets,
@@ -449,6 +449,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         )
         told = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
         data = {name: fingerprint.of_dataset(d, sum(found[name].rows)) for name, d in datasets.items()}
+        data |= {name: fingerprint.of_pipeline(one) for name, one in trainer.pipelines.items()}
         return spec, {key: fingerprint.described(value) for key, value in told.items()} | {"datasets": data}
     found, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
@@ -456,10 +457,10 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     if tried.logs is not None and not options.identity:  # one that is resumed may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in found, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
-    heals = trainer.tensorflow_config.heal and failures != 0
-    task = dataclasses.replace(
-        trainer.task(found), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
-    )
+    task = trainer.task(found)
+    by_epochs = isinstance(found["train"], TFData) and found["train"].looked.goes_on == "epoch"
+    heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
+    task = dataclasses.replace(task, warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals)
     spec = SweepSpec(
         train=_KerasLoop(task),
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),

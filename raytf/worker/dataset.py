@@ -14,9 +14,11 @@ from raytf.data import columns as columns_module
 from raytf.data import stored, streamed
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
-from raytf.data.feed import Feed
+from raytf.data.feed import Feed, open_feed
+from raytf.data.pipeline import PipelineFeed
 from raytf.data.sampling import Sampling, differences
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard, per_replica_batch
 from raytf.storage import stored_json
@@ -52,7 +54,7 @@ def get_dataset(
     name: str,
     *,
     batch_size: int,
-    features: ColumnSpecs,
+    features: ColumnSpecs | None = None,
     labels: ColumnSpecs | None = None,
     sample_weights: ColumnSpecs | None = None,
     shuffle: str | None = None,
@@ -67,7 +69,8 @@ def get_dataset(
         name: the key in the trainer's `datasets`.
         batch_size: rows of the **global** batch, over all workers.
         features: a column (a name, or a `raytf.Column` that says how it becomes a tensor), a list of columns (stacked
-            into one float32 vector), or a dict of these by input name.
+            into one float32 vector), or a dict of these by input name. A `raytf.TFData` takes none of what follows but
+            the seed.
         labels, sample_weights: likewise, or None.
         shuffle: "full" (the default for "train"), "window", or "none" (the default for others).
         seed: of the shuffle; the order depends on (seed, epoch, batch_size) alone, not on the number of workers.
@@ -95,6 +98,23 @@ def get_dataset(
         known = ", ".join(repr(key) for key in setup.datasets)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
     validation.check_seed(seed)
+    if isinstance(setup.datasets[name], TFData):
+        given = {"features": features, "labels": labels, "sample_weights": sample_weights, "map": map}
+        given |= {"shuffle": shuffle, "drop_remainder": drop_remainder or None}
+        if asked := [key for key, value in given.items() if value is not None]:
+            raise ConfigError(f"{name!r} is a raytf.TFData, which says that itself", ", ".join(asked), "Leave it out")
+        per_replica_batch(batch_size, context.get_world_size())
+        feed = open_feed(
+            setup.datasets[name],
+            BatchSpec(None),
+            Sampling(global_batch=batch_size, seed=seed, shuffle="none"),
+            Shard(context.get_world_rank(), context.get_world_size()),
+            name=name,
+            strategy=context_module.get_strategy(),
+        )
+        return _given(feed)
+    if features is None:
+        raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
     batch = BatchSpec.parsed(features, labels, sample_weights, map)
     dataset = _read_once(name, setup.datasets[name], batch.roles, context)
     batch.check(dataset.columns)
@@ -113,6 +133,10 @@ def get_dataset(
             f"batch_size={batch_size} for the {feed.rows} rows of {name!r}",
             "Use a smaller batch_size",
         )
+    return _given(feed)
+
+
+def _given(feed: Feed | PipelineFeed) -> tf.data.Dataset:
     made = feed.dataset()
     _feeds[made] = feed
     return made
@@ -154,7 +178,7 @@ class Position(tf.train.experimental.PythonState):
                 f"a {type(rows).__name__} of another",
                 "Pass what get_dataset gave, and map what position.epochs gives",
             )
-        self._feed: Feed = _feeds[rows]
+        self._feed: Feed | PipelineFeed = _feeds[rows]
         self.epoch = self.step = 0
         self.steps = self._feed.steps
 

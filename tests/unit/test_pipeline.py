@@ -208,7 +208,7 @@ def test_ragged_and_sparse_rows_in_a_dict(sparse):
     [
         (lambda context: np.arange(9), {}, "a numpy.ndarray; from '<lambda>', of 'train'. Return the dataset"),
         (
-            lambda context: dict()["a"],
+            lambda context: {}["a"],
             {},
             r"received: KeyError: .a. \(test_pipeline.py, line \d+\)",
         ),
