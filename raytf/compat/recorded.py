@@ -9,6 +9,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.core:Variable._initialize": ("(self, value)",),
     "keras.src.backend.tensorflow.core:Variable._initialize_with_initializer": ("(self, initializer)",),
     "keras.src.backend.tensorflow.nn:_compute_moments_sync": ("(x, axes, keepdims)",),
+    "keras.src.backend.tensorflow.nn:_get_logits": ("(output, from_logits, op_type, fn_name)",),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer": ("(*args, **kwargs)",),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": ("(self, grads_and_vars)",),
     "keras.src.backend.tensorflow.trainer:TFEpochIterator": ("(distribute_strategy=, *args, **kwargs)",),
@@ -33,7 +34,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch": (
         "(self, x, y=, sample_weight=, class_weight=, return_dict=)",
     ),
-    "keras.src.backend.tensorflow.nn:_get_logits": ("(output, from_logits, op_type, fn_name)",),
     "keras.src.backend:compute_output_spec": ("(fn, *args, **kwargs)",),
     "keras.src.backend:get_keras_mask": ("(x)",),
     "keras.src.backend:set_keras_mask": ("(x, mask)",),
@@ -77,6 +77,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "keras.src.saving.saving_lib:_serialize_model_as_json": ("(model)",),
     "keras.src.trainers.compile_utils:CompileLoss.build": ("(self, y_true, y_pred)",),
+    "keras.src.trainers.data_adapters.py_dataset_adapter:PyDatasetAdapter": ("(x, class_weight=, shuffle=)",),
+    "keras.src.trainers.data_adapters.tf_dataset_adapter:make_class_weight_map_fn": ("(class_weight)",),
     "keras.src.trainers.epoch_iterator:EpochIterator": (
         "(x, y=, sample_weight=, batch_size=, steps_per_epoch=, shuffle=, class_weight=, steps_per_execution=)",
     ),

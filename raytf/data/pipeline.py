@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.collectives import communicator
-from raytf.compat.keras import PyDatasetAdapter, data_adapter_utils
+from raytf.compat.keras import PyDatasetAdapter, make_class_weight_map_fn
 from raytf.compat.tensorflow import global_seed, making_alike, reshuffles
 from raytf.console import output
 from raytf.data import dataset_graph, worker_part
@@ -346,8 +346,8 @@ class PipelineFeed:
         if self._source.class_weight is None:
             return made
         try:
-            return made.map(data_adapter_utils.make_class_weight_map_fn(dict(self._source.class_weight)))
-        except Exception as error:
+            return made.map(make_class_weight_map_fn(dict(self._source.class_weight)))
+        except (ValueError, TypeError) as error:
             rule = "class_weight is for one output of classes, and without sample weights"
             raise self._error(rule, in_a_line(error), "Leave it out, and give weights in the function") from error
 
