@@ -13,7 +13,6 @@ from raytf.compat.tensorflow import giving_memory
 from raytf.data import worker_part
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.batches import Batcher
-from raytf.data.pipeline import PipelineFeed
 from raytf.data.reader import Reader, StreamReader, open_reader
 from raytf.data.sampling import Sampling, row_seeds
 from raytf.data.stored import StoredDataset
@@ -202,8 +201,8 @@ def open_feed(
     strategy: tf.distribute.Strategy | None = None,
     told: dict | None = None,
     **more,
-) -> Feed | PipelineFeed:
-    """The feed of a worker.
+):
+    """The `Feed` of a worker, or its `pipeline.PipelineFeed`.
 
     Args:
         dataset: a `StoredDataset`, a `StreamedDataset` or a `TFData`.
@@ -212,6 +211,8 @@ def open_feed(
         strategy, told: see `PipelineFeed.agree`.
     """
     if isinstance(dataset, TFData):
+        from raytf.data.pipeline import PipelineFeed  # with Keras 3, which a worker with Keras 2 does without
+
         return PipelineFeed(dataset, sampling, shard, name).agree(strategy, told)
     return Feed(dataset, batch, sampling, shard, **more)
 

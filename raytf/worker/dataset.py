@@ -15,7 +15,6 @@ from raytf.data import stored, streamed
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
 from raytf.data.feed import Feed, open_feed
-from raytf.data.pipeline import PipelineFeed
 from raytf.data.sampling import Sampling, differences
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
@@ -136,7 +135,7 @@ def get_dataset(
     return _given(feed)
 
 
-def _given(feed: Feed | PipelineFeed) -> tf.data.Dataset:
+def _given(feed) -> tf.data.Dataset:
     made = feed.dataset()
     _feeds[made] = feed
     return made
@@ -178,7 +177,7 @@ class Position(tf.train.experimental.PythonState):
                 f"a {type(rows).__name__} of another",
                 "Pass what get_dataset gave, and map what position.epochs gives",
             )
-        self._feed: Feed | PipelineFeed = _feeds[rows]
+        self._feed = _feeds[rows]
         self.epoch = self.step = 0
         self.steps = self._feed.steps
 
