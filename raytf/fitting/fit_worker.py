@@ -251,7 +251,7 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     told = {} if place is None else place.agreed
     if place is not None:
         model.steps_per_execution = told["steps_per_execution"]
-    kept = _Kept(session, work, model, users, feed, folder, place, validates=bool(others))
+    kept = _Kept(session, work, model, users, feed, folder, place, [its for its, _ in others])
     execution = steps_per_execution_module.ExecutionCallback(users, told.get("execution"))
     checks = epoch_checks.EpochChecks(work.nan, users, session.rank, session.size)
     around = [execution, kept.position, *users, checks, *kept.around]
@@ -354,7 +354,7 @@ class _Kept:
         feed: of its rows.
         folder: of the checkpoint to go on from, or None.
         place: of a lost worker that this one takes, or None.
-        validates: whether something comes between the last step of an epoch and its end.
+        others: the feeds of the validation.
 
     Attributes:
         position: counts the steps.
@@ -362,16 +362,14 @@ class _Kept:
         around, steps: callbacks behind the user's, and behind all others.
     """
 
-    def __init__(
-        self, session, work: Work, model, users, feed, folder, place: ReplacementState | None, validates: bool
-    ):
+    def __init__(self, session, work: Work, model, users, feed, folder, place: ReplacementState | None, others: list):
         from raytf.worker import callbacks, within_epoch
 
         self._session, self._work, self._model, self._feed = session, work, model, feed
         self._folder, self._place = folder, place
         self._first = work.arguments["initial_epoch"]
         self._state = state = checkpoint.read_state(folder) if folder else None
-        self.position = callbacks.FeedCallback(feed, state.step if state else 0)
+        self.position = callbacks.FeedCallback(feed, state.step if state else 0, others)
         self.around: list = []
         self.steps: list = []
         self._states = CallbackStates(users)
@@ -392,7 +390,7 @@ class _Kept:
         )
         if not named:
             return
-        chief = {"chief": session.rank == 0, "order": feed.order, "validates": validates}
+        chief = {"chief": session.rank == 0, "order": feed.order, "validates": bool(others)}
         chief["told"] = None if place is None else place.agreed["kept"]
         self.steps = [
             within_epoch.StepCheckpointCallback(work.every, session.keep, self.position, self.report, **chief)

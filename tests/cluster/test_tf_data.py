@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 CONFIG = {"batch_size": 25, "epochs": 3}
 
 
-def pairs(rows, seed, classes=3):
+def pairs(rows, seed, classes=3, noise=0.01):
     """A pipeline as users write it: cached, shuffled, augmented, batched, prefetched."""
 
     def make(context):
@@ -23,7 +23,7 @@ def pairs(rows, seed, classes=3):
         random = np.random.default_rng(seed)
         x, y = random.normal(size=(rows, 3)).astype("float32"), random.integers(0, classes, rows)
         data = tf.data.Dataset.from_tensor_slices((x, y)).shard(context.num_shards, context.index)
-        data = data.cache().shuffle(40).map(lambda x, y: (x + 0.01 * tf.random.normal([3]), y))
+        data = data.cache().shuffle(40).map(lambda x, y: (x + noise * tf.random.normal([3]), y))
         return data.batch(context.batch).prefetch(tf.data.AUTOTUNE)
 
     return make
@@ -84,7 +84,7 @@ def test_two_workers_one_of_which_dies_train_as_one_does(tmp_path, capfd):
     assert Kind.WORKER_REPLACED in kinds(together)
     assert_equal(alone, together)
     assert trainer(tmp_path, 1, "two").fit().metrics == together.metrics, "the run has ended"
-    with pytest.raises(raytf.ConfigError, match="datasets.'train'. "):
+    with pytest.raises(raytf.ConfigError, match="other operations of datasets"):
         trainer(tmp_path, 1, "two", config={"epochs": 4}, source={"rows": False, "steps_per_epoch": 3}).fit()
 
 
@@ -117,7 +117,7 @@ def test_python_code_goes_on_at_an_epoch_and_all_workers_start_anew(tmp_path, ca
         data = {"train": raytf.TFData(drawn(97, tmp_path)), "validation": raytf.TFData(drawn(41, tmp_path))}
         results.append(trainer(tmp_path, 2, name, kill, 1, config=config, datasets=data).fit())
     out = capfd.readouterr().out
-    assert "goes on at epochs, and replaces no worker in place, as it may have a state of its own (PyFunc)" in out
+    assert "goes on at epochs, and replaces no worker in place, as it may have a state of its own (" in out
     assert [kinds(result).count(Kind.WORKERS_STARTED) for result in results] == [1, 2]
     assert Kind.WORKER_REPLACED not in kinds(results[1])
     assert_equal(*results)
@@ -160,13 +160,13 @@ def test_fit_trains_and_evaluates_on_functions():
         raytf.TFData(pairs(97, 0), shards_itself=True),
         batch_size=24,
         epochs=2,
-        validation_data=raytf.TFData(pairs(41, 1)),
+        validation_data=raytf.TFData(pairs(41, 1, noise=0.0)),
         class_weight={0: 1.0, 1: 2.0, 2: 0.5},
         num_workers=2,
         verbose=0,
     )
     assert int(model.optimizer.iterations) == 2 * 5 and len(history.history["val_loss"]) == 2
-    found = raytf.evaluate(model, raytf.TFData(pairs(41, 1)), batch_size=24, num_workers=2, return_dict=True)
+    found = raytf.evaluate(model, raytf.TFData(pairs(41, 1, noise=0.0)), batch_size=24, num_workers=2, return_dict=True)
     assert abs(found["loss"] - history.history["val_loss"][-1]) < 1e-9
 
 
@@ -177,8 +177,8 @@ def test_a_loop_and_a_sweep(tmp_path):
         raytf.get_strategy()
         rows = raytf.get_dataset("train", batch_size=25, seed=3)
         position = raytf.Position(rows)
-        seen = [sorted(np.concatenate([y.numpy() for _, y in epoch]).tolist()) for epoch in position.epochs(2)]
-        assert seen[0] == seen[1] and position.steps == 4
+        seen = [np.concatenate([y.numpy() for _, y in epoch]).tolist() for epoch in position.epochs(2)]
+        assert seen[0] != seen[1] and position.steps == 4
         ray.train.report({"rows": len(seen[0])})
 
     data = {"train": raytf.TFData(pairs(97, 0))}

@@ -14,8 +14,9 @@ from raytf.data.feed import Feed, open_feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
+from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard
-from tests.processes.scenarios import BATCH, classes, results, scenario
+from tests.processes.scenarios import BATCH, ROWS, classes, results, scenario
 
 
 def fed(p, table, features, labels, shuffle="full", batch=BATCH):
@@ -298,3 +299,33 @@ def tf_data_of_a_py_dataset(p):
     model = sequence_model(p)
     given = of_function(p, lambda context: _WithWorkers(of_any_width(6)))
     return results(model, model.fit(given, epochs=2, verbose=0, shuffle=False))
+
+
+@scenario
+def tf_data_that_differs_between_workers(p):
+    """Each worker is told so, by an exchange before the first step, and none waits for another."""
+
+    def other_types(context):
+        return tf.data.Dataset.range(ROWS).batch(context.batch).map(lambda x: tf.cast(x, f"int{32 << p.rank % 2}"))
+
+    def other_rows(context):
+        own = iter([np.full(BATCH, p.rank)])
+        return tf.data.Dataset.from_generator(lambda: own, output_signature=tf.TensorSpec((None,), tf.int64))
+
+    def uneven(context):
+        return tf.data.Dataset.range(BATCH * (1 + context.index)).batch(BATCH)
+
+    cases = [
+        (other_types, {}, "other shapes or types on worker 1"),
+        (other_rows, {"steps_per_epoch": 1}, "other rows in the first batch on worker 1"),
+        (uneven, {"shards_itself": True, "uneven": "error"}, "1, 2 batches by worker"),
+        (lambda context: uneven(context).take(0), {"shards_itself": True}, "a dataset without a batch"),
+    ]
+    for make, options, wanted in cases if p.world > 1 else ():
+        try:
+            of_function(p, make, **options)
+        except ConfigError as error:
+            assert wanted in str(error), error
+        else:
+            raise AssertionError(wanted)
+    return {}
