@@ -241,11 +241,14 @@ class PipelineFeed:
 
     def _go_on(self, number: int, first: int) -> tf.data.Dataset:
         """An epoch of an endless dataset: its iterator goes on, where it stands at the step."""
-        wanted = number * self.steps + first
-        if self._stream is None or int(self._stream[1]) != wanted:
+        wanted, end = number * self.steps + first, (number + 1) * self.steps
+        # an iterator that was left within its epoch may still read ahead
+        if self._stream is None or not int(self._stream[1]) == self._stream[2] == wanted:
             with tf.device("CPU:0"):
-                self._stream = iter(self._made(0).skip(wanted)), tf.Variable(wanted, dtype=tf.int64, trainable=False)
-        iterator, position = self._stream
+                position = tf.Variable(wanted, dtype=tf.int64, trainable=False)
+            self._stream = iter(self._made(0).skip(wanted)), position, end
+        iterator, position, _ = self._stream
+        self._stream = iterator, position, end
 
         def following(_):
             batch = iterator.get_next()
@@ -376,7 +379,12 @@ def look(source: TFData, sampling: Sampling, name: str) -> Looked:
     feed = PipelineFeed(source, sampling, name=name)
     batch = next(iter(feed.first_batch()))
     rows = int(worker_part.row_count(_first_leaf(batch)))
-    told = {"text": _remarks(feed, source), "goes_on": feed.goes_on, "spec": repr(feed.spec)}
+    text = _remarks(feed, source)
+    if rows != sampling.global_batch and feed.known_steps() != 1:
+        text += (
+            f"; a batch has {rows} rows, and batch_size is {sampling.global_batch}: use context.batch in the function"
+        )
+    told = {"text": text, "goes_on": feed.goes_on, "spec": repr(feed.spec)}
     return Looked(**told, steps=feed.known_steps(), rows=rows)
 
 

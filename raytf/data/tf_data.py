@@ -62,7 +62,7 @@ class Looked:
     spec: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TFData:
     """Rows of a `tf.data` pipeline, wherever a trainer takes a dataset.
 

@@ -107,10 +107,12 @@ def check_pipelines(trainer) -> bool:
     for one in given.values():
         one.check_pickles()
     asked = {name: spec for name, spec in {**trainer.batch.roles, "map": trainer.batch.map}.items() if spec is not None}
-    if asked or trainer.shuffle != "auto":
+    asked |= {name: its for name in ("shuffle", "materialize") if (its := getattr(trainer, name)) != "auto"}
+    asked |= {} if trainer.dataset_config is None else {"dataset_config": trainer.dataset_config}
+    if asked:
         raise ConfigError(
-            "A raytf.TFData gives features, labels and weights itself, mapped and shuffled",
-            ", ".join([*asked, *(["shuffle"] if trainer.shuffle != "auto" else [])]),
+            "A raytf.TFData gives features, labels and weights itself, read, mapped and shuffled",
+            ", ".join(asked),
             "Leave it out, and do it in the function",
         )
     wrong = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -78,8 +80,16 @@ def test_two_workers_one_of_which_dies_train_as_one_does(tmp_path, capfd):
     assert "which takes its part of each batch; goes on at any step" in capfd.readouterr().out
 
     def kill(config):
-        return [models.kill_once(str(tmp_path / "killed"), 1, 1, 2)]
+        return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)]
 
+    options = {"tensorflow_config": raytf.TensorflowConfig(heal=False), "checkpoint_every": "1 steps"}
+    with pytest.raises(raytf.TrainingError):
+        trainer(tmp_path, 2, "resumed", callbacks=kill, **options).fit()
+    (tmp_path / "marker").rename(tmp_path / "marker of before")
+    capfd.readouterr()
+    resumed = trainer(tmp_path, 1, "resumed", **options).fit()
+    assert re.search(r"resumed: goes on after step [12] of epoch 2", capfd.readouterr().out)
+    assert_equal(alone, resumed)
     together = trainer(tmp_path, 2, "two", callbacks=kill, failures=1).fit()
     assert Kind.WORKER_REPLACED in kinds(together)
     assert_equal(alone, together)
@@ -110,7 +120,7 @@ def drawn(rows, folder):
 
 def test_python_code_goes_on_at_an_epoch_and_all_workers_start_anew(tmp_path, capfd):
     def kill(config):
-        return [models.kill_once(str(tmp_path / "killed"), 1, 1, 2)] if "kill" in config else []
+        return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)] if "kill" in config else []
 
     results = []
     for name, config in (("whole", {}), ("killed", {"kill": True})):
@@ -179,13 +189,22 @@ def test_a_loop_and_a_sweep(tmp_path):
         position = raytf.Position(rows)
         seen = [np.concatenate([y.numpy() for _, y in epoch]).tolist() for epoch in position.epochs(2)]
         assert seen[0] != seen[1] and position.steps == 4
-        ray.train.report({"rows": len(seen[0])})
+        (tmp_path / f"rows_{ray.train.get_context().get_world_rank()}").write_text(str(len(seen[0])))
 
     data = {"train": raytf.TFData(pairs(97, 0))}
     scaling = ScalingConfig(num_workers=2)
     run = RunConfig(name="loop", storage_path=str(tmp_path))
-    result = raytf.TensorflowTrainer(loop, datasets=data, scaling_config=scaling, run_config=run).fit()
-    assert result.metrics["rows"] in (48, 49)
+    raytf.TensorflowTrainer(loop, datasets=data, scaling_config=scaling, run_config=run).fit()
+    assert sum(int((tmp_path / f"rows_{rank}").read_text()) for rank in range(2)) == 97
     tried = trainer(tmp_path, 1, "sweep", config={"epochs": 1})
     grid = raytf.sweep(tried, {"batch_size": [25, 50]}, metric="val_loss", mode="min")
     assert sorted(one.metrics["epoch"] for one in grid) == [1, 1]
+
+
+def test_what_runs_beside_the_workers_reads_functions_too(tmp_path):
+    """An evaluator, a comparison of two workers with one process, and a spare that makes a step ahead."""
+    run = {"verify": "error", "failures": 1, "tensorflow_config": raytf.TensorflowConfig(spares=1)}
+    result = trainer(tmp_path, 2, "beside", evaluator=True, config={"epochs": 1}, **run).fit()
+    assert result.metrics_dataframe["eval_loss"].notna().all()
+    here = trainer(tmp_path, 0, "here", config={"epochs": 1}).fit()
+    np.testing.assert_allclose(here.metrics["loss"], result.metrics["loss"], atol=1e-9)

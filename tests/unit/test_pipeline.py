@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from raytf.data import pipeline
 from raytf.data.pipeline import PipelineFeed
 from raytf.data.sampling import Sampling
 from raytf.data.tf_data import TFData
@@ -127,6 +128,23 @@ def test_what_is_cached_stays_and_is_that_of_the_first_epoch():
     assert epoch(opened(source), 2) == found[0], "a run that goes on in a later epoch has the same rows"
 
 
+def test_a_cache_within_a_function_is_one_for_each_dataset_that_it_makes():
+    def make(context):
+        within = lambda x: tf.data.Dataset.range(x * 10, x * 10 + 2).cache()
+        return tf.data.Dataset.range(3).interleave(within, cycle_length=1).batch(context.batch)
+
+    one = opened(TFData(make))
+    assert [epoch(one, number) for number in range(2)] == [[[0, 1, 10, 11, 20, 21]]] * 2
+
+
+def test_batches_of_another_size_are_told_of():
+    def make(context):
+        return tf.data.Dataset.range(ROWS).batch(10)
+
+    told = pipeline.look(TFData(make), Sampling(global_batch=BATCH), "train")
+    assert "a batch has 10 rows, and batch_size is 24" in told.text and told.steps == 11
+
+
 def test_an_endless_dataset_is_one_stream():
     def make(context):
         return tf.data.Dataset.range(ROWS).repeat().batch(context.batch)
@@ -135,6 +153,10 @@ def test_an_endless_dataset_is_one_stream():
     found = [epoch(one, number) for number in range(3)]
     assert flat(flat(found)) == [i % ROWS for i in range(9 * BATCH)]
     assert epoch(opened(TFData(make, steps_per_epoch=3)), 2, 1) == found[2][1:]
+    one.set_epoch(0)
+    left = iter(one.dataset())
+    next(left)
+    assert epoch(one, 1) == found[1], "what reads ahead takes nothing from it"
     with pytest.raises(ConfigError, match="endless dataset needs steps_per_epoch"):
         opened(TFData(make))
 
@@ -169,9 +191,9 @@ class Batches(keras.utils.PyDataset):
         return {"x": rows, "half": rows / 2}, rows
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_py_dataset_with_workers_of_its_own(workers):
-    source = TFData(lambda context: Batches(context.batch, workers=workers))
+@pytest.mark.parametrize(("workers", "processes"), [(1, False), (3, False), (2, True)])
+def test_a_py_dataset_with_workers_of_its_own(workers, processes):
+    source = TFData(lambda context: Batches(context.batch, workers=workers, use_multiprocessing=processes))
     for number in range(2):
         parts = []
         for worker in range(2):
@@ -219,12 +241,17 @@ def test_ragged_and_sparse_rows_in_a_dict(sparse):
             {"rows": True},
             "known shape.*set_shape.*padded_batch",
         ),
+        (
+            lambda context: tf.data.TFRecordDataset(["/nowhere"]).batch(3).map(lambda x: tf.strings.length(x)),
+            {},
+            "first batch fails: NotFoundError: /nowhere",
+        ),
         (lambda context: tf.data.Dataset.range(0).batch(3), {}, "a dataset without a batch.*Check the files"),
     ],
 )
 def test_errors_name_the_function_and_the_fix(make, options, said):
     with pytest.raises(ConfigError, match=said):
-        opened(TFData(make, **options))
+        pipeline.look(TFData(make, **options), Sampling(global_batch=BATCH), "train")
 
 
 @pytest.mark.parametrize(
