@@ -68,6 +68,8 @@ class PipelineFeed:
         self._counts_itself = True
         self._first = self._made(0)
         self.spec = self._first.element_spec
+        if source.shards_itself:  # shares of a batch differ by a row, and there may be none
+            self.spec = tf.nest.map_structure(_of_any_rows, self.spec)
         self._endless = int(self._first.cardinality()) == tf.data.INFINITE_CARDINALITY
         self.hidden = sorted({found for found in _kinds(self._first) if dataset_graph.is_unknown(found)})
         if self._endless and source.steps_per_epoch is None:
@@ -355,7 +357,7 @@ class PipelineFeed:
             raise self._error(rule, in_a_line(error), "Leave it out, and give weights in the function") from error
 
     def _cut(self, made: tf.data.Dataset) -> tf.data.Dataset:
-        if self._source.shards_itself:
+        if self._source.shards_itself or self._shard.count == 1:
             return made
         index = tf.constant(self._shard.index, tf.int64)
         return made.map(lambda *batch: worker_part.part_of(batch, index, self._shard.count))
@@ -441,6 +443,13 @@ def _draws(layer) -> bool:
 def _by_chance(dataset) -> bool:
     """Whether what a dataset gives is another thing with another seed."""
     return any(reshuffles(one) or _draws(one) for one in dataset_graph.layers(dataset))
+
+
+def _of_any_rows(spec):
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)(shape, spec.dtype)
 
 
 def _without_rows(spec):

@@ -160,7 +160,7 @@ def test_a_plan_shows_it(tmp_path):
     assert lines["steps of an epoch"] == "4" and "goes on at any step" in lines["data"]
 
 
-def test_fit_trains_and_evaluates_on_functions():
+def test_fit_trains_and_evaluates_on_functions(tmp_path):
     import keras
 
     keras.utils.set_random_seed(1)
@@ -174,6 +174,8 @@ def test_fit_trains_and_evaluates_on_functions():
         class_weight={0: 1.0, 1: 2.0, 2: 0.5},
         num_workers=2,
         verbose=0,
+        name="functions",
+        storage=tmp_path,
     )
     assert int(model.optimizer.iterations) == 2 * 5 and len(history.history["val_loss"]) == 2
     found = raytf.evaluate(model, raytf.TFData(pairs(41, 1, noise=0.0)), batch_size=24, num_workers=2, return_dict=True)

@@ -61,6 +61,17 @@ def test_a_function_that_shards_itself_gives_every_row_once():
     assert steps == [list(range(start, min(start + BATCH, ROWS))) for start in range(0, ROWS, BATCH)]
 
 
+def test_shares_of_a_fixed_size_may_have_no_rows():
+    def make(context):
+        rows = tf.data.Dataset.range(ROWS).shard(context.num_shards, context.index)
+        return rows.take(60 if context.index else 20).batch(context.batch, drop_remainder=True)
+
+    feeds = [opened(TFData(make, shards_itself=True), worker, 2, 25, agreed=False) for worker in range(2)]
+    assert repr(feeds[0].spec) == repr(feeds[1].spec)
+    feeds[0].steps = feeds[1].steps = 4
+    assert [[len(batch) for batch in epoch(feed)] for feed in feeds] == [[13, 0, 0, 0], [12, 12, 12, 12]]
+
+
 def of_one_worker(context):
     return tf.data.Dataset.range(50 if context.index else 0).batch(context.batch)
 
