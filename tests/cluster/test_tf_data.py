@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from ray import tune
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
@@ -199,7 +200,7 @@ def test_a_loop_and_a_sweep(tmp_path):
     raytf.TensorflowTrainer(loop, datasets=data, scaling_config=scaling, run_config=run).fit()
     assert sum(int((tmp_path / f"rows_{rank}").read_text()) for rank in range(2)) == 97
     tried = trainer(tmp_path, 1, "sweep", config={"epochs": 1})
-    grid = raytf.sweep(tried, {"batch_size": [25, 50]}, metric="val_loss", mode="min")
+    grid = raytf.sweep(tried, {"batch_size": tune.grid_search([25, 50])}, metric="val_loss", mode="min")
     assert sorted(one.metrics["epoch"] for one in grid) == [1, 1]
 
 
