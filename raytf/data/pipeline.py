@@ -53,7 +53,6 @@ class PipelineFeed:
         ConfigError: the function fails, or gives nothing that can be trained on.
     """
 
-    rows = None
     steps: int
 
     def __init__(self, source: TFData, sampling: Sampling, shard: Shard = Shard(), name: str = "train"):  # noqa: B008

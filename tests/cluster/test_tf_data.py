@@ -119,6 +119,7 @@ def drawn(rows, folder):
     return make
 
 
+@pytest.mark.slow
 def test_python_code_goes_on_at_an_epoch_and_all_workers_start_anew(tmp_path, capfd):
     def kill(config):
         return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)] if "kill" in config else []
@@ -161,6 +162,7 @@ def test_a_plan_shows_it(tmp_path):
     assert lines["steps of an epoch"] == "4" and "goes on at any step" in lines["data"]
 
 
+@pytest.mark.slow
 def test_fit_trains_and_evaluates_on_functions(tmp_path):
     import keras
 
@@ -183,6 +185,7 @@ def test_fit_trains_and_evaluates_on_functions(tmp_path):
     assert abs(found["loss"] - history.history["val_loss"][-1]) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_loop_and_a_sweep(tmp_path):
     def loop(config):
         import ray.train
@@ -204,6 +207,7 @@ def test_a_loop_and_a_sweep(tmp_path):
     assert sorted(one.metrics["epoch"] for one in grid) == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_runs_beside_the_workers_reads_functions_too(tmp_path):
     """An evaluator, a comparison of two workers with one process, and a spare that makes a step ahead."""
     run = {"verify": "error", "failures": 1, "tensorflow_config": raytf.TensorflowConfig(spares=1)}
